@@ -25,7 +25,7 @@ from typing import Any
 
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim import loop as virtual
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 SIGMAS = (1.0, 2.5, 5.0, 10.0)
 PUBLISHED = {1.0: 1.23, 10.0: 2.27}
@@ -36,7 +36,7 @@ def rollout(sigma: float, *, lockstep: bool, scale: float, trajectories: int = 5
     def step_seconds(rng: random.Random) -> float:
         return scale * max(0.0, rng.gauss(10.0, sigma))
 
-    return make(
+    return make_simulated_run(
         quotas={"env": (trajectories, 1)},
         alpha=0,
         steps=1,

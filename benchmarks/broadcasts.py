@@ -30,7 +30,7 @@ from typing import Any
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.compose.broadcasts import Broadcasts
+from rollart.compose.broadcasts import WeightBroadcaster
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, GenerateRequest, PauseMode, Sampling, WeightsRef
 from rollart.runtime.leases import Leases
@@ -91,7 +91,7 @@ async def update(engine: HttpEngine, weights: WeightsRef) -> None:
 
 
 async def publish(
-    trainer: HttpTrainer, engines: Sequence[HttpEngine], version: int, broadcasts: Broadcasts | None
+    trainer: HttpTrainer, engines: Sequence[HttpEngine], version: int, broadcasts: WeightBroadcaster | None
 ) -> tuple[float, float]:
     """Seconds until the last engine serves it, and for which engines stood still."""
     began = time.perf_counter()
@@ -127,7 +127,7 @@ async def measure(root: Path, mb: float, rounds: int, count: int) -> dict[str, l
             )
             for n in range(count)
         ]
-        broadcasts = Broadcasts(Leases(recorder), recorder, backend="gloo", bucket_bytes=16 * MB, send_s=300.0)
+        broadcasts = WeightBroadcaster(Leases(recorder), recorder, backend="gloo", bucket_bytes=16 * MB, send_s=300.0)
         for engine in engines:
             broadcasts.join(engine)
         async with asyncio.TaskGroup() as tasks:

@@ -28,7 +28,7 @@ from pathlib import Path
 from rollart.ledger.store import Ledger
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
 from rollart.runtime.domain import Domain
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 
 def cpu() -> float:
@@ -53,7 +53,9 @@ async def timed(run: SimulatedRun, directory: str) -> tuple[float, int]:
 
 
 def throughput() -> dict[str, float]:
-    run = make(quotas={"noop": (512, 1)}, alpha=1, steps=24, engines=4, turns=3, tokens=1, engine_s=lambda _: 0.0)
+    run = make_simulated_run(
+        quotas={"noop": (512, 1)}, alpha=1, steps=24, engines=4, turns=3, tokens=1, engine_s=lambda _: 0.0
+    )
     with tempfile.TemporaryDirectory() as directory:
         seconds, trained = asyncio.run(timed(run, directory))
     return {"trajectories": trained, "cpu_s": seconds, "trajectories_per_cpu_s": trained / seconds}
@@ -61,7 +63,9 @@ def throughput() -> dict[str, float]:
 
 def live() -> dict[str, float]:
     count = 20_000
-    run = make(quotas={"wait": (count, 1)}, alpha=0, steps=1, engines=8, turns=3, env_s=lambda r: 2.0 + r.random())
+    run = make_simulated_run(
+        quotas={"wait": (count, 1)}, alpha=0, steps=1, engines=8, turns=3, env_s=lambda r: 2.0 + r.random()
+    )
     peak: list[int] = []
 
     async def main() -> None:
@@ -108,7 +112,7 @@ def frozen_lake() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(Path(directory))
         tokenizer = HubTokenizer(directory)
-        run = make(quotas={"lake": (64, 1)}, alpha=1, steps=24, engines=1)
+        run = make_simulated_run(quotas={"lake": (64, 1)}, alpha=1, steps=24, engines=1)
         run.tokenizer = tokenizer
         run.domains = [
             Domain(

@@ -30,7 +30,7 @@ import tracemalloc
 from collections.abc import Callable
 
 from rollart.policy.samplers import Balanced, Balancing, Fifo, WholeGroups, partition
-from rollart.policy.table import Row, SampleTable
+from rollart.policy.table import SampleRow, SampleTable
 
 COLUMNS = ("responses", "reward", "ref_logprobs", "advantage")
 GROUP, MICRO, BATCH, CONSUMERS = 8, 32, 512, 8
@@ -44,10 +44,10 @@ def table(capacity: int) -> SampleTable:
     return made
 
 
-def rows(count: int) -> list[Row]:
+def rows(count: int) -> list[SampleRow]:
     rng = random.Random(1)
     lengths = [max(1, min(int(rng.lognormvariate(6.3, 0.9)), 16_384)) for _ in range(count)]
-    return [Row(f"r{i}", f"g{i // GROUP}", GROUP, tokens, 0) for i, tokens in enumerate(lengths)]
+    return [SampleRow(f"r{i}", f"g{i // GROUP}", GROUP, tokens, 0) for i, tokens in enumerate(lengths)]
 
 
 def cpu(work: Callable[[], int], rounds: int) -> float:
@@ -60,7 +60,7 @@ def cpu(work: Callable[[], int], rounds: int) -> float:
     return best
 
 
-def whole(samples: list[Row]) -> int:
+def whole(samples: list[SampleRow]) -> int:
     """Waves of one batch: written, scored, referenced, trained."""
     t = table(2 * BATCH)
     micro, train = Fifo(MICRO), Balanced(WholeGroups(BATCH // GROUP), CONSUMERS)
@@ -82,7 +82,7 @@ def whole(samples: list[Row]) -> int:
     return freed
 
 
-def puts(samples: list[Row]) -> int:
+def puts(samples: list[SampleRow]) -> int:
     t = table(len(samples))
     for row in samples:
         t.add(row)
@@ -93,7 +93,7 @@ def puts(samples: list[Row]) -> int:
     return int(len(samples) * len(COLUMNS) / (time.process_time() - began))
 
 
-def backlog(samples: list[Row]) -> int:
+def backlog(samples: list[SampleRow]) -> int:
     t = table(len(samples))
     for row in samples:
         t.add(row, "responses")
@@ -103,7 +103,7 @@ def backlog(samples: list[Row]) -> int:
     return int(taken / (time.process_time() - began))
 
 
-def balance(samples: list[Row], how: Balancing, rounds: int) -> tuple[float, float]:
+def balance(samples: list[SampleRow], how: Balancing, rounds: int) -> tuple[float, float]:
     """Rows per CPU-second, and the mean over batches of the largest load over the mean load."""
     lengths = [r.tokens for r in samples]
     batches = [lengths[i : i + BATCH] for i in range(0, len(lengths) - BATCH + 1, BATCH)][:20]
@@ -112,7 +112,7 @@ def balance(samples: list[Row], how: Balancing, rounds: int) -> tuple[float, flo
     return rate, sum(worst) / len(worst)
 
 
-def memory(samples: list[Row]) -> float:
+def memory(samples: list[SampleRow]) -> float:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     t = table(len(samples))

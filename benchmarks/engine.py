@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rollart.engine.checkpoint import Architecture
-from rollart.engine.jobs import Job
+from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.model import GenerateRequest, Sampling
@@ -107,7 +107,7 @@ def decode(a: Architecture, batch: int, rounds: int, device: str, target: float 
     for attempt in range(rounds * (4 if batch == 1 else 1)):  # short, and bound by memory that others use as well
         for i in range(batch):
             prompt = tuple((7 * i + 3 * j) % a.vocab for j in range(32))
-            runner.add(Job(GenerateRequest(f"{attempt}-{i}", "", prompt, Sampling(max_tokens=129, seed=i))))
+            runner.add(EngineJob(GenerateRequest(f"{attempt}-{i}", "", prompt, Sampling(max_tokens=129, seed=i))))
         runner.step()
         began = time.process_time()
         while runner.busy:
@@ -130,7 +130,7 @@ def turns(a: Architecture, rounds: int, device: str, sessions: int = 64) -> Resu
                 history += [(11 * i + 5 * j + turn) % a.vocab for j in range(20)]
                 sampling = Sampling(max_tokens=1, seed=i, allowed_token_ids=(1, 2, 3, 4))
                 name = f"{attempt}-{turn}-{i}"
-                runner.add(Job(GenerateRequest(name, f"{attempt}-{i}", tuple(history), sampling)))
+                runner.add(EngineJob(GenerateRequest(name, f"{attempt}-{i}", tuple(history), sampling)))
             while runner.busy:
                 for over in runner.step():
                     index = int(over.job.request.request_id.rsplit("-", 1)[1])

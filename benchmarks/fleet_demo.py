@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollart.adapters.clusters.ray_cluster import raylet
+from rollart.adapters.clusters.ray_cluster import raylet_pid
 from rollart.errors import RollartError
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.report.rows import collect
 from rollart.report.utilization import utilization
 
@@ -56,25 +56,25 @@ def main() -> int:
 def kill_half_way(launched: subprocess.Popen[bytes], directory: Path) -> str:
     """The node that was killed, '' if the run ended before."""
     while launched.poll() is None:
-        with contextlib.suppress(RollartError, KeyError), Reader(directory) as reader:
+        with contextlib.suppress(RollartError, KeyError), LedgerReader(directory) as reader:
             steps, step = reader.config()["run"]["steps"], reader.facts().step
             if step is not None and 2 * step >= steps:
                 node = places(reader, ENGINE)[-1]
                 print(f"-- step {step} of {steps}: node {node}, which holds {ENGINE}, is killed --", file=sys.stderr)
-                os.kill(raylet(directory / "ray", node), signal.SIGKILL)
+                os.kill(raylet_pid(directory / "ray", node), signal.SIGKILL)
                 return node
         time.sleep(0.1)
     return ""
 
 
-def places(reader: Reader, part: str) -> list[str]:
+def places(reader: LedgerReader, part: str) -> list[str]:
     """The nodes that a part was on, in order."""
     return [str(e.fields["node"]) for e in reader.events("actor_placed") if e.subject == part]
 
 
 def tell(directory: Path, killed: str, learned: float) -> int:
     """Print what happened; 1 if something of it is not as it should be."""
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         rows = collect(reader, "fleet")
         where = {part: places(reader, part) for part in ("engine-0", "engine-1", "trainer-0", FUNCTIONS)}
         lost = [e.subject for e in reader.events("node_lost")]

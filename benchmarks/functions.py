@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serverless.backends.base import Backend
-from serverless.backends.front import Front
+from serverless.backends.front import FunctionHttpServer
 from serverless.backends.hosted import HostedBackend, WorkerHosts
 from serverless.backends.local import LocalBackend, Runtime
 from serverless.backends.worker_host import TOKEN
@@ -195,7 +195,10 @@ class Bench:
 
     async def _front(self, requests: int) -> None:
         body = json.dumps([encode(item("a"))])
-        async with opened(self._package("exact", concurrency=4), "rollart") as backend, Front(backend) as front:
+        async with (
+            opened(self._package("exact", concurrency=4), "rollart") as backend,
+            FunctionHttpServer(backend) as front,
+        ):
             for path, label in (
                 ("/functions/exact", "HTTP front, plain list"),
                 ("/2015-03-31/functions/exact/invocations", "HTTP front, Lambda's Invoke"),

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.calibrate import FREE, FREE_EFFECTIVE, Row, fit, predict
 from placement.constants import Constants
 from placement.hardware import device
 from placement.roofline import Roofline
 from placement.types import Device
 from rollart.engine.checkpoint import Architecture
-from rollart.engine.jobs import Job
+from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.model import GenerateRequest, Sampling
@@ -113,7 +113,7 @@ class Bench:
         }
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> DecoderShape:
         width = 2.0 if self.dtype == "bfloat16" else 4.0
         return shape_of(self.config, weight_bytes_per_parameter=width, kv_bytes_per_element=width)
 
@@ -258,7 +258,7 @@ def fill(bench: Bench, runner: Runner, batch: int, context: int) -> None:
     rounds = -(-batch * context // STEP_TOKENS) + 1
     for i in range(batch):
         sampling = Sampling(max_tokens=rounds + STEPS + 4, seed=i)
-        runner.add(Job(GenerateRequest(f"{i}", "", prompt(bench, i, context), sampling)))
+        runner.add(EngineJob(GenerateRequest(f"{i}", "", prompt(bench, i, context), sampling)))
     table = runner.table
     while runner.stats().waiting or (table.known > table.kv + 1)[table.active()].any():
         runner.step()
@@ -298,7 +298,7 @@ def prefill(bench: Bench) -> dict[str, Any]:
             for _ in range(copies):
                 counter += 1
                 sampling = Sampling(max_tokens=1, seed=counter)
-                runner.add(Job(GenerateRequest(f"{counter}", "", prompt(bench, counter, new), sampling)))
+                runner.add(EngineJob(GenerateRequest(f"{counter}", "", prompt(bench, counter, new), sampling)))
             while runner.busy:
                 runner.step()
 

@@ -29,7 +29,7 @@ from serverless.backends.base import Reply
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package, build
 from serverless.pipeline import Offload
-from serverless.pipeline_stats import Stage
+from serverless.pipeline_stats import OffloadStage
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation, Item, Scored
@@ -95,7 +95,7 @@ async def straggling(calls: int, callers: int, settings: PipelineSpec | None) ->
                 for _ in range(callers):
                     group.create_task(caller(offload))
             makespan = loop.time() - began
-            hedges = offload.stages()["score"][Stage.HEDGE]
+            hedges = offload.stages()["score"][OffloadStage.HEDGE]
         executions = int(count.read_text())
     seconds.sort()
     return {

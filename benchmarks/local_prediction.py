@@ -28,8 +28,8 @@ import yaml
 
 from placement.workload import DomainProfile
 from rollart.adapters.envs.frozen_lake import FrozenLakeText
-from rollart.compose.calibrate import Machine, Measured, calibrate, measure
-from rollart.compose.play import play
+from rollart.compose.calibrate import Machine, SteadyStateMeasurement, calibrate, measure
+from rollart.compose.play import profile_by_play
 from rollart.compose.predict import predict
 from rollart.model import Step
 from rollart.spec.load import builtin
@@ -124,7 +124,7 @@ Known = dict[str, DomainProfile]
 def compare(name: str, machine: Machine, known: Known, directory: Path, *, steps: int) -> dict[str, Any]:
     """Predict one run, then run it."""
     resolved = variant(UNSEEN[name], directory, steps=steps)
-    played = asyncio.run(play(resolved, directory / name))
+    played = asyncio.run(profile_by_play(resolved, directory / name))
     # What a reference's trajectories waited for their environments is the load of that run, not the environments' time.
     expected = [replace(known.get(_domain_key(resolved, p.name), p), environment=p.environment) for p in played]
     before = predict(resolved, expected, machine)
@@ -162,7 +162,7 @@ def _domain_key(resolved: Resolved, name: str) -> str:
     return repr((name, domain.environment, domain.environment_args, domain.max_turns, domain.max_tokens))
 
 
-def seen(references: Sequence[Resolved], runs: Sequence[Measured]) -> Known:
+def seen(references: Sequence[Resolved], runs: Sequence[SteadyStateMeasurement]) -> Known:
     return {_domain_key(r, p.name): p for r, run in zip(references, runs, strict=True) for p in run.profiles}
 
 

@@ -32,8 +32,8 @@ from serverless.backends.local import LocalBackend
 from serverless.deploy.package import build
 from serverless.meter import Meter, WorkerState
 from serverless.pipeline import Offload
-from serverless.replay import Call, Replayed, dedicated, elastic
-from serverless.spec import BatchSpec, FunctionSpec
+from serverless.replay import CallReplay, ReplayedCall, replay_dedicated, replay_elastic
+from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import Item, Scored
 
 JOBS, WORKERS = 3, 4
@@ -71,7 +71,7 @@ class Way:
     rewards: int
 
 
-def trace(seconds: float, seed: int = 0) -> list[Call]:
+def trace(seconds: float, seed: int = 0) -> list[ReplayedCall]:
     """The calls of all jobs, by time. A job's steps begin where those of the others do not."""
     rng, calls = random.Random(seed), []
     for job in range(JOBS):
@@ -79,13 +79,13 @@ def trace(seconds: float, seed: int = 0) -> list[Call]:
         while start < seconds:
             for _ in range(BATCH):
                 after = ROLLOUT_S * (0.4 + 0.6 * rng.random())
-                calls.append(Call(start + after, WORK_S, start, "code", f"job-{job}"))
+                calls.append(ReplayedCall(start + after, WORK_S, start, "code", f"job-{job}"))
             start += STEP_S
     return sorted(calls, key=lambda c: c.t)
 
 
 async def serve(
-    calls: list[Call], directory: Path, *, names: dict[str, str], warm: int, most: int, keep_s: float
+    calls: list[ReplayedCall], directory: Path, *, names: dict[str, str], warm: int, most: int, keep_s: float
 ) -> Way:
     """The calls on the local backend as they come; `names` gives each job's function."""
     (directory / "work.py").write_text(SOURCE)
@@ -99,7 +99,7 @@ async def serve(
                 warm=warm,
                 concurrency=most,
                 keep_alive_s=keep_s,
-                batch=BatchSpec(max_items=1, max_wait_ms=0),
+                batch=FunctionBatchSpec(max_items=1, max_wait_ms=0),
                 deterministic=False,
             ),
             base=directory,
@@ -108,7 +108,7 @@ async def serve(
     ]
     latencies: list[float] = []
 
-    async def ask(n: int, call: Call, began: float) -> None:
+    async def ask(n: int, call: ReplayedCall, began: float) -> None:
         await asyncio.sleep(began + call.t - loop.time())
         asked = loop.time()
         outcome = await offload.submit(names[call.job], Item(str(n), ()), 60.0)
@@ -157,9 +157,9 @@ def _by_use(meter: Meter) -> float:
     return gb_s * _price("aws_lambda", "GB-second") + calls / 1e6 * _price("aws_lambda", "million-requests")
 
 
-def enough(calls: list[Call]) -> int:
+def enough(calls: list[ReplayedCall]) -> int:
     """The fewest shared workers that keep the p99 of waiting low, by replay."""
-    return next(k for k in range(1, JOBS * WORKERS + 1) if dedicated(calls, k).wait(0.99) <= WAIT_S)
+    return next(k for k in range(1, JOBS * WORKERS + 1) if replay_dedicated(calls, k).wait(0.99) <= WAIT_S)
 
 
 async def measured(seconds: float) -> dict[str, Way]:
@@ -177,13 +177,13 @@ async def measured(seconds: float) -> dict[str, Way]:
     return found
 
 
-def replayed(seconds: float) -> dict[str, Replayed]:
+def replayed(seconds: float) -> dict[str, CallReplay]:
     """The same by replay, without the noise of this machine."""
     calls = trace(seconds)
     return {
-        "dedicated": dedicated([c for c in calls if c.job == "job-0"], WORKERS),
-        "shared": dedicated(calls, enough(calls)),
-        "functions": elastic(calls, cold_s=0.005, keep_s=KEEP_S),
+        "dedicated": replay_dedicated([c for c in calls if c.job == "job-0"], WORKERS),
+        "shared": replay_dedicated(calls, enough(calls)),
+        "functions": replay_elastic(calls, cold_s=0.005, keep_s=KEEP_S),
     }
 
 

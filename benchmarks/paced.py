@@ -75,7 +75,7 @@ def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = ""
     """One simulation: samples per second, and per domain what was trained beside what was drawn. `plan`: on the engines
     that are planned for that schedule; '': for its own."""
     from rollart.compose.simulate import simulate, workload
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.spec.resolve import forecast, read_specs
 
     keys = [f"schedule={plan or policy}", f"staleness={staleness}"]
@@ -83,7 +83,7 @@ def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = ""
     first, last = 2 * (staleness + 1), steps - staleness - 1
     with tempfile.TemporaryDirectory() as directory:
         done = simulate(resolved, Path(directory), schedule=policy, steps=steps, seed=seed)
-        with Reader(done.directory) as reader:
+        with LedgerReader(done.directory) as reader:
             dropped = Counter(str(e.fields["reason"]) for e in reader.events("group_dropped"))
             deferred = Counter(e.subject for e in reader.events("admission_deferred"))
             waits = [float(e.fields["seconds"] or 0) for e in reader.events("batch_paced")]
@@ -148,10 +148,10 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def recommendation() -> int:
     """The staleness that the plan recommends."""
-    from rollart.compose.window import recommended
+    from rollart.compose.window import recommended_staleness
     from rollart.spec.resolve import forecast, read_specs
 
-    found = recommended(forecast(read_specs(ROOT / RUN, ROOT / CLUSTER, [])))
+    found = recommended_staleness(forecast(read_specs(ROOT / RUN, ROOT / CLUSTER, [])))
     assert found is not None, "the example has a window of groups"
     return found.staleness
 

@@ -38,7 +38,7 @@ if __name__ == "placement":  # another benchmark meant the package and found thi
     sys.path[:] = _PATH
 
 from placement.architecture import shape_of
-from placement.baselines import baselines, best, gain
+from placement.baselines import baselines, best_baseline, gain
 from placement.hardware import device
 from placement.problem import Problem
 from placement.roofline import RooflinePerformance
@@ -115,7 +115,7 @@ def compared(problem: Problem) -> dict[str, object]:
     others = baselines(problem)
     if not isinstance(plan, Placement):
         raise SystemExit(f"no plan: {plan.message}")
-    top = best(others)
+    top = best_baseline(others)
     assert top is not None
     assert top.placement is not None
     none = next(b.placement for b in others if b.name == "no affinity")

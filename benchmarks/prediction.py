@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.local_prediction import quota, variant
 from rollart.compose.launch import launch
-from rollart.compose.replay import check, of_a_run
-from rollart.report.check import Check
+from rollart.compose.replay import check_replay, prepare_from_run
+from rollart.report.check import SimulationCheck
 
 
 def games(run: dict[str, Any]) -> None:
@@ -48,14 +48,14 @@ def slow_mix(run: dict[str, Any]) -> None:
 WORKLOADS: dict[str, Callable[[dict[str, Any]], None]] = {f.__name__: f for f in (games, words, slow_mix)}
 
 
-def recorded_and_predicted(edit: Callable[[dict[str, Any]], None], directory: Path, *, steps: int) -> Check:
+def recorded_and_predicted(edit: Callable[[dict[str, Any]], None], directory: Path, *, steps: int) -> SimulationCheck:
     """Run it in `directory`, then simulate it."""
     resolved = variant(edit, directory, steps=steps)
     run = directory / edit.__name__
     run.mkdir()
     (run / "resolved.yaml").write_text(resolved.to_yaml())
     launch(resolved, run_dir=run)
-    return check(of_a_run(run))
+    return check_replay(prepare_from_run(run))
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
         json.dump(rows, sys.stdout, indent=2)
 
 
-def row(name: str, found: Check) -> dict[str, Any]:
+def row(name: str, found: SimulationCheck) -> dict[str, Any]:
     return {
         "workload": name,
         "steps": found.recorded.steps,

@@ -35,9 +35,9 @@ from statistics import median
 from typing import Any
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth
+from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
 from rollart.ports import ActorSpec, Node
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 
 LIVE, STEPS, NODES = 500, 2, 4
 
@@ -47,7 +47,7 @@ TARGET_MS = 2.0
 @contextlib.asynccontextmanager
 async def on_ray(token: Path, address: str) -> AsyncIterator[None]:
     """Connected, with an actor per node that is waited for."""
-    runtime = RayRuntime(address, env=auth(token))
+    runtime = RayRuntime(address, env=auth_environment(token))
     await runtime.start()
     async with asyncio.TaskGroup() as tasks:
         try:
@@ -65,7 +65,7 @@ async def on_ray(token: Path, address: str) -> AsyncIterator[None]:
 
 async def one() -> tuple[float, float]:
     """Wall and CPU milliseconds per trajectory of one run."""
-    run = make(
+    run = make_simulated_run(
         quotas={"noop": (LIVE, 1)}, alpha=0, steps=STEPS, engines=NODES, turns=3, tokens=1, engine_s=lambda _: 0.0
     )
     wall, cpu = time.perf_counter(), time.process_time()

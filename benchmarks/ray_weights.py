@@ -36,10 +36,10 @@ import torch
 from safetensors.torch import save_file
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth
+from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
 from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.weights.hosts import Place
-from rollart.compose.stored import StoredWeights
+from rollart.adapters.weights.hosts import WeightStoreLocation
+from rollart.compose.stored import SharedWeightStore
 from rollart.engine.checkpoint import read_architecture
 from rollart.engine.network import Network
 from rollart.ledger.memory import MemoryRecorder
@@ -67,7 +67,7 @@ class OnItsNode:
         return self._of.node
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Place):  # a pull, and what is told of buckets that come
+        if args and isinstance(args[0], WeightStoreLocation):  # a pull, and what is told of buckets that come
             place, *rest = args
             args = (replace(place, root=f"{place.root}/{self._of.node}"), *rest)
         return await self._of.call(method, *args, **kwargs)
@@ -87,13 +87,13 @@ class Part:
 
 
 @contextlib.asynccontextmanager
-async def opened(directory: Path, store: StoredWeights, first: WeightsRef) -> AsyncIterator[list[Part]]:
+async def opened(directory: Path, store: SharedWeightStore, first: WeightsRef) -> AsyncIterator[list[Part]]:
     """The cluster with its engines, which serve `first`."""
     cores = {"CPU": float(ENGINES_PER_NODE)}
     nodes = [Node(f"n{i}", {"pool": f"p{i}"}, cores, {}) for i in range(NODES)]
     cluster = PrivateCluster(directory / "ray", nodes, health_s=30.0)
     try:
-        runtime = RayRuntime(await cluster.start(), env=auth(cluster.token))
+        runtime = RayRuntime(await cluster.start(), env=auth_environment(cluster.token))
         await runtime.start()
         try:
             async with asyncio.TaskGroup() as starting:
@@ -112,7 +112,7 @@ async def opened(directory: Path, store: StoredWeights, first: WeightsRef) -> As
 
 
 async def started(
-    runtime: RayRuntime, store: StoredWeights, first: WeightsRef, directory: Path, name: str, pool: str
+    runtime: RayRuntime, store: SharedWeightStore, first: WeightsRef, directory: Path, name: str, pool: str
 ) -> Part:
     arguments = ["--max-slots", "4", "--max-context", "64", "--threads", "1"]
     spec = ActorSpec(
@@ -159,7 +159,7 @@ def moved(actors: Sequence[int]) -> tuple[int, int]:
 
 
 async def publish(
-    store: StoredWeights, recorder: MemoryRecorder, parts: Sequence[Part], weights: WeightsRef
+    store: SharedWeightStore, recorder: MemoryRecorder, parts: Sequence[Part], weights: WeightsRef
 ) -> dict[str, Any]:
     """One version to everybody: what crossed, and how long engines stood."""
     nodes = sorted({part.handle.node for part in parts})
@@ -236,8 +236,8 @@ async def measure(mb: float, rounds: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         directory, recorder = Path(scratch), MemoryRecorder()
-        place = Place("files", str(directory / "store"), str(directory / "hosts"))
-        store = StoredWeights(
+        place = WeightStoreLocation("files", str(directory / "store"), str(directory / "hosts"))
+        store = SharedWeightStore(
             directory / "weights", place, Leases(recorder), recorder, bucket_bytes=8 * MB, ahead=True, pull_s=300.0
         )
         first = write_version(directory / "weights", 0, mb)

@@ -47,10 +47,10 @@ from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy.package import Package, build
 from serverless.meter import Meter
 from serverless.pipeline import Offload
-from serverless.scaling import Prices, Scaler, Surroundings
-from serverless.scaling_seen import Seen
+from serverless.scaling import Scaler, ScalerContext, ScalingPrices
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
-from serverless.spec import BatchSpec, FunctionSpec
+from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import Item, Scored
 
 BATCH, ROLLOUT_S, SIGMA, TRAIN_S = 64, 30.0, 0.5, 20.0
@@ -119,7 +119,7 @@ def package(directory: Path, keep_s: float) -> Package:
         concurrency=BATCH,
         keep_alive_s=keep_s,
         deterministic=False,
-        batch=BatchSpec(max_items=1, max_wait_ms=0.0),
+        batch=FunctionBatchSpec(max_items=1, max_wait_ms=0.0),
     )
     return build(spec, base=directory)
 
@@ -127,11 +127,11 @@ def package(directory: Path, keep_s: float) -> Package:
 async def serve(one: Package, settings: dict[str, Any], steps: int, seed: int = 0) -> Way:
     loop, rng = asyncio.get_running_loop(), random.Random(seed)
     meter, rollouts, waits, changes = Meter(), Rollouts("judge"), [], []
-    seen = Seen(meter)
+    seen = StatisticsMeter(meter)
     profile = Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
-    around = Surroundings(
+    around = ScalerContext(
         rollouts,
-        Prices(idle=lambda spec, provider: WORKER_USD, waiting=lambda: WAITING_USD),
+        ScalingPrices(idle=lambda spec, provider: WORKER_USD, waiting=lambda: WAITING_USD),
         tell=changes.append,
     )
 
@@ -185,13 +185,13 @@ def ticks(live: int = 20_000, looks: int = 50) -> float:
             rollouts.end(-n - 1, loop.time())
         for n in range(live):
             rollouts.begin(n, loop.time() - 60.0 * (live - n) / live)
-        seen, times = Seen(Meter()), []
+        seen, times = StatisticsMeter(Meter()), []
         with tempfile.TemporaryDirectory() as name:
             one = package(Path(name), KEEP_S)
             async with SimulatedBackend({"judge": lambda item: 1.0}, meter=seen) as backend:
                 await backend.deploy(one)
                 await backend.invoke("judge", [{"id": "a", "messages": []}], deadline_s=10.0)
-                scaler = Scaler({"judge": one.spec}, [backend], seen=seen, meter=seen, around=Surroundings(rollouts))
+                scaler = Scaler({"judge": one.spec}, [backend], seen=seen, meter=seen, around=ScalerContext(rollouts))
                 for _ in range(looks):
                     began = time.perf_counter()
                     scaler.look()
@@ -207,19 +207,24 @@ def overhead(items: int = 4_000, rounds: int = 5) -> tuple[float, float]:
 
     async def rate(directory: Path, *, enabled: bool, tries: int) -> float:
         one = build(
-            FunctionSpec(name="judge", source="judge.py", deterministic=False, batch=BatchSpec(max_items=1)),
+            FunctionSpec(name="judge", source="judge.py", deterministic=False, batch=FunctionBatchSpec(max_items=1)),
             base=directory,
         )
         meter, numbers = Meter(), iter(range(10**9))
-        seen = Seen(meter) if enabled else None
+        seen = StatisticsMeter(meter) if enabled else None
         async with (
             LocalBackend(meter=seen or meter) as backend,
             Offload([one], backend, meter=seen or meter) as offload,
         ):
             settings = ScalingSpec(enabled=enabled)
-            around = Surroundings(Rollouts("judge"))
+            around = ScalerContext(Rollouts("judge"))
             async with Scaler(
-                offload.functions, [backend], seen=seen or Seen(meter), meter=meter, settings=settings, around=around
+                offload.functions,
+                [backend],
+                seen=seen or StatisticsMeter(meter),
+                meter=meter,
+                settings=settings,
+                around=around,
             ):
                 best = float("inf")
                 for _ in range(tries):

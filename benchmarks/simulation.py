@@ -30,7 +30,7 @@ from pathlib import Path
 from placement import hardware
 from placement.architecture import shape_of
 from placement.roofline import Roofline, RooflinePerformance
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.policy.schedules import resolve
 from rollart.runtime.control import ControlSettings
 from rollart.runtime.domain import Domain
@@ -40,12 +40,12 @@ from rollart.runtime.trajectory import WaitLimits
 from rollart.sim import loop as virtual
 from rollart.sim.draws import Constant, LogNormal
 from rollart.sim.engines import EngineLimits, ModelledEngine
-from rollart.sim.environments import World
+from rollart.sim.environments import SimulatedDomain
 from rollart.sim.mass import mass_of
-from rollart.sim.modelled import Billed, ModelledRun, Place, Traced
+from rollart.sim.modelled import BilledDevices, ModelledRun, PlacedEngine, TracedLedger
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
-from rollart.sim.workload import Answers, Generated, Shape
+from rollart.sim.workload import AnswerLengths, GeneratedWorkload, WorkloadShape
 from rollart.sim.world import SimulatedRewarder
 
 QWEN3_32B = {
@@ -67,11 +67,11 @@ LIVE_PER_ENGINE = 33
 TARGET_CPU_S, TARGET_MB = 30, 500
 """For 100,000 trajectories of 8 turns on 3,000 GPUs: a bare model on such a loop took 18 s."""
 
-WORK = Shape(
+WORK = WorkloadShape(
     turns=Constant(TURNS),
     first=LogNormal(1_500, 0.4),
     observation=LogNormal(300, 0.5),
-    answers=Answers(200, 0.6, cap=2_048),
+    answers=AnswerLengths(200, 0.6, cap=2_048),
     reset_s=LogNormal(5.0, 0.8),
     step_s=LogNormal(1.5, 1.0, high=120.0),
 )
@@ -86,7 +86,7 @@ def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
     roofline = RooflinePerformance(shape, {}).instance(device, TP)
     assert isinstance(roofline, Roofline)
     model = StepModel(roofline)
-    world = World(Generated(WORK, 0, name="agents"), name="agents")
+    world = SimulatedDomain(GeneratedWorkload(WORK, 0, name="agents"), name="agents")
     domain = Domain("agents", world.make, quota=batch, group_size=8, max_turns=TURNS, max_tokens=2_048)
     limits = GatewayLimits(generate_s=7200.0, engine_s=7200.0, slots=256)
     settings = ControlSettings(
@@ -98,10 +98,10 @@ def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
         measure=mass_of,
     )
     places = [
-        Place(
+        PlacedEngine(
             ModelledEngine(f"engine-{n}", model, limits=EngineLimits(slots=256)),
-            Seat("h800", "H800", tp=TP),
-            Billed("engine", f"engine-{n}", TP, 5.28),
+            EnginePlacement("h800", "H800", tp=TP),
+            BilledDevices("engine", f"engine-{n}", TP, 5.28),
         )
         for n in range(engines)
     ]
@@ -109,12 +109,12 @@ def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
 
     async def main(directory: str) -> tuple[float, str, int]:
         loop = asyncio.get_running_loop()
-        with Traced(Path(directory), clock=loop.time, config={}) as ledger:
+        with TracedLedger(Path(directory), clock=loop.time, config={}) as ledger:
             run = ModelledRun(
                 [domain],
                 places,
                 trainer,
-                Billed("trainer", "trainer-0", training, 5.28),
+                BilledDevices("trainer", "trainer-0", training, 5.28),
                 SimulatedRewarder(0, lambda rng: rng.lognormvariate(-1.0, 0.5)),
                 settings,
                 ledger,

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore, Pulled, Pushed
-from rollart.adapters.weights.objects import FileObjects, Objects
+from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore, PullResult, PushResult
+from rollart.adapters.weights.objects import FileObjectStore, ObjectStore
 from rollart.engine.checkpoint import read_tensors
 
 MB = 10**6
@@ -34,7 +34,7 @@ MB = 10**6
 class Link:
     """A way into or out of a store that carries one blob after the other at `bytes_per_s`."""
 
-    def __init__(self, objects: Objects, bytes_per_s: float) -> None:
+    def __init__(self, objects: ObjectStore, bytes_per_s: float) -> None:
         self._objects, self._rate = objects, bytes_per_s
         self._busy = asyncio.Lock()
         self.carried = 0
@@ -67,8 +67,8 @@ class Link:
 class Round:
     """One version. Seconds."""
 
-    pushed: Pushed
-    pulls: list[Pulled]
+    pushed: PushResult
+    pulls: list[PullResult]
     exposed_s: list[float]
 
     def row(self, name: str) -> dict[str, Any]:
@@ -105,9 +105,9 @@ async def one(
     pusher: BucketPusher, hosts: list[BucketWeightStore], path: Path, number: int, step_s: float, *, overlap: bool
 ) -> Round:
     exposed: list[float] = []
-    pulls: list[Pulled] = []
+    pulls: list[PullResult] = []
 
-    async def engine(host: BucketWeightStore, pulling: asyncio.Task[Pulled] | None, still: float) -> None:
+    async def engine(host: BucketWeightStore, pulling: asyncio.Task[PullResult] | None, still: float) -> None:
         pulls.append(await pulling if pulling is not None else await host.pull(number))
         tensors = await asyncio.to_thread(read_tensors, host.path(number))
         await asyncio.to_thread(lambda: [t.clone() for t in tensors.values()])
@@ -130,7 +130,7 @@ async def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        store = FileObjects(root / "store")
+        store = FileObjectStore(root / "store")
         slow = Link(store, options.slow * MB)
         pusher = BucketPusher(slow, bucket_bytes=int(options.bucket * MB))
         hosts = [

@@ -1,6 +1,7 @@
 """What a model's architecture asks of hardware: parameters, KV bytes, FLOPs. From a Hugging Face `config.json`.
 
-`Shape` answers in closed form, so that a planner can ask it millions of times. Conventions: a FLOP count has 2 per
+`DecoderShape` answers in closed form, so that a planner can ask it millions of times. Conventions: a FLOP count has 2
+per
 multiply-add; the token at position p attends to p earlier ones (the integral p, not p + 1: at the lengths that matter
 the difference is nothing, and sums over pieces of a sequence stay exact), or to `window` where a layer has one.
 """
@@ -11,13 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placement.modelconfig import Experts, Family, Fields, Mla, experts_of, family_of, mla_of, window_of
+from placement.modelconfig import ConfigFields, Experts, Family, Mla, experts_of, family_of, mla_of, window_of
 
-__all__ = ["Shape", "shape_of"]
+__all__ = ["DecoderShape", "shape_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecoderShape:
     """A decoder's architecture at a serving precision. Made by `shape_of`; implements `performance.ShapeModel`.
 
     Counts are of numbers (parameters, cache elements); `*_bytes` at `weight_bytes_per_parameter` and
@@ -224,7 +225,7 @@ def shape_of(
     name: str = "",
     weight_bytes_per_parameter: float = 2.0,
     kv_bytes_per_element: float = 2.0,
-) -> Shape:
+) -> DecoderShape:
     """The shape of a model from its `config.json`. ValueError names the field that is missing or means nothing.
 
     The precisions are what the model is served at, which a config does not say (2: bf16, 1: fp8).
@@ -256,7 +257,7 @@ def shape_of(
     extra = next((fields.whole(k, least=0) for k in _EXTRA_LAYERS if fields.has(k)), 0)
     if extra:
         notes.append(f"{extra} layer(s) for predicting further tokens are left out")
-    return Shape(
+    return DecoderShape(
         name=name or model_type,
         model_type=model_type,
         layers=layers,
@@ -286,31 +287,31 @@ def shape_of(
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
-def _text_part(config: Mapping[str, object]) -> tuple[Fields, list[str]]:
+def _text_part(config: Mapping[str, object]) -> tuple[ConfigFields, list[str]]:
     """The language model's own fields: those of `text_config` where there is one."""
     if not isinstance(config, Mapping):
         raise ValueError(f"model config is {config!r} (rule: an object, as in config.json)")
     text = config.get("text_config")
     if text is None:
         seen = "vision_config" in config
-        return Fields(config), ["multimodal: only the text part is counted"] if seen else []
+        return ConfigFields(config), ["multimodal: only the text part is counted"] if seen else []
     if not isinstance(text, Mapping):
         raise ValueError(f"model config: text_config is {text!r} (rule: an object)")
     merged = dict(text)
     for key in ("tie_word_embeddings", "model_type"):  # older configs state these once, at the top
         if key not in merged and key in config:
             merged[key] = config[key]
-    return Fields(merged, "text_config."), ["multimodal: only the text part (text_config) is counted"]
+    return ConfigFields(merged, "text_config."), ["multimodal: only the text part (text_config) is counted"]
 
 
-def _with_defaults(fields: Fields, family: Family) -> tuple[Fields, list[str]]:
+def _with_defaults(fields: ConfigFields, family: Family) -> tuple[ConfigFields, list[str]]:
     """Fill in what published configs of the family leave out, and say so."""
     absent = {k: v for k, v in (family.defaults or {}).items() if k not in fields.config}
     notes = [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
-    return Fields({**absent, **fields.config}, fields.where), notes
+    return ConfigFields({**absent, **fields.config}, fields.where), notes
 
 
-def _heads(fields: Fields, mla: Mla | None) -> tuple[int, int, int]:
+def _heads(fields: ConfigFields, mla: Mla | None) -> tuple[int, int, int]:
     heads = fields.whole("num_attention_heads")
     kv_heads = fields.whole("num_key_value_heads", heads)
     fields.check("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads, which is {heads}")
@@ -323,7 +324,9 @@ def _heads(fields: Fields, mla: Mla | None) -> tuple[int, int, int]:
     return heads, kv_heads, fields.whole("head_dim")
 
 
-def _attention(fields: Fields, family: Family, hidden: int, heads_kv_dim: tuple[int, int, int], mla: Mla | None) -> int:
+def _attention(
+    fields: ConfigFields, family: Family, hidden: int, heads_kv_dim: tuple[int, int, int], mla: Mla | None
+) -> int:
     """Parameters of one layer's attention, its own norms included."""
     heads, kv_heads, dim = heads_kv_dim
     biased = fields.flag("attention_bias", family.attention_bias)
@@ -349,7 +352,7 @@ def _latent(hidden: int, heads: int, mla: Mla, biased: bool) -> int:
     return total + heads * mla.value * hidden + hidden * biased
 
 
-def _feed_forward(fields: Fields, hidden: int, width: int) -> int:
+def _feed_forward(fields: ConfigFields, hidden: int, width: int) -> int:
     """Parameters of one dense layer: gate, up, down."""
     return 3 * hidden * width + (2 * width + hidden) * fields.flag("mlp_bias", False)
 
@@ -359,7 +362,7 @@ def _routed(experts: Experts, hidden: int, family: Family) -> int:
     return experts.layers * experts.count * one
 
 
-def _router_and_shared(fields: Fields, experts: Experts, hidden: int, family: Family) -> int:
+def _router_and_shared(fields: ConfigFields, experts: Experts, hidden: int, family: Family) -> int:
     router = (hidden + family.expert_bias) * experts.count
     shared = _feed_forward(fields, hidden, experts.shared) if experts.shared else 0
     return experts.layers * (router + shared + hidden * experts.shared_gate)

@@ -19,10 +19,10 @@ from placement.types import Assignment, Demand, Plan, Pool, Role, Shortage
 
 __all__ = ["assign"]
 
-_ON_CORES = (Role.REWARD, Role.ENVIRONMENT)
+_CPU_ROLES = (Role.REWARD, Role.ENVIRONMENT)
 
 
-class _Room:
+class _FreeDevices:
     """The free devices of a pool. A pool that knows no hosts is one host."""
 
     def __init__(self, pool: Pool) -> None:
@@ -92,20 +92,20 @@ class _Room:
 
 def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
     """Place every demand, or say which one does not fit."""
-    rooms = {pool.name: _Room(pool) for pool in pools}
+    rooms = {pool.name: _FreeDevices(pool) for pool in pools}
     number: Counter[Role] = Counter()
     first: list[int] = []
     for demand in demands:
         first.append(number[demand.role])
         number[demand.role] += demand.replicas
     placed: dict[tuple[Role, int], Assignment] = {}
-    for n in sorted(range(len(demands)), key=lambda n: _order(pools, demands[n])):
+    for n in sorted(range(len(demands)), key=lambda n: _placement_order(pools, demands[n])):
         demand = demands[n]
         eligible = [p for p in pools if _eligible(p, demand)]
         for replica in range(demand.replicas):
-            pool = _choice(eligible, demand, rooms)
+            pool = _choose_pool(eligible, demand, rooms)
             if pool is None:
-                return Shortage(demand, _shortage(eligible, demand, replica, rooms))
+                return Shortage(demand, _shortage_text(eligible, demand, replica, rooms))
             index = first[n] + replica
             taken = rooms[pool.name].take(demand)
             placed[demand.role, index] = Assignment(demand.role, index, pool.name, taken)
@@ -117,11 +117,11 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
         ),
         idle={p.name: rooms[p.name].free for p in pools},
         usd_per_hour=sum((used[p.name] if p.rented else p.count) * p.usd_per_device_hour for p in pools),
-        binds=_binds(pools, used, {name: room.memory for name, room in rooms.items()}),
+        binds=_binding_resource(pools, used, {name: room.memory for name, room in rooms.items()}),
     )
 
 
-def _order(pools: Sequence[Pool], demand: Demand) -> tuple[bool, int]:
+def _placement_order(pools: Sequence[Pool], demand: Demand) -> tuple[bool, int]:
     """What must fit into one host first, the largest first; then what spans hosts. Equal ones keep their order."""
     sizes = [p.device.devices_per_host for p in pools if _eligible(p, demand)]
     hosts = [size for size in sizes if size is not None]
@@ -136,14 +136,14 @@ def _eligible(pool: Pool, demand: Demand) -> bool:
     return device and named and all(pool.labels.get(k) == v for k, v in demand.labels.items())
 
 
-def _choice(eligible: Sequence[Pool], demand: Demand, rooms: Mapping[str, _Room]) -> Pool | None:
+def _choose_pool(eligible: Sequence[Pool], demand: Demand, rooms: Mapping[str, _FreeDevices]) -> Pool | None:
     """Where the next replica goes. What runs the model belongs on GPUs, however many cores there are beside them."""
     fitting = [p for p in eligible if _fits(p, demand, rooms[p.name])]
-    gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _ON_CORES else []
+    gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
     return max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)
 
 
-def _fits(pool: Pool, demand: Demand, room: _Room) -> bool:
+def _fits(pool: Pool, demand: Demand, room: _FreeDevices) -> bool:
     limit = _memory_of(pool, demand)
     return room.fits(demand) and (limit is None or demand.memory_gb + room.memory <= limit)
 
@@ -155,7 +155,7 @@ def _memory_of(pool: Pool, demand: Demand) -> float | None:
     return None if pool.device.memory_gb is None else pool.device.memory_gb * pool.count
 
 
-def _shortage(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _Room]) -> str:
+def _shortage_text(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _FreeDevices]) -> str:
     wanted = f"{demand.role} {replica + 1} of {demand.replicas} needs {demand.devices} {demand.device or 'device'}(s)"
     if not eligible:
         asked = ", ".join(f"{k}={v}" for k, v in demand.labels.items())
@@ -172,7 +172,7 @@ def _shortage(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Map
     return f"{wanted}, and {state}"
 
 
-def _binds(pools: Sequence[Pool], used: dict[str, int], memory: dict[str, float]) -> str:
+def _binding_resource(pools: Sequence[Pool], used: dict[str, int], memory: dict[str, float]) -> str:
     """The resource with the largest share in use; devices before memory on a tie."""
     shares = [(used[p.name] / p.count, f"{p.device.name} of pool '{p.name}'", used[p.name], p.count) for p in pools]
     share, what, n, count = max(shares, key=lambda s: s[0])

@@ -14,7 +14,7 @@ from placement.problem import Problem, Restriction
 from placement.solve import solve
 from placement.types import Infeasible, Placement
 
-__all__ = ["Baseline", "baselines", "best", "gain", "single_types"]
+__all__ = ["Baseline", "baselines", "best_baseline", "gain", "single_device_types"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Baseline:
 def baselines(problem: Problem) -> tuple[Baseline, ...]:
     """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
     found = []
-    types = single_types(problem)
+    types = single_device_types(problem)
     if len(types) > 1:
         for name in types:
             only = replace(problem, device_types=frozenset({name}))
@@ -45,7 +45,7 @@ def baselines(problem: Problem) -> tuple[Baseline, ...]:
     return tuple(found)
 
 
-def single_types(problem: Problem) -> tuple[str, ...]:
+def single_device_types(problem: Problem) -> tuple[str, ...]:
     """The device types that rollout may use, by name: GPUs where there are any, else CPUs."""
     allowed = [
         pool.device
@@ -65,7 +65,7 @@ def gain(placement: Placement, baseline: Placement) -> float:
     return ours / theirs
 
 
-def best(found: Iterable[Baseline]) -> Baseline | None:
+def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
     """The best of those that have a plan (ties: the first)."""
     feasible = [b for b in found if b.placement is not None]
     return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from placement import holding
-from placement.milp import Answer, Floats
-from placement.program import Program
+from placement.milp import Floats, MilpSolution
+from placement.program import PlacementProgram
 from placement.types import Pool
 
-__all__ = ["devices", "words"]
+__all__ = ["devices_text", "binding_constraints"]
 
 
-LEAST = 5e-4
+MIN_BINDING_SHARE = 5e-4
 """Share of the rate below which nothing is said to hold it back."""
 
 
-def words(p: Program, best: Answer, x: Floats) -> tuple[str, ...]:
+def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:
     """What holds back a share of the rate, by how much: the price of a row × what is there. Of a window's places,
     training and publishing hold back what they hold of their time."""
     pools, t = p.problem.pools, p.tableau
@@ -26,13 +26,13 @@ def words(p: Program, best: Answer, x: Floats) -> tuple[str, ...]:
         used[g] += round(float(x[column])) * size
 
     def count(what: str, value: float) -> None:
-        if value > LEAST * float(x[p.rate]):
+        if value > MIN_BINDING_SHARE * float(x[p.rate]):
             weight[what] = weight.get(what, 0.0) + value
 
     for u, unit in enumerate(t.units):
         n = float(x[p.units[u]])
         pool = pools[unit.pool]
-        count(devices(pool, used[unit.pool]), best.duals["load", u] * n * p.problem.utilisation)
+        count(devices_text(pool, used[unit.pool]), best.duals["load", u] * n * p.problem.utilisation)
         count(f"KV memory of {unit.role} on {pool.name}", best.duals["kv", u] * n)
     for channel in t.channels:
         a, b = channel.pools
@@ -44,7 +44,7 @@ def words(p: Program, best: Answer, x: Floats) -> tuple[str, ...]:
     for j, own in enumerate(p.slopes):
         name, price = p.problem.domains[j].name, best.duals["window", j] / own
         count(f"the window: {limit * t.weights[j]:,.0f} places for {name}", price)
-        for what, share in _held(p, x, j, own):
+        for what, share in _holding_shares(p, x, j, own):
             count(what, price * share)
     train = sum(v for key, v in best.duals.items() if key[0] == "train")
     count("the trainer", train / p.scale if p.scale else 0.0)
@@ -58,21 +58,21 @@ def words(p: Program, best: Answer, x: Floats) -> tuple[str, ...]:
     return tuple(sorted(weight, key=lambda w: (-weight[w], w)))
 
 
-def _held(p: Program, x: Floats, j: int, own: float) -> Iterator[tuple[str, float]]:
+def _holding_shares(p: PlacementProgram, x: Floats, j: int, own: float) -> Iterator[tuple[str, float]]:
     """Of the seconds for which a place is held, the shares of training, where more devices shorten it, and of
     publishing."""
     place = next(place for place in p.trainers if x[place.devices] > 0.5)
     names, size = [pool.name for pool in p.problem.pools], round(float(x[place.devices]))
-    train_s = holding.step_s(p, place, size)
+    train_s = holding.training_step_s(p, place, size)
     serving = {names[unit.pool] for u, unit in enumerate(p.tableau.units) if x[p.units[u]] > 0.5}
     publish_s = p.problem.publish_s(names[place.pool], serving)
     rest = p.held[place.pool][0][j] * own * float(x[place.rate]) / (train_s + publish_s)
-    if size < place.most and holding.size_of(p, place) is None:
+    if size < place.most and holding.fixed_trainer_size(p, place) is None:
         yield "the trainer", rest * train_s
     yield f"publishing: {publish_s:.3g} s", rest * publish_s
 
 
-def devices(pool: Pool, used: int) -> str:
+def devices_text(pool: Pool, used: int) -> str:
     """That a pool's devices bind, of which a plan uses so many."""
     where = "" if pool.device.name == pool.name else f" of {pool.name}"
     return f"{pool.device.name} devices{where}: {used} of {pool.count}"

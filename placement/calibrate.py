@@ -14,15 +14,15 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.constants import SHARES, Calibration, Constants, Precision, band_of, number, prior
+from placement.constants import SHARES, Calibration, Constants, Precision, band_of, finite_number, prior
 from placement.roofline import Roofline, RooflineShape, is_moe
 from placement.types import Device
 
-__all__ = ["FREE", "FREE_EFFECTIVE", "Fit", "Kind", "Row", "errors", "fit", "predict"]
+__all__ = ["FREE", "FREE_EFFECTIVE", "Fit", "MeasurementKind", "Row", "errors", "fit", "predict"]
 
 Vector = NDArray[np.float64]
 
-Kind = Literal["prefill", "decode", "step", "tpot", "ttft", "turn"]
+MeasurementKind = Literal["prefill", "decode", "step", "tpot", "ttft", "turn"]
 
 FREE = ("mfu", "mfu_decode", "mbu", "layer_s", "row_s", "alpha_s")
 """The six constants of a GPU. `step_s` and `layer_s` cannot be told apart with one model: the layers get it all."""
@@ -58,7 +58,7 @@ class Row:
     turn: instance-seconds per turn in such a loop (elapsed / turns). `weight` counts the row as so many.
     """
 
-    kind: Kind
+    kind: MeasurementKind
     seconds: float
     device: str
     tp: int = 1
@@ -70,8 +70,8 @@ class Row:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"row: kind is {self.kind!r} (rule: one of {', '.join(get_args(Kind))})")
+        if self.kind not in get_args(MeasurementKind):
+            raise ValueError(f"row: kind is {self.kind!r} (rule: one of {', '.join(get_args(MeasurementKind))})")
         for name in ("seconds", "weight"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -92,7 +92,7 @@ class Row:
         if unknown or missing:
             raise ValueError(f"row: field {(unknown + missing)[0]!r} is {'unknown' if unknown else 'required'}")
         texts = {name: str(data[name]) for name in ("kind", "device")}
-        numbers = {name: number(f"row: {name}", value) for name, value in data.items() if name not in texts}
+        numbers = {name: finite_number(f"row: {name}", value) for name, value in data.items() if name not in texts}
         if "tp" in numbers:
             numbers["tp"] = int(numbers["tp"])
         return Row(**texts, **numbers)  # type: ignore[arg-type]  # checked by __post_init__
@@ -130,8 +130,8 @@ class Fit:
             raise ValueError("fit: by_kind is not a table or kept is not a list")
         return Fit(
             calibration=Calibration.from_dict(data),
-            train_error=number("fit: train_error", extra.get("train_error")),
-            by_kind={str(k): number(f"fit: by_kind.{k}", v) for k, v in by_kind.items()},
+            train_error=finite_number("fit: train_error", extra.get("train_error")),
+            by_kind={str(k): finite_number(f"fit: by_kind.{k}", v) for k, v in by_kind.items()},
             kept=tuple(str(k) for k in kept),
         )
 
@@ -167,7 +167,7 @@ def fit(
     generation = used[0].generation if len({d.generation for d in used}) == 1 else ""
     moe = is_moe(shape)
     begin = start if start is not None else prior(generation, moe=moe)[0]
-    problem = _Problem(shape, devices, precision, tuple(free))
+    problem = _LeastSquares(shape, devices, precision, tuple(free))
     begin = problem.started(begin, chosen)
     constants, kept, bounded = problem.solve(chosen, begin)
     fitted, held = _split(chosen, holdout)
@@ -229,12 +229,12 @@ def errors(
     precision: Precision,
 ) -> list[float]:
     """Absolute relative error of each row's prediction."""
-    predicted = _Problem(shape, devices, precision, ()).predicted(rows, constants)
+    predicted = _LeastSquares(shape, devices, precision, ()).predicted(rows, constants)
     return [abs(p / r.seconds - 1) for p, r in zip(predicted, rows, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class _LeastSquares:
     """One least-squares problem: which constants are free, and what they are constants of."""
 
     shape: RooflineShape

@@ -11,78 +11,86 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement.milp import Answer, Floats, Row
-from placement.program import Program
+from placement.milp import Floats, MilpSolution, RowKey
+from placement.program import PlacementProgram
 from placement.tableau import Ints
 
-__all__ = ["FEW", "relaxed", "seed"]
+__all__ = ["MAX_DENSE_PATHS", "solve_relaxation", "seed_columns"]
 
-FEW = 4000
+MAX_DENSE_PATHS = 4000
 """Up to this many paths all have columns: HiGHS' bound then is one of the whole problem, and its cuts count for all."""
-ROUND = 200
+COLUMNS_PER_ROUND = 200
 """Columns added at a time: a compromise between rounds and the time of each."""
-TOLERANCE = 1e-7
+GAIN_TOLERANCE = 1e-7
 """Gains below this are the noise of dual prices, whose activities are near 1."""
-NEAR = 1e-4
+BOUND_TOLERANCE = 1e-4
 """Relative distance to the bound at which adding columns ends."""
-STALL = 3
+STALLED_ROUNDS = 3
 """Where no tight bound is asked for, rounds that together gain less than `near` end it too."""
-ROUNDS = 60
+MAX_ROUNDS = 60
 """Never seen to be reached; the bound says how far the value is off if it is."""
 
 
-def seed(p: Program) -> None:
+def seed_columns(p: PlacementProgram) -> None:
     """Every path if they are few; else, by domain and pool, those that take the fewest device-seconds."""
     t = p.tableau
-    if len(t.paths) <= FEW:
+    if len(t.paths) <= MAX_DENSE_PATHS:
         p.extend(np.arange(len(t.paths)))
         return
     tp = np.array([float(u.tp) for u in t.units])
     pool = np.array([u.pool for u in t.units])
     cost = t.paths.load * tp[t.paths.unit] + np.where(t.paths.first >= 0, t.paths.first_load * tp[t.paths.first], 0.0)
-    p.extend(_best_of(-cost, t.paths.domain * len(p.problem.pools) + pool[t.paths.unit], np.arange(len(cost))))
+    p.extend(_best_by_group(-cost, t.paths.domain * len(p.problem.pools) + pool[t.paths.unit], np.arange(len(cost))))
 
 
-def relaxed(
-    p: Program, objective: Mapping[int, float], *, fix: Mapping[int, float] | None = None, near: float = NEAR
-) -> Answer | None:
+def solve_relaxation(
+    p: PlacementProgram,
+    objective: Mapping[int, float],
+    *,
+    fix: Mapping[int, float] | None = None,
+    near: float = BOUND_TOLERANCE,
+) -> MilpSolution | None:
     """The best with fractions allowed, over all paths; adds the columns that it needs. Its bound is within `near` of
     its value, and above that of any solution (Farley, 1990)."""
     values: list[float] = []
     shut = p.shut(fix)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed(fix), **(fix or {})})
         if answer is None or len(p.path_at) == len(p.tableau.paths):
             return answer
-        gain = p.priced(answer.duals if fix else _lifted(p, answer))
+        gain = p.priced(answer.duals if fix else _raised_duals(p, answer))
         gain[p.path_at] = 0.0
         gain[shut] = 0.0
-        better = np.nonzero(gain > TOLERANCE)[0]
+        better = np.nonzero(gain > GAIN_TOLERANCE)[0]
         most = np.zeros(len(p.tableau.weights))
         np.maximum.at(most, p.tableau.paths.domain, gain)
         answer = dataclasses.replace(answer, bound=_bound(p, answer, objective, float(most @ p.tableau.weights)))
         values.append(answer.value)
-        stalled = near > NEAR and len(values) > STALL and values[-1] - values[-1 - STALL] <= near * abs(answer.value)
+        stalled = (
+            near > BOUND_TOLERANCE
+            and len(values) > STALLED_ROUNDS
+            and values[-1] - values[-1 - STALLED_ROUNDS] <= near * abs(answer.value)
+        )
         if stalled or not len(better) or answer.bound - answer.value <= near * abs(answer.value):
             return answer
-        p.extend(_pick(p, gain, better))
+        p.extend(_select_columns(p, gain, better))
     return answer
 
 
-def _bound(p: Program, answer: Answer, objective: Mapping[int, float], missed: float) -> float:
+def _bound(p: PlacementProgram, answer: MilpSolution, objective: Mapping[int, float], missed: float) -> float:
     """What the value could be at most if a trajectory of the mix can gain `missed` over the columns there are."""
     if objective.get(p.rate) == 1.0:
         return answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
     return answer.value + missed * float(answer.x[p.rate])
 
 
-def _pick(p: Program, gain: Floats, better: Ints) -> Ints:
+def _select_columns(p: PlacementProgram, gain: Floats, better: Ints) -> Ints:
     paths = p.tableau.paths
-    best = _best_of(gain, paths.domain * len(p.tableau.units) + paths.unit, better)
-    return best[np.argsort(-gain[best], kind="stable")[:ROUND]]
+    best = _best_by_group(gain, paths.domain * len(p.tableau.units) + paths.unit, better)
+    return best[np.argsort(-gain[best], kind="stable")[:COLUMNS_PER_ROUND]]
 
 
-def _best_of(gain: Floats, group: Ints, among: Ints) -> Ints:
+def _best_by_group(gain: Floats, group: Ints, among: Ints) -> Ints:
     """The highest of every group."""
     order = among[np.lexsort((among, -gain[among], group[among]))]
     first = np.ones(len(order), dtype=bool)
@@ -90,7 +98,7 @@ def _best_of(gain: Floats, group: Ints, among: Ints) -> Ints:
     return order[first]
 
 
-def _lifted(p: Program, answer: Answer) -> dict[Row, float]:
+def _raised_duals(p: PlacementProgram, answer: MilpSolution) -> dict[RowKey, float]:
     """Dual prices as high as the devices behind a unit allow: a unit that no column uses yet has a price of 0, which
     would make every path through it look free. Its load takes what is missing to the price of its devices."""
     duals = dict(answer.duals)

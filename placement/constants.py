@@ -85,7 +85,7 @@ class Constants:
             raise ValueError(f"constants: unknown field {unknown[0]!r} (rule: one of {', '.join(sorted(known))})")
         values: dict[str, float | None] = {}
         for name, value in data.items():
-            values[name] = None if value is None and name in EFFECTIVE else number(f"constants: {name}", value)
+            values[name] = None if value is None and name in EFFECTIVE else finite_number(f"constants: {name}", value)
         return Constants(**values)  # type: ignore[arg-type]  # None only where the field allows it
 
 
@@ -134,7 +134,7 @@ class TrainingConstants:
         known = [f.name for f in fields(TrainingConstants)]
         if not isinstance(data, Mapping) or set(data) - set(known):
             raise ValueError(f"training constants are {data!r} (rule: a table of {', '.join(known)})")
-        return TrainingConstants(**{name: number(f"training constants: {name}", v) for name, v in data.items()})
+        return TrainingConstants(**{name: finite_number(f"training constants: {name}", v) for name, v in data.items()})
 
 
 PRIORS: Mapping[str, Constants] = {
@@ -245,7 +245,9 @@ class Calibration:
         values: dict[str, object] = {}
         for name, value in rest.items():
             if name in ("error", "worst", "rows"):
-                values[name] = int(number(name, value)) if name == "rows" else number(f"calibration: {name}", value)
+                values[name] = (
+                    int(finite_number(name, value)) if name == "rows" else finite_number(f"calibration: {name}", value)
+                )
             elif isinstance(value, str):
                 values[name] = value
             else:
@@ -276,7 +278,7 @@ def band_of(reason: str, *, moe: bool) -> float:
     return BANDS[reason][1 if moe else 0]
 
 
-def number(what: str, value: object) -> float:
+def finite_number(what: str, value: object) -> float:
     """`value` as a finite float, or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{what} is {value!r} (rule: a finite number)")

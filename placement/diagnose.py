@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 from placement import columns, search
 from placement.problem import Problem, Restriction
-from placement.program import Program, program
-from placement.tableau import ROLLOUT, Tableau
+from placement.program import PlacementProgram, build_program
+from placement.tableau import ROLLOUT_ROLES, Tableau
 from placement.types import Infeasible, Objective, Pool, Role
 
-__all__ = ["infeasible", "without_path"]
+__all__ = ["explain_infeasibility", "unservable_domain"]
 
-MOST = Objective.MAX_THROUGHPUT
-LITTLE = 1e-3
+MAX_THROUGHPUT = Objective.MAX_THROUGHPUT
+MIN_RATE = 1e-3
 """Share of the scale that counts as running at all."""
-ROOM = 4096.0
+MAX_EXTRA_INSTANCES = 4096.0
 """Instances that the elastic program may invent."""
 
 
-def without_path(problem: Problem, table: Tableau) -> Infeasible | None:
+def unservable_domain(problem: Problem, table: Tableau) -> Infeasible | None:
     """A domain that nothing here can serve, and why, pool by pool."""
     served = set(table.paths.domain.tolist())
     for j, domain in enumerate(problem.domains):
@@ -30,7 +30,7 @@ def without_path(problem: Problem, table: Tableau) -> Infeasible | None:
             continue
         allowed = problem.affinity.get(domain.name)
         why = [text for pool, name, text in table.reasons if name in ("", domain.name) and pool in (allowed or (pool,))]
-        if not any(role in problem.roles for role in ROLLOUT):
+        if not any(role in problem.roles for role in ROLLOUT_ROLES):
             why.append("roles allow neither engines nor prefill and decode")
         elif problem.restriction is Restriction.PD_ONLY and not table.channels:
             why.append("no link is known over which prefill could hand KV to decode")
@@ -44,9 +44,9 @@ def without_path(problem: Problem, table: Tableau) -> Infeasible | None:
     return None
 
 
-def infeasible(problem: Problem, table: Tableau, again: Callable[[Problem], object]) -> Infeasible:
+def explain_infeasibility(problem: Problem, table: Tableau, again: Callable[[Problem], object]) -> Infeasible:
     """`again` solves a problem: what is possible without the rate says what the rate lacks."""
-    p = program(problem, table)
+    p = build_program(problem, table)
     if Role.TRAINER in problem.roles and problem.train is not None and not p.trainers:
         return Infeasible(f"nothing can train: {'; '.join(p.refused)}", tuple(p.refused))
     for key in p.matrix.rows:
@@ -56,40 +56,40 @@ def infeasible(problem: Problem, table: Tableau, again: Callable[[Problem], obje
             text = f"the given {key[2]} with {key[3]} devices each cannot run on {key[1]}"
             return Infeasible(text, (text, *(r[2] for r in table.reasons if r[0] == key[1])))
     if problem.objective is Objective.MIN_COST:
-        most = again(dataclasses.replace(problem, objective=MOST, rate=None))
+        most = again(dataclasses.replace(problem, objective=MAX_THROUGHPUT, rate=None))
         rate, binds = getattr(most, "rate", None), getattr(most, "binds", ())
         if rate is not None and rate < (problem.rate or 0.0):
             asked = f"{problem.rate:g} trajectories/s are asked for"
-            return Infeasible(_short(problem, rate, binds, again), (asked, *binds))
+            return Infeasible(_rate_shortfall(problem, rate, binds, again), (asked, *binds))
         if isinstance(most, Infeasible):
             return most
-    return _elastic(p)
+    return _elastic_diagnosis(p)
 
 
-def _short(problem: Problem, rate: float, binds: tuple[str, ...], again: Callable[[Problem], object]) -> str:
+def _rate_shortfall(problem: Problem, rate: float, binds: tuple[str, ...], again: Callable[[Problem], object]) -> str:
     asked, budget = f"{problem.rate:g} are asked for", problem.budget_usd_per_hour
     if budget is not None:
         # With whole instances a budget can bind while its price is 0: what more money does tells.
-        free = again(dataclasses.replace(problem, budget_usd_per_hour=None, rate=None, objective=MOST))
+        free = again(dataclasses.replace(problem, budget_usd_per_hour=None, rate=None, objective=MAX_THROUGHPUT))
         if getattr(free, "rate", 0.0) > rate * (1 + 1e-3):
             return f"the budget of ${budget:g}/h allows {rate:.3g} trajectories/s, {asked}"
     return f"{rate:.3g} trajectories/s are possible, {asked}; what limits it: {', '.join(binds[:3])}"
 
 
-def _elastic(p: Program) -> Infeasible:
+def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
     """Let inventory, budget, changes, replicas and the trainer's size give way, as little as possible."""
     m, problem = p.matrix, p.problem
     slack: dict[int, float] = {}
     words: list[tuple[int, Callable[[float], str]]] = []
 
     def give(key: tuple[object, ...], sign: float, scale: float, say: Callable[[float], str]) -> None:
-        column = m.column(high=ROOM * scale)
+        column = m.column(high=MAX_EXTRA_INSTANCES * scale)
         m.add(key, [column], [sign])
         slack[column] = -1.0 / scale
         words.append((column, say))
 
     for g, pool in enumerate(problem.pools):
-        give(("pool", g), -1.0, pool.count, functools.partial(_devices, pool))
+        give(("pool", g), -1.0, pool.count, functools.partial(_missing_devices, pool))
     if m.has(("budget",)):
         usd = problem.budget_usd_per_hour or 0.0
         everything = sum(q.count * q.usd_per_device_hour for q in problem.pools)
@@ -103,14 +103,14 @@ def _elastic(p: Program) -> Infeasible:
         most = problem.running.max_changed_devices or 0
         give(("changes",), -1.0, max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")
     for role, least in sorted(problem.min_replicas.items()):
-        give(("replicas", role), 1.0, least, functools.partial(_replicas, role, least))
+        give(("replicas", role), 1.0, least, functools.partial(_missing_replicas, role, least))
     for column in [*p.units, *p.reward_units.values(), *p.environments.values()]:
         if m.low[column] < m.high[column]:
-            m.high[column] += ROOM
+            m.high[column] += MAX_EXTRA_INSTANCES
     p.first_path = m.width  # the slack columns come before the paths
-    columns.seed(p)
-    m.low[p.rate] = LITTLE
-    found = search.best(p, slack)
+    columns.seed_columns(p)
+    m.low[p.rate] = MIN_RATE
+    found = search.search_best(p, slack)
     if found is None:
         return Infeasible("no plan satisfies all constraints together", ("more than one cause",))
     conflicts = tuple(say(float(found.x[column])) for column, say in words if found.x[column] > 1e-6)
@@ -119,9 +119,9 @@ def _elastic(p: Program) -> Infeasible:
     return Infeasible("; ".join(conflicts), conflicts)
 
 
-def _devices(pool: Pool, missing: float) -> str:
+def _missing_devices(pool: Pool, missing: float) -> str:
     return f"the plan needs {pool.count + missing:.0f} devices of {pool.name}, which has {pool.count}"
 
 
-def _replicas(role: Role, least: int, missing: float) -> str:
+def _missing_replicas(role: Role, least: int, missing: float) -> str:
     return f"min_replicas asks for {least} of {role}, {least - missing:.0f} fit"

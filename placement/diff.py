@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from placement.problem import Running
+from placement.problem import RunningPlan
 from placement.types import Deployment, Pool, Role
 
-__all__ = ["FLIPPABLE", "Cost", "Move", "MoveCosts", "MoveKind", "apply", "diff", "total"]
+__all__ = ["FLIPPABLE", "MigrationCost", "Move", "MoveCosts", "MoveKind", "apply_moves", "diff", "total_cost"]
 
 FLIPPABLE = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of one and the same engine process: the router alone decides which of them it has."""
@@ -56,7 +56,7 @@ class MoveCosts:
 
     @staticmethod
     def of(
-        pools: Iterable[Pool], running: Running, *, drain_s: float = 0.0, restore_s: float | None = None
+        pools: Iterable[Pool], running: RunningPlan, *, drain_s: float = 0.0, restore_s: float | None = None
     ) -> MoveCosts:
         """The costs that the solver reckoned with, at the pools' prices. A trainer's restore takes as long as any
         restart where nobody states it."""
@@ -96,7 +96,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MigrationCost:
     """What a list of moves costs in all, and how many instances each kind of it touches."""
 
     device_seconds: float
@@ -136,7 +136,7 @@ def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCos
     return tuple(moves)
 
 
-def apply(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, Role, int], int]:
+def apply_moves(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, Role, int], int]:
     """Replicas by (pool, role, tp) once the moves are done. ValueError if one moves what is not there."""
     counts = _count(old)
     for move in moves:
@@ -150,13 +150,13 @@ def apply(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, R
     return dict(+counts)
 
 
-def total(moves: Iterable[Move]) -> Cost:
+def total_cost(moves: Iterable[Move]) -> MigrationCost:
     """What the moves cost together."""
     listed = list(moves)
     touched: Counter[MoveKind] = Counter()
     for move in listed:
         touched[move.kind] += move.replicas
-    return Cost(
+    return MigrationCost(
         device_seconds=math.fsum(m.device_seconds for m in listed),
         usd=math.fsum(m.usd for m in listed),
         flips=touched[MoveKind.FLIP],

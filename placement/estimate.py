@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost
 
-__all__ = ["MIN_SHARE", "Observed", "ProfileEstimator", "drift"]
+__all__ = ["MIN_SHARE", "ObservedTrajectory", "ProfileEstimator", "workload_drift"]
 
 MIN_SHARE = 0.01
 """Domains below this share of the mix, before and after, do not count for drift: their means are mostly noise."""
@@ -26,7 +26,7 @@ its rank in two cases of three."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedTrajectory:
     """One finished trajectory: sums over its turns. `t` in seconds on any clock that all of them share.
 
     `first_tokens` of prompt at the first turn, of which `cached_tokens` were cached already by another trajectory;
@@ -71,7 +71,7 @@ class Observed:
             raise ValueError(f"observed {self.domain}: reward_s is {self.reward_s} (rule: a finite number, at least 0)")
 
 
-NUMBERS = tuple(f.name for f in fields(Observed) if f.name not in ("domain", "turns", "reward_s"))
+NUMBERS = tuple(f.name for f in fields(ObservedTrajectory) if f.name not in ("domain", "turns", "reward_s"))
 
 SUMMED = (
     "turns",
@@ -89,7 +89,7 @@ SUMMED = (
 
 
 @dataclass(slots=True)
-class _Domain:
+class _DomainEstimator:
     """Decayed sums of one domain, as of `age`, and its sample: a heap of (priority, index, figures)."""
 
     random: random.Random
@@ -125,7 +125,7 @@ class ProfileEstimator:
         self._half_life = half_life_s if half_life_s is not None else half_life
         self._rewards = dict(rewards or {})
         self._seed = seed
-        self._domains: dict[str, _Domain] = {}
+        self._domains: dict[str, _DomainEstimator] = {}
         self._seen = 0
         self._now = -math.inf
 
@@ -138,13 +138,13 @@ class ProfileEstimator:
         """Trajectories of a domain seen so far, whatever they still weigh."""
         return self._domains[domain].count if domain in self._domains else 0
 
-    def add(self, seen: Observed) -> None:
+    def add(self, seen: ObservedTrajectory) -> None:
         self._seen += 1
         self._now = max(self._now, seen.t)
         at = seen.t if self._by_time else float(self._seen)
         known = self._domains.get(seen.domain)
         if known is None:
-            known = _Domain(random.Random(f"{self._seed}/{seen.domain}"), at)
+            known = _DomainEstimator(random.Random(f"{self._seed}/{seen.domain}"), at)
             self._domains[seen.domain] = known
         if at > known.age:
             self._decay(known, at)
@@ -193,19 +193,19 @@ class ProfileEstimator:
         """What is left of a weight after `age`."""
         return 1.0 if self._half_life is None else 2.0 ** (-age / self._half_life)
 
-    def _decay(self, known: _Domain, at: float) -> None:
+    def _decay(self, known: _DomainEstimator, at: float) -> None:
         left = self._share(at - known.age)
         known.age = at
         known.weight *= left
         for name in known.sums:
             known.sums[name] *= left
 
-    def _weight(self, known: _Domain) -> float:
+    def _weight(self, known: _DomainEstimator) -> float:
         """A domain's decayed count as of the latest trajectory of any. Never 0, however long it was not seen."""
         now = self._now if self._by_time else float(self._seen)
         return max(known.weight * self._share(now - known.age), 1e-300)
 
-    def _keep(self, known: _Domain, seen: Observed, at: float) -> None:
+    def _keep(self, known: _DomainEstimator, seen: ObservedTrajectory, at: float) -> None:
         """Keep the trajectories with the largest log(weight) + Gumbel noise: a sample without replacement in which the
         chances are those of the weights. Weights grow with `at` instead of decaying, so priorities never change."""
         grown = 0.0 if self._half_life is None else at * math.log(2.0) / self._half_life
@@ -223,14 +223,14 @@ class ProfileEstimator:
             heapq.heappushpop(known.sample, entry)
 
 
-def drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> float:
+def workload_drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> float:
     """How far two mixes of work are apart: the largest relative change of anything that a plan was computed from.
 
     Compared per domain: turns, prompt tokens computed per trajectory, tokens generated per trajectory, seconds waited
     in the environment, and the share of the mix. The change between x and y is max / min − 1: symmetric, 0.15 for 15 %
     more, 0 for equal mixes, infinite where something appears or goes. Domains below `MIN_SHARE` of both do not count.
     """
-    before, after = _works(a), _works(b)
+    before, after = _comparable_work(a), _comparable_work(b)
     worst = 0.0
     for name in sorted({*before, *after}):
         x, y = before.get(name), after.get(name)
@@ -243,14 +243,14 @@ def drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> float:
     return worst
 
 
-def _works(mix: Iterable[DomainProfile]) -> dict[str, tuple[float, ...]]:
+def _comparable_work(mix: Iterable[DomainProfile]) -> dict[str, tuple[float, ...]]:
     """What is compared of each domain, its share of the mix last."""
     profiles = list(mix)
     total = sum(p.weight for p in profiles)
-    return {p.name: (*_work(p), p.weight / total) for p in profiles}
+    return {p.name: (*_domain_figures(p), p.weight / total) for p in profiles}
 
 
-def _work(p: DomainProfile) -> tuple[float, ...]:
+def _domain_figures(p: DomainProfile) -> tuple[float, ...]:
     turns = p.turns.mean
     prompt = p.prompt.mean * (1.0 - p.shared_prefix) + (turns - 1.0) * p.new_tokens.mean
     return turns, prompt, turns * p.output_tokens.mean, turns * p.environment.wait_s + p.environment.reset_s
@@ -263,7 +263,7 @@ def _change(x: float, y: float) -> float:
     return high / low - 1.0 if low > 0 else math.inf
 
 
-def _figures(seen: Observed) -> dict[str, float]:
+def _figures(seen: ObservedTrajectory) -> dict[str, float]:
     figures = {name: float(getattr(seen, name)) for name in SUMMED if name not in ("later", "scored", "reward_s")}
     known = seen.reward_s is not None
     return figures | {"later": seen.turns - 1.0, "scored": float(known), "reward_s": seen.reward_s or 0.0}

@@ -18,8 +18,8 @@ from placement import binding, phases
 from placement.performance import InstanceModel
 from placement.problem import Problem
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
-from placement.solve import best_worth
-from placement.tableau import ROLLOUT, channels
+from placement.solve import best_objective_value
+from placement.tableau import ROLLOUT_ROLES, kv_channels
 from placement.types import Device, Link, Objective, Placement, Pool, Role
 
 __all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
@@ -29,10 +29,10 @@ DEVICES = "devices"
 NO_PREFERENCE = 1.05
 """Device types whose cost of a phase differs by less than this factor are called equal."""
 
-NOTHING = 5e-4
+NEGLIGIBLE_GAIN = 5e-4
 """Relative gains below this are written as nothing: it is what the solver's gap leaves open."""
 
-UNSURE = 2e-3
+MIN_RESOLVED_GAIN = 2e-3
 """The same for plans that are solved again: searches for the trainer's size end within 0.15 % of each other."""
 
 
@@ -104,7 +104,7 @@ def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> 
     return Explanation(
         summary=_summary(placement),
         marginals=found,
-        binds=_binds(problem, placement, found),
+        binds=_confirmed_constraints(problem, placement, found),
         affinities=affinities(problem, placement),
         rewards=_rewards(placement),
         notes=placement.notes,
@@ -117,40 +117,40 @@ def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -
     dual prices are of the rate (one of 0 is left out for devices that serve: it says nothing of whole instances). With
     `resolve`, devices that serve are solved again instead, and so are no affinities where some were given."""
     again = resolve and problem.fixed is None
-    serving = _computing(problem)
+    serving = _serving_pools(problem)
     found: list[Marginal] = []
     if placement.objective is Objective.MAX_THROUGHPUT and placement.rate > 0:
         for pool in problem.pools:
-            one = _device(placement, pool)
-            if pool not in serving or (one.gain >= NOTHING and not again):
+            one = _device_marginal(placement, pool)
+            if pool not in serving or (one.gain >= NEGLIGIBLE_GAIN and not again):
                 found.append(one)
-        found += _shares(problem, placement)
+        found += _capacity_marginals(problem, placement)
         found.sort(key=lambda m: (-m.gain, m.what))
     if not again:
         return tuple(found)
-    solved = [_more_of(problem, placement, pool) for pool in serving]
+    solved = [_pool_marginal(problem, placement, pool) for pool in serving]
     if problem.affinity:
-        more = _More("affinity", 0, "", "without the affinities given")
-        solved.append(_marginal(placement, more, _resolved(replace(problem, affinity={}), placement), solved=True))
-    solved += _publish(problem, placement)
+        more = _Increment("affinity", 0, "", "without the affinities given")
+        solved.append(_marginal(placement, more, _resolved_gain(replace(problem, affinity={}), placement), solved=True))
+    solved += _publish_marginals(problem, placement)
     return (*found, *sorted(solved, key=lambda m: (-m.gain, m.what)))
 
 
-def _more_of(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
+def _pool_marginal(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
     """The least of one instance's devices, a host's and two hosts' that buys something; where none does, the most.
 
     A dual price of 0 says little about whole instances: training's size is fixed where prices are taken, and one more
     device may be too few for one more instance. But then the most is tried first, since it mostly buys nothing."""
-    used = (d.tp for d in placement.deployments if d.pool == pool.name and d.role in ROLLOUT)
+    used = (d.tp for d in placement.deployments if d.pool == pool.name and d.role in ROLLOUT_ROLES)
     widest, host = max(used, default=1), pool.device.devices_per_host or DEVICES_PER_HOST
     *fewer, most = sorted({widest, max(widest, host), 2 * max(widest, host)})
 
     def bought(devices: int) -> Marginal:
         pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
-        worth = _resolved(replace(problem, pools=pools), placement)
-        return _marginal(placement, _devices(pool, devices), worth, solved=True)
+        worth = _resolved_gain(replace(problem, pools=pools), placement)
+        return _marginal(placement, _more_devices(pool, devices), worth, solved=True)
 
-    last = bought(most) if _device(placement, pool).gain < NOTHING else None
+    last = bought(most) if _device_marginal(placement, pool).gain < NEGLIGIBLE_GAIN else None
     if last is None or last.gain > 0:
         for devices in fewer:
             found = bought(devices)
@@ -159,12 +159,12 @@ def _more_of(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
     return last or bought(most)
 
 
-def _binds(problem: Problem, placement: Placement, found: tuple[Marginal, ...]) -> tuple[str, ...]:
+def _confirmed_constraints(problem: Problem, placement: Placement, found: tuple[Marginal, ...]) -> tuple[str, ...]:
     """The plan's own, but for devices that were solved again: those of which more buys something are named, and no
     others."""
     gains = {m.pool: m.gain for m in found if m.solved and m.pool is not None}
     used = {g: sum(d.devices for d in placement.deployments if d.pool == g) for g in gains}
-    words = {p.name: binding.devices(p, used[p.name]) for p in problem.pools if p.name in gains}
+    words = {p.name: binding.devices_text(p, used[p.name]) for p in problem.pools if p.name in gains}
     kept = tuple(text for text in placement.binds if all(text != words[g] or gains[g] > 0 for g in words))
     more = sorted((g for g in words if gains[g] > 0 and words[g] not in kept), key=lambda g: (-gains[g], g))
     return (*kept, *(words[g] for g in more))
@@ -175,19 +175,19 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
     the trajectories in flight allow: these divided over as many instances as the problem's GPUs hold."""
     types: dict[str, Device] = {}
     usd: dict[str, float] = {}
-    for pool in _computing(problem):
+    for pool in _serving_pools(problem):
         types.setdefault(pool.device.name, pool.device)
         usd[pool.device.name] = min(usd.get(pool.device.name, math.inf), pool.usd_per_device_hour)
     prices = usd if all(price > 0 for price in usd.values()) else None
     found = []
     for domain in problem.domains:
-        turns = phases.turns_of(domain, problem.performance.shape)
+        turns = phases.representative_turns(domain, problem.performance.shape)
         prefill: dict[str, float] = {}
         decode: dict[str, float] = {}
         for name, device in types.items():
-            options = list(_options(problem, device, turns.kv_longest, placement))
+            options = list(_instance_options(problem, device, turns.kv_longest, placement))
             if options:
-                prefill[name] = min(tp * phases.prefilling(model, turns).load for tp, model in options)
+                prefill[name] = min(tp * phases.prefill_cost(model, turns).load for tp, model in options)
                 decode[name] = min(tp * _decode_s(problem, model, tp, turns) for tp, model in options)
         for phase, seconds in (("prefill", prefill), ("decode", decode)):
             if seconds:
@@ -215,18 +215,18 @@ def _summary(placement: Placement) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _computing(problem: Problem) -> list[Pool]:
+def _serving_pools(problem: Problem) -> list[Pool]:
     """The pools that can serve: GPUs where there are any."""
     gpus = [pool for pool in problem.pools if not pool.device.is_cpu]
     return gpus or list(problem.pools)
 
 
-def _device(placement: Placement, pool: Pool) -> Marginal:
+def _device_marginal(placement: Placement, pool: Pool) -> Marginal:
     worth = placement.prices.pools.get(pool.name, 0.0) / placement.best_rate
-    return _marginal(placement, _devices(pool, 1), worth, solved=False)
+    return _marginal(placement, _more_devices(pool, 1), worth, solved=False)
 
 
-class _More(NamedTuple):
+class _Increment(NamedTuple):
     """What there would be more of, and how to say so."""
 
     what: str
@@ -235,40 +235,40 @@ class _More(NamedTuple):
     words: str
 
 
-def _devices(pool: Pool, number: int) -> _More:
+def _more_devices(pool: Pool, number: int) -> _Increment:
     where = "" if pool.name.lower() == pool.device.name.lower() else f" in '{pool.name}'"
-    return _More(pool.name, number, DEVICES, f"{'one' if number == 1 else number} more {pool.device.name}{where}")
+    return _Increment(pool.name, number, DEVICES, f"{'one' if number == 1 else number} more {pool.device.name}{where}")
 
 
-def _shares(problem: Problem, placement: Placement) -> Iterator[Marginal]:
+def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
     """A tenth more of what has no unit to count in: of trajectories in flight and of links, where they bind."""
     prices, bound = placement.prices, problem.trajectories_in_flight
     if prices.places > 0 and math.isfinite(bound):
         tenth = float(max(1, round(0.1 * bound)))
-        more = _More("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
+        more = _Increment("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
         yield _marginal(placement, more, prices.places * more.amount / placement.best_rate, solved=False)
-    for channel in channels(problem).values():
+    for channel in kv_channels(problem).values():
         price = prices.links.get(channel.pools, 0.0)
         if price > 0:
             name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s
-            more = _More(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
+            more = _Increment(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
             yield _marginal(placement, more, price * speed / placement.best_rate, solved=False)
 
 
-def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
+def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
     """What publishing costs; what is left of that with twice the bandwidth where it has least (networks come in steps
     of two), and with a broadcast."""
     window, trainer = problem.window, next(iter(placement.of(Role.TRAINER)), None)
     if window is None or window.publish is None or trainer is None:
         return
-    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if d.role in ROLLOUT})
+    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if d.role in ROLLOUT_ROLES})
     assert path is not None, "there is a publish"
 
-    def solved(more: _More, publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> Marginal:
+    def solved(more: _Increment, publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> Marginal:
         asked = replace(problem, links=links, window=replace(window, publish=publish))
-        return _marginal(placement, more, _resolved(asked, placement), solved=True)
+        return _marginal(placement, more, _resolved_gain(asked, placement), solved=True)
 
-    none = solved(_More("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
+    none = solved(_Increment("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
     yield none
     if not none.gain:
         return  # nor does a shorter one buy anything
@@ -277,19 +277,19 @@ def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
         leg = path.slower
         name = path.limit if path.limit == LOADING or leg.link is None else "–".join(leg.link)
         gb_per_s = path.load_gb_per_s if path.limit == LOADING else leg.gb_per_s
-        yield solved(_More(name, gb_per_s, "GB/s", f"{path.limit} twice as fast"), *faster)
+        yield solved(_Increment(name, gb_per_s, "GB/s", f"{path.limit} twice as fast"), *faster)
     if path.transport is not Transport.COLLECTIVE:
         broadcast = replace(window.publish, transport=Transport.COLLECTIVE)
-        yield solved(_More("broadcast", 0, "", "with weights.collective"), broadcast)
+        yield solved(_Increment("broadcast", 0, "", "with weights.collective"), broadcast)
 
 
-def _marginal(placement: Placement, more: _More, worth: float, *, solved: bool) -> Marginal:
+def _marginal(placement: Placement, more: _Increment, worth: float, *, solved: bool) -> Marginal:
     unit = {
         Objective.MAX_THROUGHPUT: "trajectories/s",
         Objective.MIN_COST: "cost",
         Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories per dollar",
     }[placement.objective]
-    if abs(worth) < NOTHING:
+    if abs(worth) < NEGLIGIBLE_GAIN:
         buys = "nothing"
     elif placement.objective is Objective.MIN_COST:
         buys = f"{_percent(1 / (1 + worth) - 1, sign=True)} {unit}"
@@ -305,19 +305,23 @@ def _percent(share: float, *, sign: bool = False) -> str:
     return f"{100 * share:+.{digits}f} %" if sign else f"{100 * share:.{digits}f} %"
 
 
-def _resolved(asked: Problem, placement: Placement) -> float:
+def _resolved_gain(asked: Problem, placement: Placement) -> float:
     """Gain of the plan for a problem that allows more; 0 where it is too small to tell from where searches end. More
     cannot hurt: a worse answer would only be the gap."""
-    more = best_worth(asked) / placement.worth - 1.0 if 0 < placement.worth < math.inf else 0.0
-    return more if UNSURE <= more < math.inf else 0.0
+    more = best_objective_value(asked) / placement.worth - 1.0 if 0 < placement.worth < math.inf else 0.0
+    return more if MIN_RESOLVED_GAIN <= more < math.inf else 0.0
 
 
-def _options(
+def _instance_options(
     problem: Problem, device: Device, longest_gb: float, placement: Placement | None
 ) -> Iterator[tuple[int, InstanceModel]]:
     """The tps at which a device type can serve the model and hold the longest turn; those the plan uses, if any."""
     pools = {p.name for p in problem.pools if p.device.name == device.name}
-    used = () if placement is None else {d.tp for d in placement.deployments if d.pool in pools and d.role in ROLLOUT}
+    used = (
+        ()
+        if placement is None
+        else {d.tp for d in placement.deployments if d.pool in pools and d.role in ROLLOUT_ROLES}
+    )
     for tp in sorted(used or set(problem.tensor_parallel)):
         if problem.performance.shape.allows_tp(tp) is None:
             model = problem.performance.instance(device, tp)
@@ -325,15 +329,15 @@ def _options(
                 yield tp, model
 
 
-def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.Turns) -> float:
+def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.RepresentativeTurns) -> float:
     """Instance-seconds of decode per trajectory, at the largest batch that there can be."""
-    instances = sum(p.count // tp for p in _computing(problem)) or 1
+    instances = sum(p.count // tp for p in _serving_pools(problem)) or 1
     batch = min(
         float(problem.max_batch),
         model.kv_capacity_bytes / 1e9 / turns.kv_running,
         problem.trajectories_in_flight / instances,
     )
-    return float(phases.decoding(model, turns, np.array([max(batch, 1.0)])).load[0])
+    return float(phases.decode_cost(model, turns, np.array([max(batch, 1.0)])).load[0])
 
 
 def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:

@@ -17,17 +17,17 @@ from types import MappingProxyType
 
 from placement.types import Device
 
-__all__ = ["Entry", "Source", "canonical", "catalogue", "device", "override"]
+__all__ = ["CatalogueEntry", "FigureSource", "canonical", "catalogue", "device", "override"]
 
 FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "generation"))
 """What a device may state, besides its generation."""
 
-_MOST = 1e15
+_MAX_FIGURE = 1e15
 """No figure in these units is larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FigureSource:
     """Who states a figure, and the day it was read."""
 
     text: str
@@ -35,14 +35,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """A device and the source of each figure that it states."""
 
     device: Device
-    sources: Mapping[str, Source]
+    sources: Mapping[str, FigureSource]
 
 
-def catalogue() -> Mapping[str, Entry]:
+def catalogue() -> Mapping[str, CatalogueEntry]:
     """Every known type by its own name (aliases are not listed). Read once; read-only."""
     return _load()[0]
 
@@ -102,7 +102,7 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 
 
 def _figure(name: str, figure: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_FIGURE:
         raise ValueError(f"device {name}: {figure} is {value!r} (rule: a finite number above 0, or left out)")
     if figure == "devices_per_host" and value != int(value):
         raise ValueError(f"device {name}: {figure} is {value!r} (rule: a whole number)")
@@ -135,15 +135,15 @@ def _device(name: str, stated: Mapping[str, float | None], *, generation: str, s
 
 
 @cache
-def _load() -> tuple[Mapping[str, Entry], Mapping[str, str]]:
+def _load() -> tuple[Mapping[str, CatalogueEntry], Mapping[str, str]]:
     """The catalogue and the aliases. An error here is ours: the file is part of the package, and tests read it."""
     data = tomllib.loads(files("placement").joinpath("hardware.toml").read_text(encoding="utf-8"))
-    known = {key: Source(text=s["text"], date=s["date"]) for key, s in data["sources"].items()}
+    known = {key: FigureSource(text=s["text"], date=s["date"]) for key, s in data["sources"].items()}
     entries = {}
     for name, figures in data["devices"].items():
         stated = {k: _figure(name, k, v["v"]) for k, v in figures.items() if k != "generation"}
         sources = {k: known[v["s"]] for k, v in figures.items() if k != "generation"}
         text = "; ".join(dict.fromkeys(s.text for s in sources.values()))
         made = _device(name, stated, generation=figures["generation"], source=text)
-        entries[name] = Entry(made, MappingProxyType(sources))
+        entries[name] = CatalogueEntry(made, MappingProxyType(sources))
     return MappingProxyType(entries), MappingProxyType(dict(data["aliases"]))

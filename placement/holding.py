@@ -15,24 +15,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from placement.milp import Floats
-from placement.sides import TrainPlace
-from placement.window import Slopes, slopes
+from placement.sides import TrainerOption
+from placement.window import HoldingSlopes, holding_slopes
 
 if TYPE_CHECKING:
-    from placement.program import Program
+    from placement.program import PlacementProgram
 
-__all__ = ["at_seconds", "hold", "kept", "seconds_of", "size_of", "step_s", "used", "windows"]
+__all__ = [
+    "domain_slopes",
+    "set_holding_times",
+    "fits_window",
+    "mean_seconds_in_flight",
+    "fixed_trainer_size",
+    "training_step_s",
+    "window_occupancy",
+    "add_window_rows",
+]
 
-FLAT = 1e-2
+MIN_SLOPE = 1e-2
 """Least slope in a trajectory's seconds: where training alone takes longer than any group, it is none."""
 
 
-LOST = 1e-3
+MAX_LOSS = 1e-3
 """Trajectories started beyond those trained below which a plan need not be made with them."""
 
 
-def windows(p: Program) -> None:
-    """A row per domain, which binds nothing before `hold`. None without a window or nobody who trains."""
+def add_window_rows(p: PlacementProgram) -> None:
+    """A row per domain, which binds nothing before `set_holding_times`. None without a window or nobody who trains."""
     problem, m = p.problem, p.matrix
     p.started = (1.0,) * len(p.tableau.weights)
     if problem.window is None or not p.trainers or not math.isfinite(problem.trajectories_in_flight):
@@ -41,15 +50,15 @@ def windows(p: Program) -> None:
         m.row(("window", j))
     for place in p.rewards:
         if place.unit is None and problem.functions is not None:
-            waiting = problem.functions.overhead_s * p.scale / _places(p)[place.domain]
+            waiting = problem.functions.overhead_s * p.scale / _slots_by_domain(p)[place.domain]
             m.add(("window", place.domain), [place.column], [waiting])
 
 
-def _places(p: Program) -> Floats:
+def _slots_by_domain(p: PlacementProgram) -> Floats:
     return p.problem.trajectories_in_flight * p.tableau.weights
 
 
-def size_of(p: Program, place: TrainPlace) -> float | None:
+def fixed_trainer_size(p: PlacementProgram, place: TrainerOption) -> float | None:
     """Devices that a trainer's place has to have; None if that is open."""
     train, low, high = p.problem.train, p.matrix.low[place.devices], p.matrix.high[place.devices]
     if low == high:
@@ -57,13 +66,13 @@ def size_of(p: Program, place: TrainPlace) -> float | None:
     return None if train is None or train.devices is None else float(train.devices)
 
 
-def step_s(p: Program, place: TrainPlace, devices: float) -> float:
+def training_step_s(p: PlacementProgram, place: TrainerOption, devices: float) -> float:
     """Seconds of a training step on so many devices."""
     assert p.problem.train is not None, "there is a place to train"
     return p.problem.train.batch * (place.work / devices + place.fixed)
 
 
-def seconds_of(p: Program, x: Floats) -> Floats:
+def mean_seconds_in_flight(p: PlacementProgram, x: Floats) -> Floats:
     """Mean seconds under way, by domain."""
     flow, paths = np.maximum(x[p.first_path :], 0.0), p.active
     count, total = np.zeros(len(p.tableau.weights)), np.zeros(len(p.tableau.weights))
@@ -72,26 +81,29 @@ def seconds_of(p: Program, x: Floats) -> Floats:
     return total / np.maximum(count, 1e-300)
 
 
-def at_seconds(p: Program, seconds: Floats, rest_s: float) -> tuple[Slopes, ...]:
+def domain_slopes(p: PlacementProgram, seconds: Floats, rest_s: float) -> tuple[HoldingSlopes, ...]:
     """By domain how long places are held near these seconds under way, and of training and publish."""
     return tuple(
-        slopes(p.problem, domain, float(s), rest_s) for domain, s in zip(p.problem.domains, seconds, strict=True)
+        holding_slopes(p.problem, domain, float(s), rest_s)
+        for domain, s in zip(p.problem.domains, seconds, strict=True)
     )
 
 
-def hold(p: Program, at: Sequence[Slopes], train_s: float, publish_s: float, *, least_s: float | None = None) -> None:
+def set_holding_times(
+    p: PlacementProgram, at: Sequence[HoldingSlopes], train_s: float, publish_s: float, *, least_s: float | None = None
+) -> None:
     """Places are held for a training step of `train_s` seconds, and the trainer is at least as large as that takes (or
     as `least_s` does: what it is for longer steps). Where its size is given, its own seconds count instead."""
     assert p.problem.train is not None, "there is a place to train"
     m, each = p.matrix, p.scale / p.problem.trajectories_in_flight
-    owns = [max(slope.own, FLAT) / slope.started for slope in at]  # flows are of those that start
+    owns = [max(slope.own, MIN_SLOPE) / slope.started for slope in at]  # flows are of those that start
     for place in p.trainers:
-        size = size_of(p, place)
+        size = fixed_trainer_size(p, place)
         if size == 0:
             continue
         rest_s, least = train_s + publish_s, float(place.least)
         if size is not None:
-            rest_s = step_s(p, place, size) + publish_s
+            rest_s = training_step_s(p, place, size) + publish_s
         else:
             left = (least_s or train_s) / p.problem.train.batch - place.fixed
             least = max(least, place.work / left) if left > 0 else p.problem.pools[place.pool].count + 1.0
@@ -111,21 +123,21 @@ def hold(p: Program, at: Sequence[Slopes], train_s: float, publish_s: float, *, 
     p.slopes, p.started = tuple(owns), tuple(slope.started for slope in at)
 
 
-def kept(p: Program, x: Floats, train_s: float, publish_s: float) -> bool:
+def fits_window(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> bool:
     """Whether a solution's flows are within the window at these seconds, as those of a plan made without it are only
     where nothing that starts is lost."""
-    used, started = _used(p, x, train_s + publish_s)
-    return max(started) <= 1 + LOST and used <= 1 + 1e-9
+    used, started = _occupancy(p, x, train_s + publish_s)
+    return max(started) <= 1 + MAX_LOSS and used <= 1 + 1e-9
 
 
-def used(p: Program, x: Floats, train_s: float, publish_s: float) -> float:
+def window_occupancy(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> float:
     """Places that a solution's flows hold at these seconds over those that there are, of the domain with most."""
-    return _used(p, x, train_s + publish_s)[0]
+    return _occupancy(p, x, train_s + publish_s)[0]
 
 
-def _used(p: Program, x: Floats, rest_s: float) -> tuple[float, list[float]]:
-    seconds = seconds_of(p, x)
-    at = at_seconds(p, seconds, rest_s)
+def _occupancy(p: PlacementProgram, x: Floats, rest_s: float) -> tuple[float, list[float]]:
+    seconds = mean_seconds_in_flight(p, x)
+    at = domain_slopes(p, seconds, rest_s)
     rate = float(x[p.rate]) * p.scale * p.tableau.weights
     held = np.array([slope.own * s + slope.rest * rest_s for slope, s in zip(at, seconds.tolist(), strict=True)])
-    return float((rate * held / _places(p)).max()), [slope.started for slope in at]
+    return float((rate * held / _slots_by_domain(p)).max()), [slope.started for slope in at]

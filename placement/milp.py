@@ -13,44 +13,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.quiet import quiet
+from placement.quiet import suppress_c_stdout
 
-__all__ = ["Answer", "Matrix", "Row"]
+__all__ = ["MilpSolution", "ConstraintMatrix", "RowKey"]
 
 Floats = NDArray[np.float64]
-Row = tuple[Hashable, ...]
+RowKey = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MilpSolution:
     """Values of the columns, the objective there, and the best that any solution could have. `duals`, of linear
     programs: by how much the maximum rises per unit of a row's bound."""
 
     x: Floats
     value: float
     bound: float
-    duals: Mapping[Row, float] = field(default_factory=dict)
+    duals: Mapping[RowKey, float] = field(default_factory=dict)
     complete: bool = True
     """Whether the bound is one of the whole program, and not of a part of it."""
 
 
-class Matrix:
+class ConstraintMatrix:
     """Columns with bounds, and rows `low <= a·x <= high` under unique keys. Objectives are maximised."""
 
     def __init__(self) -> None:
         self.low: list[float] = []
         self.high: list[float] = []
         self.whole: list[bool] = []
-        self.rows: list[Row] = []
+        self.rows: list[RowKey] = []
         self._bounds: list[tuple[float, float]] = []
-        self._of: dict[Row, int] = {}
+        self._of: dict[RowKey, int] = {}
         self._i: list[NDArray[np.int64]] = []
         self._j: list[NDArray[np.int64]] = []
         self._v: list[Floats] = []
 
-    def copy(self) -> Matrix:
+    def copy(self) -> ConstraintMatrix:
         """One that changes apart from this one. What was added is shared: it never changes."""
-        other = Matrix()
+        other = ConstraintMatrix()
         for name, value in vars(self).items():
             setattr(other, name, value.copy())
         return other
@@ -71,7 +71,7 @@ class Matrix:
         return first
 
     def row(
-        self, key: Row, terms: Iterable[tuple[int, float]] = (), *, low: float = -math.inf, high: float = math.inf
+        self, key: RowKey, terms: Iterable[tuple[int, float]] = (), *, low: float = -math.inf, high: float = math.inf
     ) -> None:
         if key in self._of:
             raise AssertionError(f"row {key} twice")
@@ -81,14 +81,14 @@ class Matrix:
         pairs = list(terms)
         self.add(key, [j for j, _ in pairs], [v for _, v in pairs])
 
-    def add(self, key: Row, columns: Sequence[int] | NDArray[np.int64], values: Sequence[float] | Floats) -> None:
+    def add(self, key: RowKey, columns: Sequence[int] | NDArray[np.int64], values: Sequence[float] | Floats) -> None:
         """Add terms to a row; those of one column sum up."""
         j = np.asarray(columns, dtype=np.int64)
         self._i.append(np.full(len(j), self._of[key], dtype=np.int64))
         self._j.append(j)
         self._v.append(np.asarray(values, dtype=np.float64))
 
-    def scatter(self, keys: Sequence[Row], which: NDArray[np.int64], first: int, values: Floats) -> None:
+    def scatter(self, keys: Sequence[RowKey], which: NDArray[np.int64], first: int, values: Floats) -> None:
         """Column `first + k` gets `values[k]` in row `keys[which[k]]`; nothing where `which[k]` is negative."""
         position = np.array([self._of.get(k, -1) for k in keys], dtype=np.int64)
         used = (which >= 0) & (values != 0)
@@ -96,15 +96,15 @@ class Matrix:
         self._j.append(first + np.nonzero(used)[0])
         self._v.append(values[used])
 
-    def has(self, key: Row) -> bool:
+    def has(self, key: RowKey) -> bool:
         return key in self._of
 
-    def limit(self, key: Row, *, low: float = -math.inf, high: float = math.inf) -> None:
+    def limit(self, key: RowKey, *, low: float = -math.inf, high: float = math.inf) -> None:
         self._bounds[self._of[key]] = (low, high)
 
     def maximise(
         self, objective: Floats, *, gap: float, nodes: int, within: Mapping[int, tuple[float, float]] | None = None
-    ) -> Answer | None:
+    ) -> MilpSolution | None:
         """The best solution found in `nodes` nodes, some columns kept `within` tighter bounds. None if there is none,
         or none was found. RuntimeError if HiGHS stops for another reason."""
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -116,7 +116,7 @@ class Matrix:
         if (lower > upper).any():
             return None
         live = (lower != 0) | (upper != 0)
-        with quiet():
+        with suppress_c_stdout():
             found = milp(
                 -objective[live],
                 integrality=np.array(self.whole, dtype=np.int64)[live],
@@ -129,12 +129,12 @@ class Matrix:
             if found.status in (1, 2, 4):  # node limit, or infeasible
                 return None
             raise RuntimeError(f"HiGHS: {found.message} (status {found.status})")
-        x = _whole(found.x, live)
+        x = _expanded(found.x, live)
         value = float(objective @ x)
         bound = value if found.mip_dual_bound is None else max(value, -float(found.mip_dual_bound))
-        return Answer(x, value, bound, complete=not within)
+        return MilpSolution(x, value, bound, complete=not within)
 
-    def relaxed(self, objective: Floats, *, fix: Mapping[int, float] | None = None) -> Answer | None:
+    def relaxed(self, objective: Floats, *, fix: Mapping[int, float] | None = None) -> MilpSolution | None:
         """The best with fractions allowed, some columns fixed; with dual prices. None if there is none.
 
         Columns fixed at 0 are left out here and in `maximise`: HiGHS would carry them through every iteration."""
@@ -168,9 +168,9 @@ class Matrix:
         dual[over] += marginal[: int(over.sum())]
         dual[under] -= marginal[int(over.sum()) :]
         dual[equal] = -np.asarray(found.eqlin.marginals)
-        x = _whole(found.x, live)
+        x = _expanded(found.x, live)
         value = float(objective @ x)
-        return Answer(x, value, value, dict(zip(self.rows, dual.tolist(), strict=True)))
+        return MilpSolution(x, value, value, dict(zip(self.rows, dual.tolist(), strict=True)))
 
     def _assembled(self) -> tuple[Any, Floats, Floats]:
         """The rows as a sparse matrix of scipy's, and their bounds."""
@@ -182,7 +182,7 @@ class Matrix:
         return a, bounds[:, 0], bounds[:, 1]
 
 
-def _whole(x: Floats, live: NDArray[np.bool_]) -> Floats:
+def _expanded(x: Floats, live: NDArray[np.bool_]) -> Floats:
     """The solution over all columns: those that were left out are 0."""
     out = np.zeros(len(live))
     out[live] = x

@@ -10,10 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["FAMILIES", "Experts", "Family", "Fields", "Mla", "Where", "experts_of", "family_of", "mla_of", "window_of"]
+__all__ = [
+    "FAMILIES",
+    "Experts",
+    "Family",
+    "ConfigFields",
+    "Mla",
+    "LayerSelection",
+    "experts_of",
+    "family_of",
+    "mla_of",
+    "window_of",
+]
 
 
-class Where(Enum):
+class LayerSelection(Enum):
     """Which layers something is in, and which fields say so."""
 
     NEVER = auto()
@@ -46,8 +57,8 @@ class Family:
     wide_norms: bool = False
     """Norms of q and k over all heads together."""
     layer_norms: int = 2
-    window: Where = Where.NEVER
-    experts: Where = Where.NEVER
+    window: LayerSelection = LayerSelection.NEVER
+    experts: LayerSelection = LayerSelection.NEVER
     expert_width: str = "moe_intermediate_size"
     expert_bias: bool = False
     """Biases of the experts and of the router."""
@@ -59,42 +70,50 @@ class Family:
     """Fields that published configs of the family leave out, with the values of its reference implementation."""
 
 
-_MOE_AFTER = Family(experts=Where.AFTER)
+_MOE_AFTER = Family(experts=LayerSelection.AFTER)
 _GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "granite": Family(),
-    "mistral": Family(qkv_bias=False, output_bias=False, window=Where.EVERY),
+    "mistral": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY),
     "mixtral": Family(
-        qkv_bias=False, output_bias=False, window=Where.EVERY, experts=Where.EVERY, expert_width="intermediate_size"
+        qkv_bias=False,
+        output_bias=False,
+        window=LayerSelection.EVERY,
+        experts=LayerSelection.EVERY,
+        expert_width="intermediate_size",
     ),
-    "qwen2": Family(qkv_bias=True, output_bias=False, window=Where.FLAG),
-    "qwen2_moe": Family(qkv_bias=True, output_bias=False, window=Where.FLAG, experts=Where.STEP),
-    "qwen3": Family(head_norms=True, window=Where.FLAG),
-    "qwen3_moe": Family(head_norms=True, window=Where.FLAG, experts=Where.STEP),
+    "qwen2": Family(qkv_bias=True, output_bias=False, window=LayerSelection.FLAG),
+    "qwen2_moe": Family(qkv_bias=True, output_bias=False, window=LayerSelection.FLAG, experts=LayerSelection.STEP),
+    "qwen3": Family(head_norms=True, window=LayerSelection.FLAG),
+    "qwen3_moe": Family(head_norms=True, window=LayerSelection.FLAG, experts=LayerSelection.STEP),
     "deepseek_v2": _MOE_AFTER,
     "deepseek_v3": _MOE_AFTER,
     "kimi_k2": _MOE_AFTER,
     "glm4": Family(output_bias=False, layer_norms=4),
-    "glm4_moe": Family(output_bias=False, head_norms=None, experts=Where.AFTER),
+    "glm4_moe": Family(output_bias=False, head_norms=None, experts=LayerSelection.AFTER),
     "gpt_oss": Family(
         attention_bias=True,
-        window=Where.ALTERNATE,
-        experts=Where.EVERY,
+        window=LayerSelection.ALTERNATE,
+        experts=LayerSelection.EVERY,
         expert_width="intermediate_size",
         expert_bias=True,
         sinks=True,
     ),
     "gemma": Family(tied=True),
-    "gemma2": Family(layer_norms=4, window=Where.ALTERNATE, tied=True),
-    "gemma3_text": Family(head_norms=True, layer_norms=4, window=Where.PATTERN, tied=True, defaults=_GEMMA3),
+    "gemma2": Family(layer_norms=4, window=LayerSelection.ALTERNATE, tied=True),
+    "gemma3_text": Family(head_norms=True, layer_norms=4, window=LayerSelection.PATTERN, tied=True, defaults=_GEMMA3),
     "minimax_m2": Family(
-        qkv_bias=False, output_bias=False, wide_norms=True, experts=Where.EVERY, expert_width="intermediate_size"
+        qkv_bias=False,
+        output_bias=False,
+        wide_norms=True,
+        experts=LayerSelection.EVERY,
+        expert_width="intermediate_size",
     ),
     "olmo2": Family(wide_norms=True),
-    "olmoe": Family(wide_norms=True, experts=Where.EVERY, expert_width="intermediate_size"),
-    "phi3": Family(qkv_bias=False, output_bias=False, window=Where.EVERY),
+    "olmoe": Family(wide_norms=True, experts=LayerSelection.EVERY, expert_width="intermediate_size"),
+    "phi3": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY),
 }
 
 _SAME_AS = {
@@ -111,12 +130,12 @@ _SAME_AS = {
 """Language parts of multimodal models that are built as another family."""
 
 _MISSING = object()
-_MOST = 10**12
+_MAX_FIELD = 10**12
 """No dimension of a model is larger. It keeps counts within what a float holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class ConfigFields:
     """Typed access to a config. ValueError names the field, its value and the rule."""
 
     config: Mapping[str, object]
@@ -133,7 +152,7 @@ class Fields:
             if default is None:
                 raise self._error(name, "missing" if name not in self.config else "null", f"a whole number >= {least}")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _MAX_FIELD:
             raise self._error(name, repr(value), f"a whole number >= {least}")
         if value != int(value):
             raise self._error(name, repr(value), f"a whole number >= {least}")
@@ -172,7 +191,7 @@ class Fields:
         return ValueError(f"model config: {self.where}{name} is {value} (rule: {rule})")
 
 
-def family_of(fields: Fields) -> tuple[str, Family]:
+def family_of(fields: ConfigFields) -> tuple[str, Family]:
     """The family by `model_type`. ValueError for one whose weights we do not know how to count."""
     model_type = fields.text("model_type")
     name = _SAME_AS.get(model_type, model_type)
@@ -191,7 +210,7 @@ class Mla:
     value: int
 
 
-def mla_of(fields: Fields) -> Mla | None:
+def mla_of(fields: ConfigFields) -> Mla | None:
     if not fields.has("kv_lora_rank"):
         return None
     return Mla(
@@ -215,20 +234,20 @@ class Experts:
     shared_gate: bool = False
 
 
-def experts_of(fields: Fields, family: Family, layers: int) -> Experts | None:
+def experts_of(fields: ConfigFields, family: Family, layers: int) -> Experts | None:
     """Where the experts are. None for a dense model (also one of a family that could have them)."""
     key = next((k for k in ("n_routed_experts", "num_local_experts", "num_experts") if fields.has(k)), None)
     if key is None or fields.whole(key, least=0) == 0:
         return None
-    fields.check(key, family.experts is not Where.NEVER, "left out: this model_type has no experts")
+    fields.check(key, family.experts is not LayerSelection.NEVER, "left out: this model_type has no experts")
     count = fields.whole(key)
     chosen = "experts_per_token" if not fields.has("num_experts_per_tok") and fields.has("experts_per_token") else None
     per_token = fields.whole(chosen or "num_experts_per_tok")
     fields.check(chosen or "num_experts_per_tok", per_token <= count, f"at most {key}, which is {count}")
     width = fields.whole(family.expert_width)
-    if family.experts is Where.EVERY:
+    if family.experts is LayerSelection.EVERY:
         return Experts(count, per_token, width, layers)
-    if family.experts is Where.STEP:
+    if family.experts is LayerSelection.STEP:
         return _stepped(fields, Experts(count, per_token, width, layers), layers)
     dense = fields.whole("first_k_dense_replace", 0, least=0)
     fields.check("first_k_dense_replace", dense <= layers, f"at most num_hidden_layers, which is {layers}")
@@ -237,7 +256,7 @@ def experts_of(fields: Fields, family: Family, layers: int) -> Experts | None:
     return Experts(count, per_token, width, layers - dense, shared)
 
 
-def _stepped(fields: Fields, experts: Experts, layers: int) -> Experts:
+def _stepped(fields: ConfigFields, experts: Experts, layers: int) -> Experts:
     step = fields.whole("decoder_sparse_step", 1)
     dense = set(fields.items("mlp_only_layers", int) or ())
     sparse = sum((i + 1) % step == 0 and i not in dense for i in range(layers))
@@ -245,7 +264,7 @@ def _stepped(fields: Fields, experts: Experts, layers: int) -> Experts:
     return Experts(experts.count, experts.per_token, experts.width, sparse, shared, shared_gate=shared > 0)
 
 
-def window_of(fields: Fields, family: Family, layers: int) -> tuple[int | None, int]:
+def window_of(fields: ConfigFields, family: Family, layers: int) -> tuple[int | None, int]:
     """Size of the sliding window, tokens, and how many layers have it."""
     types = fields.items("layer_types", str)
     if types is not None:
@@ -258,13 +277,13 @@ def window_of(fields: Fields, family: Family, layers: int) -> tuple[int | None, 
     return (fields.whole("sliding_window"), count) if count else (None, 0)
 
 
-def _windowed(fields: Fields, where: Where, layers: int) -> int:
-    if where is Where.FLAG:
+def _windowed(fields: ConfigFields, where: LayerSelection, layers: int) -> int:
+    if where is LayerSelection.FLAG:
         if not fields.flag("use_sliding_window", False):
             return 0
         return max(0, layers - fields.whole("max_window_layers", least=0))
-    if where is Where.NEVER or not fields.has("sliding_window"):
+    if where is LayerSelection.NEVER or not fields.has("sliding_window"):
         return 0
-    if where is Where.PATTERN:
+    if where is LayerSelection.PATTERN:
         return layers - layers // fields.whole("sliding_window_pattern", 6)
-    return layers if where is Where.EVERY else (layers + 1) // 2
+    return layers if where is LayerSelection.EVERY else (layers + 1) // 2

@@ -15,18 +15,27 @@ from numpy.typing import NDArray
 from placement.performance import InstanceModel, ShapeModel
 from placement.workload import DomainProfile
 
-__all__ = ["AggregatedCost", "DecodeCost", "PrefillCost", "Turns", "aggregated", "decoding", "prefilling", "turns_of"]
+__all__ = [
+    "AggregatedCost",
+    "DecodeCost",
+    "PrefillCost",
+    "RepresentativeTurns",
+    "aggregated_cost",
+    "decode_cost",
+    "prefill_cost",
+    "representative_turns",
+]
 
 Floats = NDArray[np.float64]
 
 EXACT_TURNS = 8
 """Sums of up to this many turns are taken term by term."""
-NODES = 6
+QUADRATURE_NODES = 6
 """Quadrature points for the turns of a long trajectory after its second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class RepresentativeTurns:
     """Representative turns of a domain's mean trajectory: arrays over them; the sum of `weight` is the mean turns.
 
     `cached` tokens are in the KV cache before the turn, `new` are prefilled, `output` generated. KV in GB: `kv_cached`
@@ -68,7 +77,7 @@ class Turns:
         return np.concatenate([[0.0], self.weight[1:]])
 
 
-def turns_of(domain: DomainProfile, shape: ShapeModel) -> Turns:
+def representative_turns(domain: DomainProfile, shape: ShapeModel) -> RepresentativeTurns:
     """The turns of the domain's mean trajectory. A fractional mean counts the last turn in part."""
     first, new, output = domain.prompt.mean, domain.new_tokens.mean, domain.output_tokens.mean
     prefix = first * domain.shared_prefix
@@ -93,7 +102,7 @@ def turns_of(domain: DomainProfile, shape: ShapeModel) -> Turns:
     lent = weight @ prompts
     if domain.last_turn_known:
         lent = followed[1] @ kv(sum(prompt(followed[0]), np.zeros(len(followed[0]))))
-    return Turns(
+    return RepresentativeTurns(
         weight=weight,
         cached=cached,
         new=fresh,
@@ -117,7 +126,7 @@ def _nodes(turns: float) -> tuple[Floats, Floats]:
         weight[-1] = turns - (len(number) - 1)
         return number, weight
     # The second turn is taken as it is: half a turn before it, a context would be extrapolated below nothing.
-    x, w = np.polynomial.legendre.leggauss(NODES)
+    x, w = np.polynomial.legendre.leggauss(QUADRATURE_NODES)
     half = (turns - 2) / 2
     number = np.concatenate([[1.0, 2.0], 2.5 + half * (1 + x)])
     return number, np.concatenate([[1.0, 1.0], w * half])
@@ -150,7 +159,7 @@ class DecodeCost:
     seconds: Floats
 
 
-def batches(limit: float, most: int) -> Floats:
+def batch_sizes(limit: float, most: int) -> Floats:
     """Operating points 1, 2, 4 … up to the lower of both bounds, which is one itself."""
     top = min(limit, float(most))
     grid = [1.0]
@@ -161,7 +170,9 @@ def batches(limit: float, most: int) -> Floats:
     return np.array(grid)
 
 
-def aggregated(instance: InstanceModel, turns: Turns, batch: Floats, *, recompute: bool) -> AggregatedCost:
+def aggregated_cost(
+    instance: InstanceModel, turns: RepresentativeTurns, batch: Floats, *, recompute: bool
+) -> AggregatedCost:
     """Every turn prefilled and decoded on one instance. `recompute`: the KV is dropped between turns."""
     cached = np.full_like(turns.cached, turns.prefix) if recompute else turns.cached
     new = turns.cached + turns.new - cached
@@ -171,14 +182,14 @@ def aggregated(instance: InstanceModel, turns: Turns, batch: Floats, *, recomput
     return AggregatedCost(batch, load, batch * load, batch * (turn @ (turns.weight * turns.kv_middle)))
 
 
-def prefilling(instance: InstanceModel, turns: Turns) -> PrefillCost:
+def prefill_cost(instance: InstanceModel, turns: RepresentativeTurns) -> PrefillCost:
     """Every turn's new tokens prefilled, the context before them cached."""
     rows = zip(turns.new.tolist(), turns.cached.tolist(), strict=True)
     seconds = np.array([instance.prefill_s(n, c) for n, c in rows])
     return PrefillCost(float(seconds @ turns.weight), float(seconds @ (turns.weight * turns.kv_prompt)))
 
 
-def decoding(instance: InstanceModel, turns: Turns, batch: Floats) -> DecodeCost:
+def decode_cost(instance: InstanceModel, turns: RepresentativeTurns, batch: Floats) -> DecodeCost:
     """Every output token decoded: the decode engine generates the first one again, as vLLM's does. A batch mixes
     trajectories at all turns, so its step is that of the mean context."""
     step = np.array([instance.decode_step_s(b, turns.context) for b in batch.tolist()])

@@ -16,14 +16,23 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from placement.performance import InstanceModel, ShapeModel
-from placement.types import Prices, Role
+from placement.types import DualPrices, Role
 
-__all__ = ["IDLE_SHARE", "Key", "Turn", "TurnPrices", "Use", "apart", "corrected", "together"]
+__all__ = [
+    "IDLE_SHARE",
+    "DeploymentKey",
+    "TurnWork",
+    "TurnPrices",
+    "ResourceUse",
+    "disaggregated_use",
+    "corrected_price",
+    "aggregated_use",
+]
 
 _K = TypeVar("_K", bound=Hashable)
 
-Key = tuple[str, Role, int]
-"""(pool, role, tp): one kind of deployment, as in `Prices.deployments`."""
+DeploymentKey = tuple[str, Role, int]
+"""(pool, role, tp): one kind of deployment, as in `DualPrices.deployments`."""
 
 IDLE_SHARE = 0.05
 """A deployment that is not scarce has λ = 0, and no backlog would ever make it dearer. It is corrected as if its λ were
@@ -31,7 +40,7 @@ this share of the highest one, so that a queue is felt there too; without a back
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ResourceUse:
     """What a turn, or a trajectory, takes on one path.
 
     `seconds`: instance-seconds by deployment. `kv`: token-seconds of KV memory held, by deployment (tokens of the size
@@ -39,22 +48,22 @@ class Use:
     `in_flight_s`: seconds that it is under way.
     """
 
-    seconds: Mapping[Key, float] = field(default_factory=dict)
-    kv: Mapping[Key, float] = field(default_factory=dict)
+    seconds: Mapping[DeploymentKey, float] = field(default_factory=dict)
+    kv: Mapping[DeploymentKey, float] = field(default_factory=dict)
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     in_flight_s: float = 0.0
 
-    def __add__(self, other: Use) -> Use:
-        return Use(
+    def __add__(self, other: ResourceUse) -> ResourceUse:
+        return ResourceUse(
             seconds=_sum(self.seconds, other.seconds),
             kv=_sum(self.kv, other.kv),
             links=_sum(self.links, other.links),
             in_flight_s=self.in_flight_s + other.in_flight_s,
         )
 
-    def times(self, factor: float) -> Use:
+    def times(self, factor: float) -> ResourceUse:
         """The use of `factor` such turns."""
-        return Use(
+        return ResourceUse(
             seconds={k: v * factor for k, v in self.seconds.items()},
             kv={k: v * factor for k, v in self.kv.items()},
             links={k: v * factor for k, v in self.links.items()},
@@ -67,11 +76,11 @@ class TurnPrices:
     """Prices of paths: the plan's, corrected by how far behind each deployment is measured to be.
 
     `backlog` is work waiting over work that may wait (queued seconds per instance over the target), by deployment;
-    absent: none. A router that knows the backlog of each instance uses `corrected` with `floor` for it.
+    absent: none. A router that knows the backlog of each instance uses `corrected_price` with `floor` for it.
     """
 
-    prices: Prices
-    backlog: Mapping[Key, float] = field(default_factory=dict)
+    prices: DualPrices
+    backlog: Mapping[DeploymentKey, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, value in self.backlog.items():
@@ -81,16 +90,16 @@ class TurnPrices:
                     f"backlog of {role} tp {tp} on '{pool}' is {value} (rule: a finite number, at least 0)"
                 )
 
-    def second(self, key: Key) -> float:
+    def second(self, key: DeploymentKey) -> float:
         """Price of one instance-second of a deployment, backlog included."""
-        return corrected(self.prices.deployments.get(key, 0.0), self.backlog.get(key, 0.0), floor=self.floor)
+        return corrected_price(self.prices.deployments.get(key, 0.0), self.backlog.get(key, 0.0), floor=self.floor)
 
     @property
     def floor(self) -> float:
         """What a deployment that is not scarce is taken to cost when it has a backlog."""
         return IDLE_SHARE * max(self.prices.deployments.values(), default=0.0)
 
-    def of(self, use: Use) -> float:
+    def of(self, use: ResourceUse) -> float:
         """Price of a path: Σ λ × what is used, in trajectories."""
         return math.fsum(
             [
@@ -101,7 +110,7 @@ class TurnPrices:
             ]
         )
 
-    def measured(self, waiting_s: Mapping[Key, float], *, target_s: float) -> TurnPrices:
+    def measured(self, waiting_s: Mapping[DeploymentKey, float], *, target_s: float) -> TurnPrices:
         """The same prices at another backlog: `waiting_s` seconds of queued work per instance, against a target."""
         if not (math.isfinite(target_s) and target_s > 0):
             raise ValueError(f"target_s is {target_s} (rule: a finite number above 0)")
@@ -109,7 +118,7 @@ class TurnPrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnWork:
     """The next turn of a trajectory: `new` tokens to prefill after `cached` ones, about `output` to generate."""
 
     new: float
@@ -117,25 +126,27 @@ class Turn:
     output: float
 
 
-def together(key: Key, model: InstanceModel, shape: ShapeModel, turn: Turn, *, batch: float) -> Use:
+def aggregated_use(
+    key: DeploymentKey, model: InstanceModel, shape: ShapeModel, turn: TurnWork, *, batch: float
+) -> ResourceUse:
     """A turn prefilled and decoded on one instance that serves `batch` turns at a time. `cached` is what that instance
     has cached: after a change of engine, nothing but the shared prefix."""
     seconds = model.turn_s(batch, turn.new, turn.cached, turn.output)
     held = _tokens(shape, turn.cached + turn.new + turn.output / 2)
-    return Use({key: seconds}, {key: batch * seconds * held}, {}, batch * seconds)
+    return ResourceUse({key: seconds}, {key: batch * seconds * held}, {}, batch * seconds)
 
 
-def apart(
-    prefill: tuple[Key, InstanceModel],
-    decode: tuple[Key, InstanceModel],
+def disaggregated_use(
+    prefill: tuple[DeploymentKey, InstanceModel],
+    decode: tuple[DeploymentKey, InstanceModel],
     shape: ShapeModel,
-    turn: Turn,
+    turn: TurnWork,
     *,
     batch: float,
     gb_per_s: float,
     latency_s: float = 0.0,
     returned: float = 0.0,
-) -> Use:
+) -> ResourceUse:
     """A turn prefilled on one instance and decoded on another, in a batch of `batch` there.
 
     The KV of the new tokens crosses to the decode engine, which holds the rest since the turn before; `returned` tokens
@@ -148,7 +159,7 @@ def apart(
     computing = prefiller.prefill_s(turn.new, turn.cached)
     decoding = turn.output * decoder.decode_step_s(batch, prompt + turn.output / 2)
     waiting = (computing + moving) * _tokens(shape, prompt)
-    return Use(
+    return ResourceUse(
         seconds={first: computing, home: decoding / batch},
         kv={first: waiting, home: waiting + decoding * _tokens(shape, prompt + turn.output / 2)},
         links={(min(first[0], home[0]), max(first[0], home[0])): gb},
@@ -156,13 +167,13 @@ def apart(
     )
 
 
-def corrected(price: float, backlog: float, *, floor: float = 0.0) -> float:
+def corrected_price(price: float, backlog: float, *, floor: float = 0.0) -> float:
     """λ ← λ × (1 + backlog/target), with `backlog` given in targets. A price below `floor` grows as the floor would."""
     return price + max(price, floor) * backlog
 
 
 def _tokens(shape: ShapeModel, tokens: float) -> float:
-    """KV of a sequence, in tokens of the size of the first one: the unit of `Prices.kv`."""
+    """KV of a sequence, in tokens of the size of the first one: the unit of `DualPrices.kv`."""
     return shape.kv_bytes(tokens) / shape.kv_bytes(1.0)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from placement.performance import Performance
 from placement.publish import Publishing, PublishPath
 from placement.types import Deployment, Link, Objective, Pool, Role
-from placement.workload import DomainProfile, FunctionPrice, Train
+from placement.workload import DomainProfile, FunctionPrice, TrainingWork
 
-__all__ = ["Problem", "Restriction", "Running", "Window"]
+__all__ = ["Problem", "Restriction", "RunningPlan", "InFlightWindow"]
 
 
 class Restriction(enum.StrEnum):
@@ -30,7 +30,7 @@ class Restriction(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningPlan:
     """The plan that runs now, and what changing it costs: a moved device earns nothing for `restart_s` seconds.
 
     At most `max_changed_devices` change (None: any number). The gain is judged over `horizon_s`.
@@ -43,7 +43,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class InFlightWindow:
     """How long a place among the trajectories in flight is held: from admission until the version that the trajectory
     was trained into is published, as long as the longest of its group, a training step and the publish take.
 
@@ -78,7 +78,7 @@ class Problem:
     domains: tuple[DomainProfile, ...]
     performance: Performance
     links: tuple[Link, ...] = ()
-    train: Train | None = None
+    train: TrainingWork | None = None
     objective: Objective = Objective.MAX_THROUGHPUT
     rate: float | None = None
     """Trajectories/s that MIN_COST must reach."""
@@ -92,12 +92,12 @@ class Problem:
     affinity: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     min_replicas: Mapping[Role, int] = field(default_factory=dict)
     fixed: tuple[Deployment, ...] | None = None
-    running: Running | None = None
+    running: RunningPlan | None = None
     restriction: Restriction = Restriction.FULL
     device_types: frozenset[str] | None = None
     utilisation: float = 0.95
     """Share of an instance's time that a plan may use: the rest absorbs variance and weight updates."""
-    window: Window | None = None
+    window: InFlightWindow | None = None
     """None: a trajectory is over, for the bound on those in flight, when it is generated and scored."""
     gap: float = 1e-4
     """Relative gap at which the solver may stop."""

@@ -13,27 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement import holding, sides
-from placement.milp import Answer, Floats, Matrix, Row
-from placement.problem import Problem, Restriction, Running
-from placement.sides import RewardPlace, TrainPlace
-from placement.tableau import ROLLOUT, Ints, Paths, Tableau
+from placement.milp import ConstraintMatrix, Floats, MilpSolution, RowKey
+from placement.problem import Problem, Restriction, RunningPlan
+from placement.sides import RewardOption, TrainerOption
+from placement.tableau import ROLLOUT_ROLES, Ints, Paths, Tableau
 from placement.types import Deployment, Role
 
-__all__ = ["Program", "program"]
+__all__ = ["PlacementProgram", "build_program"]
 
 
 @dataclass(slots=True)
-class Program:
+class PlacementProgram:
     """Where everything is among the columns. `units[u]`, `reward_units` and `environments` count instances."""
 
     problem: Problem
     tableau: Tableau
-    matrix: Matrix
+    matrix: ConstraintMatrix
     scale: float
     rate: int
     units: list[int]
-    trainers: list[TrainPlace]
-    rewards: list[RewardPlace]
+    trainers: list[TrainerOption]
+    rewards: list[RewardOption]
     reward_units: dict[tuple[int, int, int], int]
     environments: dict[int, int]
     path_at: Ints
@@ -53,12 +53,12 @@ class Program:
     """By domain: trajectories started for one that is trained."""
     held: dict[int, tuple[list[float], float]] = field(default_factory=dict)
     """By the trainer's pool what `holding.hold` said last: the window's terms, and the fewest devices."""
-    relaxed: Answer | None = None
+    relaxed: MilpSolution | None = None
     """The most with fractions of instances, once it is known: its prices are the worth of a device."""
     fixed_usd: float = 0.0
     """$/h that are paid whatever runs: pools that are not rented."""
 
-    def copy(self) -> Program:
+    def copy(self) -> PlacementProgram:
         """With rows and columns of its own from here on."""
         lists = {"changed": list(self.changed), "notes": list(self.notes), "held": dict(self.held)}
         return replace(self, matrix=self.matrix.copy(), **lists)  # type: ignore[arg-type]
@@ -87,12 +87,12 @@ class Program:
                 out[place.column] = 3600.0 * place.usd * self.scale
         return out
 
-    def terms(self, paths: Paths) -> Iterator[tuple[list[Row], Ints, Floats]]:
+    def terms(self, paths: Paths) -> Iterator[tuple[list[RowKey], Ints, Floats]]:
         """What paths have in the rows: keys, which of them (-1: none) by path, and the coefficients."""
         t, n = self.tableau, len(paths)
         units, size = range(len(t.units)), np.array([unit.kv_gb for unit in t.units])
-        load: list[Row] = [("load", u) for u in units]
-        kv: list[Row] = [("kv", u) for u in units]
+        load: list[RowKey] = [("load", u) for u in units]
+        kv: list[RowKey] = [("kv", u) for u in units]
         yield [("domain", j) for j in range(len(t.weights))], paths.domain, np.ones(n)
         yield load, paths.unit, paths.load * self.scale
         yield load, paths.first, paths.first_load * self.scale
@@ -111,7 +111,7 @@ class Program:
         if kind is not None:
             pools = len(self.problem.pools)
             where = np.array([unit.pool for unit in t.units])[paths.unit]
-            every: list[Row] = [(kind, j, g) for j in range(len(t.weights)) for g in range(pools)]
+            every: list[RowKey] = [(kind, j, g) for j in range(len(t.weights)) for g in range(pools)]
             yield every, paths.domain * pools + where, np.ones(n)
 
     def extend(self, which: Ints) -> None:
@@ -122,7 +122,7 @@ class Program:
             self.matrix.scatter(keys, rows, first, values)
         self.path_at = np.concatenate([self.path_at, which])
 
-    def priced(self, duals: Mapping[Row, float]) -> Floats:
+    def priced(self, duals: Mapping[RowKey, float]) -> Floats:
         """What a unit of every path of the tableau would add to the objective at these dual prices."""
         gain = np.zeros(len(self.tableau.paths))
         for keys, rows, values in self.terms(self.tableau.paths):
@@ -153,12 +153,13 @@ class Program:
         return [j for j, whole in enumerate(self.matrix.whole) if whole]
 
 
-def program(problem: Problem, tableau: Tableau, scale: float | None = None) -> Program:
-    """The program without any path: `Program.extend` brings them in. `scale` is known from a solution, or guessed."""
-    m = Matrix()
+def build_program(problem: Problem, tableau: Tableau, scale: float | None = None) -> PlacementProgram:
+    """The program without any path: `PlacementProgram.extend` brings them in. `scale` is known from a solution, or
+    guessed."""
+    m = ConstraintMatrix()
     rate = m.column()
     units = [m.column(high=unit.most, whole=True) for unit in tableau.units]
-    p = Program(
+    p = PlacementProgram(
         problem=problem,
         tableau=tableau,
         matrix=m,
@@ -171,20 +172,20 @@ def program(problem: Problem, tableau: Tableau, scale: float | None = None) -> P
         environments={},
         path_at=np.zeros(0, dtype=np.int64),
     )
-    _resources(p)
-    sides.training(p)
-    sides.rewards(p)
-    sides.environments(p)
-    holding.windows(p)
-    _inventory(p)
-    _restricted(p)
+    _add_resource_rows(p)
+    sides.add_training(p)
+    sides.add_rewards(p)
+    sides.add_environments(p)
+    holding.add_window_rows(p)
+    _add_inventory_rows(p)
+    _add_restriction_rows(p)
     for role, least in sorted(problem.min_replicas.items()):
         columns = _columns_of(p, role)
         m.row(("replicas", role), [(c, 1.0) for c in columns], low=least)
     if problem.fixed is not None:
-        _fix(p, problem.fixed)
+        _fix_instances(p, problem.fixed)
     if problem.running is not None:
-        _changes(p)
+        _add_change_rows(p)
     p.first_path = m.width
     return p
 
@@ -207,11 +208,11 @@ def _scale(problem: Problem, tableau: Tableau) -> float:
     if problem.rate is not None:
         best = min(best, problem.rate)
     if Role.TRAINER in problem.roles:
-        best = min(best, sides.most_trained(problem))
+        best = min(best, sides.max_training_rate(problem))
     return float(best) if math.isfinite(best) and best > 0 else 1.0
 
 
-def _resources(p: Program) -> None:
+def _add_resource_rows(p: PlacementProgram) -> None:
     """Every domain gets its share of the rate; units, KV, links and trajectories in flight bound the paths."""
     m, t = p.matrix, p.tableau
     for j, weight in enumerate(t.weights):
@@ -225,7 +226,7 @@ def _resources(p: Program) -> None:
         m.row(("in flight",), high=1.0)
 
 
-def _inventory(p: Program) -> None:
+def _add_inventory_rows(p: PlacementProgram) -> None:
     m, pools = p.matrix, p.problem.pools
     for g, pool in enumerate(pools):
         m.row(("pool", g), high=float(pool.count))
@@ -241,7 +242,7 @@ def _inventory(p: Program) -> None:
         m.row(("budget",), [(j, v / budget) for j, v in cost.items()], high=(budget - p.fixed_usd) / budget)
 
 
-def _restricted(p: Program) -> None:
+def _add_restriction_rows(p: PlacementProgram) -> None:
     m, t, paths = p.matrix, p.tableau, p.tableau.paths
     if p.problem.restriction is Restriction.NO_AFFINITY:
         pools = sorted({unit.pool for unit in t.units})
@@ -265,15 +266,15 @@ def _restricted(p: Program) -> None:
             m.row(("one pool", j), [(z, 1.0) for z in chosen], high=1.0)
 
 
-def _columns_of(p: Program, role: Role) -> list[int]:
-    if role in ROLLOUT:
+def _columns_of(p: PlacementProgram, role: Role) -> list[int]:
+    if role in ROLLOUT_ROLES:
         return [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.role is role]
     if role is Role.TRAINER:
         return [place.chosen for place in p.trainers]
     return list(p.reward_units.values()) if role is Role.REWARD else list(p.environments.values())
 
 
-def _fix(p: Program, fixed: tuple[Deployment, ...]) -> None:
+def _fix_instances(p: PlacementProgram, fixed: tuple[Deployment, ...]) -> None:
     """Pin the counts of the roles that are given; rollout roles are all given."""
     m, names = p.matrix, [pool.name for pool in p.problem.pools]
     given: dict[tuple[str, Role, int], int] = {}
@@ -295,17 +296,17 @@ def _fix(p: Program, fixed: tuple[Deployment, ...]) -> None:
         if Role.ENVIRONMENT in roles:
             m.low[column] = m.high[column] = float(given.pop((names[g], Role.ENVIRONMENT, 1), 0))
     for (pool, role, tp), count in given.items():
-        if count and role in (*ROLLOUT, Role.TRAINER):
+        if count and role in (*ROLLOUT_ROLES, Role.TRAINER):
             m.row(("given", pool, role, tp), low=1.0, high=1.0)  # cannot hold: this unit does not exist here
 
 
-def _changes(p: Program) -> None:
+def _add_change_rows(p: PlacementProgram) -> None:
     """Devices that run something else than before, by pool: the larger of those that start and those that stop.
     Aggregated, prefill and decode are one and the same here: a role flip only tells the router."""
     running, m = p.problem.running, p.matrix
     if running is None:
         return
-    before = _before(running)
+    before = _running_devices(running)
     for g, pool in enumerate(p.problem.pools):
         now: dict[tuple[str, str, int], list[tuple[int, float]]] = {k: [] for k in before if k[0] == pool.name}
         for u, unit in enumerate(p.tableau.units):
@@ -329,11 +330,11 @@ def _changes(p: Program) -> None:
         m.row(("changes",), [(c, 1.0) for c in p.changed], high=float(running.max_changed_devices))
 
 
-def _before(running: Running) -> dict[tuple[str, str, int], int]:
+def _running_devices(running: RunningPlan) -> dict[tuple[str, str, int], int]:
     """Devices of the running plan by pool, kind and size of instance."""
     before: dict[tuple[str, str, int], int] = {}
     for d in running.deployments:
-        if d.role in ROLLOUT or d.role is Role.TRAINER:
-            key = (d.pool, "rollout", d.tp) if d.role in ROLLOUT else (d.pool, "trainer", 1)
+        if d.role in ROLLOUT_ROLES or d.role is Role.TRAINER:
+            key = (d.pool, "rollout", d.tp) if d.role in ROLLOUT_ROLES else (d.pool, "trainer", 1)
             before[key] = before.get(key, 0) + d.devices
     return before

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["quiet"]
+__all__ = ["suppress_c_stdout"]
 
 _lock = threading.Lock()
 _state: dict[str, int] = {"depth": 0, "stdout": 0, "nowhere": 0}
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_c_stdout() -> Iterator[None]:
     """What C code prints to `stdout` meanwhile goes nowhere. Python's output is not concerned, nor file descriptor 1:
     only glibc's variable is another stream. With another libc nothing changes, and a stray line may come through."""
     if platform.libc_ver()[0] != "glibc":
@@ -26,7 +26,7 @@ def quiet() -> Iterator[None]:
         return
     stdout = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdout")
     with _lock:
-        _state["nowhere"] = _state["nowhere"] or _nowhere()
+        _state["nowhere"] = _state["nowhere"] or _null_stream()
         if _state["nowhere"] and _state["depth"] == 0:
             _state["stdout"], stdout.value = stdout.value or 0, _state["nowhere"]
         _state["depth"] += 1
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
                 stdout.value = _state["stdout"]
 
 
-def _nowhere() -> int:
+def _null_stream() -> int:
     """A C stream to /dev/null, opened once; 0 if there is none."""
     fopen = ctypes.CDLL(None).fopen
     fopen.restype, fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]

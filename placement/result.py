@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement import binding, columns
-from placement.milp import Answer, Floats
-from placement.program import Program
+from placement.milp import Floats, MilpSolution
+from placement.program import PlacementProgram
 from placement.tableau import MODES
-from placement.types import Deployment, FirstStage, Flow, Objective, Placement, Prices, RewardChoice, Role
+from placement.types import Deployment, DualPrices, FirstStage, Flow, Objective, Placement, RewardChoice, Role
 
-__all__ = ["placement"]
+__all__ = ["build_placement"]
 
-NOTHING = 1e-9
+NEGLIGIBLE_FLOW = 1e-9
 """Shares of the rate below this are the solver's tolerance, not flows."""
 
 
@@ -24,14 +24,14 @@ WIDE_GAP = 0.1
 """Distance of a plan to its bound from which a reader is warned. A guess: a tenth, less than the band of any model."""
 
 
-def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
+def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
     """The plan at the whole numbers of `x`, its flows those that keep the devices least busy."""
     fix = {j: float(round(x[j])) for j in p.integers()}
     for key in (("cost",), ("reached",)):
         if p.matrix.has(key):
             p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
-    relaxed = p.relaxed or _relaxed(p)
-    best, x = _final(p, x, fix)
+    relaxed = p.relaxed or _device_relaxation(p)
+    best, x = _final_flows(p, x, fix)
     prices = _prices(p, best, relaxed)
     rate = float(x[p.rate]) * p.scale
     if p.problem.objective is Objective.MIN_COST and p.problem.rate is not None:
@@ -63,7 +63,7 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
         flows=tuple(_flows(p, x)),
         rewards=tuple(_rewards(p, x)),
         prices=prices,
-        binds=binding.words(p, best, x),
+        binds=binding.binding_constraints(p, best, x),
         notes=tuple(
             dict.fromkeys(
                 [
@@ -71,7 +71,7 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
                     *p.tableau.notes,
                     *(n for m in models for n in m.notes),
                     *p.notes,
-                    *_assumed(p),
+                    *_assumption_notes(p),
                 ]
             )
         ),
@@ -80,13 +80,13 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
     )
 
 
-def _final(p: Program, x: Floats, fix: dict[int, float]) -> tuple[Answer, Floats]:
+def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple[MilpSolution, Floats]:
     """With the instances fixed: the most that flows (for prices), and the flows to report, which are the cheapest and
     then those that take the fewest device-seconds at the rate of the plan."""
     m = p.matrix
     low, high = m.low[p.rate], m.high[p.rate]
     m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
-    best = columns.relaxed(p, {p.rate: 1.0}, fix=fix)
+    best = columns.solve_relaxation(p, {p.rate: 1.0}, fix=fix)
     if best is None:
         raise RuntimeError("HiGHS: the solution found does not hold with its instances fixed")
     rate = float(best.x[p.rate])
@@ -105,41 +105,41 @@ def _final(p: Program, x: Floats, fix: dict[int, float]) -> tuple[Answer, Floats
     return best, x
 
 
-def _relaxed(p: Program) -> Answer | None:
+def _device_relaxation(p: PlacementProgram) -> MilpSolution | None:
     """The relaxed problem, whose prices of devices are those of fractions of instances."""
     m = p.matrix
     low, high = m.low[p.rate], m.high[p.rate]
     m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
-    answer = columns.relaxed(p, {p.rate: 1.0})
+    answer = columns.solve_relaxation(p, {p.rate: 1.0})
     m.low[p.rate], m.high[p.rate] = low, high
     return answer
 
 
-def _prices(p: Program, best: Answer, relaxed: Answer | None) -> Prices:
+def _prices(p: PlacementProgram, best: MilpSolution, relaxed: MilpSolution | None) -> DualPrices:
     names = [q.name for q in p.problem.pools]
     per_token = p.problem.performance.shape.kv_bytes(1.0) / 1e9
     deployments, kv = {}, {}
     for u, unit in enumerate(p.tableau.units):
         if best.x[p.units[u]] > 0.5:
             key = (names[unit.pool], unit.role, unit.tp)
-            deployments[key] = _clean(best.duals["load", u] * p.scale)
-            kv[key] = _clean(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
-    places, seconds = _places(p, best)
+            deployments[key] = _clean_price(best.duals["load", u] * p.scale)
+            kv[key] = _clean_price(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
+    places, seconds = _in_flight_prices(p, best)
     train = [v for key, v in best.duals.items() if key[0] == "train"]
-    return Prices(
+    return DualPrices(
         deployments=deployments,
         kv=kv,
-        links={c.pools: _clean(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels},
-        in_flight=_clean(seconds),
-        places=_clean(places),
+        links={c.pools: _clean_price(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels},
+        in_flight=_clean_price(seconds),
+        places=_clean_price(places),
         pools={}
         if relaxed is None
-        else {name: _clean(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)},
-        train=_clean(sum(train)),
+        else {name: _clean_price(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)},
+        train=_clean_price(sum(train)),
     )
 
 
-def _places(p: Program, best: Answer) -> tuple[float, float]:
+def _in_flight_prices(p: PlacementProgram, best: MilpSolution) -> tuple[float, float]:
     """What one more trajectory in flight would buy, and what a second costs that one is under way: with a window the
     mean over domains."""
     each = p.scale / p.problem.trajectories_in_flight
@@ -150,12 +150,12 @@ def _places(p: Program, best: Answer) -> tuple[float, float]:
     return places, seconds
 
 
-def _clean(value: float) -> float:
+def _clean_price(value: float) -> float:
     """Without the noise of the solver: no negative price, no -0.0."""
     return float(value) if value > 1e-12 else 0.0
 
 
-def _deployments(p: Program, x: Floats) -> Iterable[Deployment]:
+def _deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
     paths, names = p.active, [q.name for q in p.problem.pools]
     flow = np.maximum(x[p.first_path :], 0.0) * p.scale
     for u, unit in enumerate(p.tableau.units):
@@ -179,11 +179,11 @@ def _deployments(p: Program, x: Floats) -> Iterable[Deployment]:
     yield from _side_deployments(p, x)
 
 
-def _side_deployments(p: Program, x: Floats) -> Iterable[Deployment]:
+def _side_deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
     names = [q.name for q in p.problem.pools]
     counts: dict[tuple[int, int], tuple[int, float]] = {}
     for key, column in p.reward_units.items():
-        busy = sum(x[q.column] * p.scale * _seconds(p, q.domain) for q in p.rewards if q.unit == key)
+        busy = sum(x[q.column] * p.scale * _reward_seconds(p, q.domain) for q in p.rewards if q.unit == key)
         n, before = counts.get(key[:2], (0, 0.0))
         counts[key[:2]] = (n + round(x[column]), before + float(busy))
     for (g, devices), (n, busy) in sorted(counts.items()):
@@ -197,24 +197,24 @@ def _side_deployments(p: Program, x: Floats) -> Iterable[Deployment]:
             yield Deployment(names[g], Role.ENVIRONMENT, 1, round(x[column]), 1.0, min(1.0, load / cores))
 
 
-def _seconds(p: Program, j: int) -> float:
+def _reward_seconds(p: PlacementProgram, j: int) -> float:
     reward = p.problem.domains[j].reward
     return 0.0 if reward is None else reward.seconds
 
 
 @dataclass(slots=True)
-class _Sum:
+class _FlowSum:
     rate: float = 0.0
     in_flight: float = 0.0
 
 
-def _flows(p: Program, x: Floats) -> Iterable[Flow]:
+def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
     paths, units, names = p.active, p.tableau.units, [q.name for q in p.problem.pools]
-    sums: dict[tuple[int, int, int, int], _Sum] = {}
+    sums: dict[tuple[int, int, int, int], _FlowSum] = {}
     values = x[p.first_path :]
-    for k in np.nonzero(values > NOTHING * max(float(x[p.rate]), 1e-300))[0].tolist():
+    for k in np.nonzero(values > NEGLIGIBLE_FLOW * max(float(x[p.rate]), 1e-300))[0].tolist():
         key = (int(paths.domain[k]), int(paths.unit[k]), int(paths.first[k]), int(paths.mode[k]))
-        total = sums.setdefault(key, _Sum())
+        total = sums.setdefault(key, _FlowSum())
         total.rate += float(values[k]) * p.scale
         total.in_flight += float(values[k]) * p.scale * float(paths.seconds[k])
     for (j, u, f, mode), total in sorted(sums.items()):
@@ -230,7 +230,7 @@ def _flows(p: Program, x: Floats) -> Iterable[Flow]:
         )
 
 
-def _idle_usd(p: Program, x: Floats) -> float:
+def _idle_usd(p: PlacementProgram, x: Floats) -> float:
     """$/h of devices that are paid and not used."""
     used = [0.0] * len(p.problem.pools)
     for g, column, devices in p.used():
@@ -240,10 +240,10 @@ def _idle_usd(p: Program, x: Floats) -> float:
     )
 
 
-def _rewards(p: Program, x: Floats) -> Iterable[RewardChoice]:
+def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
     for q in p.rewards:
         rate = float(x[q.column]) * p.scale
-        if rate <= NOTHING * float(x[p.rate]) * p.scale:
+        if rate <= NEGLIGIBLE_FLOW * float(x[p.rate]) * p.scale:
             continue
         reward, pools = p.problem.domains[q.domain].reward, p.problem.pools
         if reward is None:
@@ -269,7 +269,7 @@ def _rewards(p: Program, x: Floats) -> Iterable[RewardChoice]:
         )
 
 
-def _assumed(p: Program) -> Iterable[str]:
+def _assumption_notes(p: PlacementProgram) -> Iterable[str]:
     for d in p.problem.domains:
         if d.source == "assumed":
             yield f"the profile of {d.name} is assumed, not measured"

@@ -40,7 +40,7 @@ ACTIVATION_BYTES = 2.0
 
 
 class RooflineShape(ShapeModel, Protocol):
-    """What the roofline asks of a shape (`placement.architecture.Shape` has it)."""
+    """What the roofline asks of a shape (`placement.architecture.DecoderShape` has it)."""
 
     @property
     def layers(self) -> int: ...

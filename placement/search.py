@@ -14,97 +14,103 @@ from collections.abc import Mapping
 import numpy as np
 
 from placement import columns
-from placement.milp import Answer
-from placement.program import Program
+from placement.milp import MilpSolution
+from placement.program import PlacementProgram
 
-__all__ = ["best", "fewer", "least"]
+__all__ = ["search_best", "search_shrunk", "search_improved"]
 
-WHOLE = 30
+MAX_EXACT_INTEGERS = 30
 """Up to this many whole-number columns are searched to the end."""
-NODES = 60
+NEIGHBOURHOOD_NODES = 60
 """Nodes of a neighbourhood's search: where large problems stop improving."""
-MOST_NODES = 20_000
-TRAINERS = 4
+MAX_NODES = 20_000
+MAX_TRAINER_CASES = 4
 """Pools tried for the trainer, those first that the relaxed problem trains on."""
 
 
-def best(
-    p: Program,
+def search_best(
+    p: PlacementProgram,
     objective: Mapping[int, float],
-    start: Answer | None = None,
+    start: MilpSolution | None = None,
     *,
     gap: float | None = None,
-    relaxed: Answer | None = None,
-) -> Answer | None:
+    relaxed: MilpSolution | None = None,
+) -> MilpSolution | None:
     """The best whole-number solution found, its `bound` valid for all. None if there is none, or none was found.
 
     `start` is a solution to fall back to, whose units are searched too; `relaxed` the relaxed one, if it is known.
     """
     gap = p.problem.gap if gap is None else gap
-    relaxed = relaxed or columns.relaxed(p, objective, near=gap)
+    relaxed = relaxed or columns.solve_relaxation(p, objective, near=gap)
     if relaxed is None:
         return start
     goal = p.vector(objective)
     few = _small(p)
     if few and len(p.path_at) == len(p.tableau.paths):
-        found = p.matrix.maximise(goal, gap=gap, nodes=MOST_NODES)
+        found = p.matrix.maximise(goal, gap=gap, nodes=MAX_NODES)
         return _better(found, start, objective, p, relaxed.bound)
     found, bounds = start, []
-    for fixed in _trainers(p, relaxed):
-        near = columns.relaxed(p, objective, fix=fixed, near=gap) if fixed else relaxed
+    for fixed in _trainer_cases(p, relaxed):
+        near = columns.solve_relaxation(p, objective, fix=fixed, near=gap) if fixed else relaxed
         if near is None:
             continue
         bounds.append(near.bound)
         rest = bool(fixed) and 1.0 not in fixed.values()
         if rest or (found is not None and near.value <= _value(p, objective, found) * (1 + gap)):
             continue
-        limits = _within(p, _unused(p, near, found)) | {column: (value, value) for column, value in fixed.items()}
-        here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES, within=limits)
+        limits = _column_limits(p, _unused_units(p, near, found)) | {
+            column: (value, value) for column, value in fixed.items()
+        }
+        here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NEIGHBOURHOOD_NODES, within=limits)
         found = _better(here, found, objective, p, relaxed.bound)
     # One pool trains, so that the best of all cases bounds what the relaxed problem spreads over several.
     bound = min(relaxed.bound, max(bounds, default=relaxed.bound))
     near_enough = found is not None and bound - _value(p, objective, found) <= gap * abs(bound)
     if found is None or few or (len(p.path_at) == len(p.tableau.paths) and not near_enough):
-        whole = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES * 10)
+        whole = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NEIGHBOURHOOD_NODES * 10)
         found = _better(whole, found, objective, p, bound)
         if whole is not None and len(p.path_at) == len(p.tableau.paths):
             bound = min(bound, whole.bound)
     return _better(None, found, objective, p, bound)
 
 
-def fewer(p: Program, objective: Mapping[int, float], start: Answer, *, gap: float) -> Answer:
+def search_shrunk(
+    p: PlacementProgram, objective: Mapping[int, float], start: MilpSolution, *, gap: float
+) -> MilpSolution:
     """The best with no more instances of anything than `start` has: of a large problem, where a search among all plans
     that reach the same takes longer than the first did. Of a small one, the best of all."""
     if _small(p):
-        return best(p, objective, start, gap=gap) or start
+        return search_best(p, objective, start, gap=gap) or start
     most = {column: float(round(start.x[column])) for column in p.units}
-    found = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES, within=_within(p, most))
+    found = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NEIGHBOURHOOD_NODES, within=_column_limits(p, most))
     answer = _better(found, start, objective, p, math.inf)
     assert answer is not None
     return answer
 
 
-def least(p: Program, objective: Mapping[int, float], start: Answer, *, gap: float) -> Answer:
+def search_improved(
+    p: PlacementProgram, objective: Mapping[int, float], start: MilpSolution, *, gap: float
+) -> MilpSolution:
     """The best of all plans, also of those with other instances than `start` has: by its neighbourhood first."""
-    shrunk = fewer(p, objective, start, gap=gap)
-    return shrunk if _small(p) else best(p, objective, shrunk, gap=gap) or shrunk
+    shrunk = search_shrunk(p, objective, start, gap=gap)
+    return shrunk if _small(p) else search_best(p, objective, shrunk, gap=gap) or shrunk
 
 
-def _small(p: Program) -> bool:
-    return len(p.integers()) <= WHOLE
+def _small(p: PlacementProgram) -> bool:
+    return len(p.integers()) <= MAX_EXACT_INTEGERS
 
 
-def _trainers(p: Program, relaxed: Answer) -> list[dict[int, float]]:
+def _trainer_cases(p: PlacementProgram, relaxed: MilpSolution) -> list[dict[int, float]]:
     """Columns to fix, case by case: each of the pools that are likely to train does, and at last none of them does."""
     ranked = sorted(p.trainers, key=lambda t: (-relaxed.x[t.chosen], t.pool))
-    likely = [t.chosen for t in ranked[:TRAINERS]]
+    likely = [t.chosen for t in ranked[:MAX_TRAINER_CASES]]
     cases = [{t.chosen: float(t.chosen == chosen) for t in p.trainers} for chosen in likely]
     if len(ranked) > len(likely):
         cases.append(dict.fromkeys(likely, 0.0))
     return cases or [{}]
 
 
-def _unused(p: Program, near: Answer, found: Answer | None) -> dict[int, float]:
+def _unused_units(p: PlacementProgram, near: MilpSolution, found: MilpSolution | None) -> dict[int, float]:
     """Units that neither solution uses stay out."""
     out = {}
     for column in p.units:
@@ -114,18 +120,18 @@ def _unused(p: Program, near: Answer, found: Answer | None) -> dict[int, float]:
     return out
 
 
-def _within(p: Program, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+def _column_limits(p: PlacementProgram, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
     """These units have at most so many instances; the paths of those that have none are out too."""
     return {column: (0.0, high) for column, high in {**p.closed(most), **most}.items()}
 
 
-def _value(p: Program, objective: Mapping[int, float], answer: Answer) -> float:
+def _value(p: PlacementProgram, objective: Mapping[int, float], answer: MilpSolution) -> float:
     return float(sum(v * answer.x[j] for j, v in objective.items()))
 
 
 def _better(
-    a: Answer | None, b: Answer | None, objective: Mapping[int, float], p: Program, bound: float
-) -> Answer | None:
+    a: MilpSolution | None, b: MilpSolution | None, objective: Mapping[int, float], p: PlacementProgram, bound: float
+) -> MilpSolution | None:
     """The better of two, over all columns there are now; its bound the relaxed problem's, or its own if tighter."""
     both = [(_value(p, objective, answer), -k, answer) for k, answer in enumerate((b, a)) if answer is not None]
     if not both:
@@ -134,4 +140,4 @@ def _better(
     x = np.concatenate([answer.x, np.zeros(p.matrix.width - len(answer.x))])
     complete = a is not None and len(p.path_at) == len(p.tableau.paths) and a.complete
     tight = min(bound, a.bound) if complete and a is not None else bound
-    return Answer(x, value, max(value, tight))
+    return MilpSolution(x, value, max(value, tight))

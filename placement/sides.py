@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placement.problem import Problem
-from placement.training import layout
+from placement.training import training_layout
 from placement.types import Role
-from placement.workload import FunctionPrice, RewardCost, Train
+from placement.workload import FunctionPrice, RewardCost, TrainingWork
 
 if TYPE_CHECKING:
-    from placement.program import Program
+    from placement.program import PlacementProgram
 
 __all__ = [
-    "RewardPlace",
-    "TrainPlace",
-    "environments",
+    "RewardOption",
+    "TrainerOption",
+    "add_environments",
     "function_usd",
-    "most_trained",
-    "rewards",
-    "training",
+    "max_training_rate",
+    "add_rewards",
+    "add_training",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class TrainPlace:
+class TrainerOption:
     """A pool that can train: columns of its `devices`, of whether it is the `chosen` one, and of the `rate` it takes.
 
     `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten. At least `least` devices
@@ -48,7 +48,7 @@ class TrainPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardPlace:
+class RewardOption:
     """Where a domain may be scored: `pool` (-1: functions) by unit `unit`, at `usd` per trajectory for functions."""
 
     domain: int
@@ -58,14 +58,14 @@ class RewardPlace:
     usd: float = 0.0
 
 
-def training(p: Program) -> None:
+def add_training(p: PlacementProgram) -> None:
     """One pool trains, on as many devices as it takes, at least those that hold the state; the rate is the trainer's
     at most. A step's fixed seconds make its rate concave in the devices: chords at whole numbers bound it."""
     problem, m, train = p.problem, p.matrix, p.problem.train
     if train is None or Role.TRAINER not in problem.roles:
         return
     for g, pool in enumerate(problem.pools):
-        found = layout(problem, pool, train)
+        found = training_layout(problem, pool, train)
         if isinstance(found, str):
             p.refused.append(found)
             continue
@@ -83,7 +83,7 @@ def training(p: Program) -> None:
         if pool.device.is_cpu and pool.memory_gb is None:
             p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
         devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
-        place = TrainPlace(
+        place = TrainerOption(
             g,
             devices,
             chosen,
@@ -94,19 +94,19 @@ def training(p: Program) -> None:
             min(found.most, pool.count),
         )
         p.trainers.append(place)
-        _train_rows(p, place, train)
+        _add_trainer_rows(p, place, train)
     m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
     m.row(("one trainer",), [(t.chosen, 1.0) for t in p.trainers], low=1.0, high=1.0)
 
 
-def _train_rows(p: Program, place: TrainPlace, train: Train) -> None:
+def _add_trainer_rows(p: PlacementProgram, place: TrainerOption, train: TrainingWork) -> None:
     m, g = p.matrix, place.pool
     if train.devices is not None:
         m.row(("train size", g), [(place.devices, 1.0), (place.chosen, -float(train.devices))], low=0.0, high=0.0)
     else:
         m.row(("train most", g), [(place.devices, 1.0), (place.chosen, -float(place.most))], high=0.0)
         m.row(("train least", g), [(place.devices, 1.0), (place.chosen, -float(place.least))], low=0.0)
-    points = [train.devices - 1, train.devices] if train.devices else _points(place.most, place.fixed)
+    points = [train.devices - 1, train.devices] if train.devices else _chord_points(place.most, place.fixed)
 
     def rate(devices: int) -> float:
         return devices / (place.work + place.fixed * devices)
@@ -118,7 +118,7 @@ def _train_rows(p: Program, place: TrainPlace, train: Train) -> None:
         m.row(("train", g, a), terms, high=0.0)
 
 
-def _points(count: int, fixed: float) -> list[int]:
+def _chord_points(count: int, fixed: float) -> list[int]:
     """Where the chords meet: every whole number to 32, then every 5 %: exact there, a hair low in between."""
     if fixed == 0:
         return [0, count]
@@ -128,20 +128,20 @@ def _points(count: int, fixed: float) -> list[int]:
     return points
 
 
-def most_trained(problem: Problem) -> float:
+def max_training_rate(problem: Problem) -> float:
     """Trajectories/s that the best pool could train on if it did nothing else; infinite where nothing is trained."""
     train, rates = problem.train, []
     if train is None:
         return math.inf
     for pool in problem.pools:
-        found = layout(problem, pool, train)
+        found = training_layout(problem, pool, train)
         if not isinstance(found, str):
             devices = train.devices or min(found.most, pool.count)
             rates.append(devices / max(found.work + devices * train.seconds_per_step / train.batch, 1e-300))
     return max(rates, default=math.inf)
 
 
-def rewards(p: Program) -> None:
+def add_rewards(p: PlacementProgram) -> None:
     """Every scored domain divides its rate over functions and dedicated devices. A domain that has neither is left out
     and said so: rewards that nobody priced or gave a pool to do not make a plan impossible."""
     problem, m = p.problem, p.matrix
@@ -150,9 +150,9 @@ def rewards(p: Program) -> None:
     for j, domain in enumerate(problem.domains):
         if domain.reward is None:
             continue
-        places = list(_places(p, j, domain.reward))
+        places = list(_reward_options(p, j, domain.reward))
         if not places:
-            why = _unplaced(problem, domain.name, domain.reward)
+            why = _unplaced_reason(problem, domain.name, domain.reward)
             if domain.reward.latency_s is not None and domain.reward.seconds > domain.reward.latency_s:
                 m.row(("latency", j), low=1.0, high=1.0)  # cannot hold
                 p.late.append(why)
@@ -170,11 +170,11 @@ def rewards(p: Program) -> None:
                 m.add(("in flight",), [place.column], [waiting])
 
 
-def _places(p: Program, j: int, reward: RewardCost) -> Iterator[RewardPlace]:
+def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:
     problem, m = p.problem, p.matrix
     usd = function_usd(problem.functions, reward)
     if usd is not None:
-        yield RewardPlace(j, -1, m.column(), None, usd)
+        yield RewardOption(j, -1, m.column(), None, usd)
     if reward.latency_s is not None and reward.seconds > reward.latency_s:
         return
     devices = 1 if reward.on_gpu else max(1, math.ceil(reward.cores))
@@ -189,7 +189,7 @@ def _places(p: Program, j: int, reward: RewardCost) -> Iterator[RewardPlace]:
             column = m.column(high=float(pool.count // devices), whole=True)
             p.reward_units[unit] = column
             m.row(("scoring", *unit), [(column, -problem.utilisation)], high=0.0)
-        yield RewardPlace(j, g, m.column(), unit)
+        yield RewardOption(j, g, m.column(), unit)
 
 
 def function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
@@ -204,7 +204,7 @@ def function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | Non
     return reward.seconds * per_second + price.usd_per_million_requests / 1e6
 
 
-def _unplaced(problem: Problem, name: str, reward: RewardCost) -> str:
+def _unplaced_reason(problem: Problem, name: str, reward: RewardCost) -> str:
     what = f"the reward of {name} is not placed"
     if reward.latency_s is not None and reward.seconds > reward.latency_s:
         return f"the reward of {name} takes {reward.seconds:g} s, more than its bound of {reward.latency_s:g} s"
@@ -214,7 +214,7 @@ def _unplaced(problem: Problem, name: str, reward: RewardCost) -> str:
     return f"{what}: functions cannot run it (state, latency or no GPU on offer) and no {kind} pool fits it"
 
 
-def environments(p: Program) -> None:
+def add_environments(p: PlacementProgram) -> None:
     """Cores for what environments compute, where there are CPU pools to run them."""
     problem, m = p.problem, p.matrix
     shares = zip(problem.domains, p.tableau.weights, strict=True)

@@ -12,29 +12,29 @@ import math
 from collections.abc import Mapping
 
 from placement import columns, diagnose, holding, result, search, windowed
-from placement.milp import Answer, Floats
+from placement.milp import Floats, MilpSolution
 from placement.problem import Problem
-from placement.program import Program, program
+from placement.program import PlacementProgram, build_program
 from placement.tableau import Tableau, tableau
-from placement.types import FirstStage, Infeasible, Objective, Placement, worth
+from placement.types import FirstStage, Infeasible, Objective, Placement, objective_value
 
-__all__ = ["best_worth", "solve"]
+__all__ = ["best_objective_value", "solve"]
 
-SLACK = 1e-6
+OBJECTIVE_SLACK = 1e-6
 """Relative loss of the first objective that the second may cause: what HiGHS' tolerances need."""
-TIE = 2e-3
+TIE_GAP = 2e-3
 """Relative gap of what only breaks ties: a fifth of a per cent of the dollars, unless a smaller gap is asked for."""
-OWNED = 1e-2
+OWNED_DEVICE_WEIGHT = 1e-2
 """What an hour of an owned device counts beside one that is paid by use: enough to leave the dearer one free."""
-NOTHING = 1e-9
+NEGLIGIBLE_RATE = 1e-9
 """A rate below this share of the problem's scale is none."""
 SMALL, FAINT = 0.02, 1e-6
 """A rate below SMALL × the scale asks for a smaller scale; one below FAINT × may be nothing but tolerance."""
-RESCALED = 3
+MAX_RESCALES = 3
 """Each round gains at least as many digits as SMALL has: after three, a rate of 1e-6 of the guess is exact."""
-UNREACHED = 1e30
+UNREACHED_PENALTY = 1e30
 """Dollars that a plan is worth less than nothing if it reaches nothing of the rate that is asked for."""
-ROUNDS = 30
+MAX_ITERATIONS = 30
 """Dinkelbach's method converges superlinearly: a handful of rounds do."""
 
 
@@ -42,97 +42,103 @@ def solve(problem: Problem) -> Placement | Infeasible:
     """The best placement, or why there is none. Deterministic. ValueError if rate per dollar is asked for and nothing
     costs anything; RuntimeError if HiGHS fails."""
     table = tableau(problem)
-    missing = diagnose.without_path(problem, table)
+    missing = diagnose.unservable_domain(problem, table)
     if missing is not None:
         return missing
-    found = _within_window(problem, table, _best)
+    found = _within_window(problem, table, _solve_by_objective)
     if found is None:
-        return diagnose.infeasible(problem, table, solve)
+        return diagnose.explain_infeasibility(problem, table, solve)
     p, x, bound = found
     if problem.objective is not Objective.MAX_THROUGHPUT:
-        return result.placement(p, x, bound)
+        return result.build_placement(p, x, bound)
     first = FirstStage(float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
-    return result.placement(p, _economical(p, x), bound, first)
+    return result.build_placement(p, _cheapest_near_best_rate(p, x), bound, first)
 
 
-def best_worth(problem: Problem) -> float:
+def best_objective_value(problem: Problem) -> float:
     """What the best plan is worth, as `baselines.worth` has it of a plan; 0 if there is none. Only the first stage is
     solved, which takes a third of the time of `solve`."""
     table = tableau(problem)
-    found = None if diagnose.without_path(problem, table) else _within_window(problem, table, _first)
+    found = None if diagnose.unservable_domain(problem, table) else _within_window(problem, table, _solve_first_stage)
     if found is None:
         return 0.0
     p, x, _ = found
     if problem.objective is Objective.MAX_THROUGHPUT:
         # A window is held at the plan's own seconds by now, and was searched at those of the one before.
-        again = columns.relaxed(p, {p.rate: 1.0}, fix={j: float(round(x[j])) for j in p.integers()})
+        again = columns.solve_relaxation(p, {p.rate: 1.0}, fix={j: float(round(x[j])) for j in p.integers()})
         x = x if again is None else again.x
-    return worth(problem.objective, float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
+    return objective_value(problem.objective, float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
 
 
-def _within_window(problem: Problem, table: Tableau, best: windowed.Solve) -> tuple[Program, Floats, float] | None:
+def _within_window(
+    problem: Problem, table: Tableau, best: windowed.ProgramSolver
+) -> tuple[PlacementProgram, Floats, float] | None:
     """The best plan, its program, and what any could have; None if there is none."""
-    p = _scaled(problem, table)
+    p = _rescaled_program(problem, table)
     found = best(p)
-    if found is None or windowed.kept_as_is(p, found[0]):
+    if found is None or windowed.fits_its_window(p, found[0]):
         return None if found is None else (p, *found)
-    kept = windowed.within(_scaled(problem, table), best, _worth, seconds=holding.seconds_of(p, found[0]))
+    kept = windowed.solve_within_window(
+        _rescaled_program(problem, table), best, _relaxed_value, seconds=holding.mean_seconds_in_flight(p, found[0])
+    )
     return None if kept is None else (kept.p, kept.x, kept.bound)
 
 
-def _economical(p: Program, x: Floats) -> Floats:
+def _cheapest_near_best_rate(p: PlacementProgram, x: Floats) -> Floats:
     """The least cost at no less than the tolerated share of the best rate; then the most rate at that cost, so that no
     plan is at least as good in both."""
-    goal, charge, cost = {p.rate: 1.0}, _charge(p), _cheapest(p, sunk=True)
+    goal, charge, cost = {p.rate: 1.0}, _change_charge(p), _cost_objective(p, sunk=True)
     reached = {**goal, **charge}
-    best = _worth_of(reached, x)
-    p.matrix.limit(("reached",), low=best - max(p.problem.rate_tolerance, SLACK) * abs(best))
-    start = Answer(x, _worth_of(cost, x), math.inf)
-    cheap = search.least(p, cost, start, gap=_tie(p))
-    if p.problem.rate_tolerance <= SLACK:
+    best = _objective_at(reached, x)
+    p.matrix.limit(("reached",), low=best - max(p.problem.rate_tolerance, OBJECTIVE_SLACK) * abs(best))
+    start = MilpSolution(x, _objective_at(cost, x), math.inf)
+    cheap = search.search_improved(p, cost, start, gap=_tie_gap(p))
+    if p.problem.rate_tolerance <= OBJECTIVE_SLACK:
         return cheap.x
-    spent = _worth_of(cost, cheap.x)
-    p.matrix.row(("spent",), cost.items(), low=spent - SLACK * abs(spent))
-    most = search.best(p, reached, Answer(cheap.x, _worth_of(reached, cheap.x), math.inf))
+    spent = _objective_at(cost, cheap.x)
+    p.matrix.row(("spent",), cost.items(), low=spent - OBJECTIVE_SLACK * abs(spent))
+    most = search.search_best(p, reached, MilpSolution(cheap.x, _objective_at(reached, cheap.x), math.inf))
     p.matrix.limit(("spent",))
     return cheap.x if most is None else most.x
 
 
-def _worth_of(objective: Mapping[int, float], x: Floats) -> float:
+def _objective_at(objective: Mapping[int, float], x: Floats) -> float:
     return sum(v * float(x[j]) for j, v in objective.items())
 
 
-def _best(p: Program, *, tied: bool = True) -> tuple[Floats, float] | None:
+def _solve_by_objective(p: PlacementProgram, *, tied: bool = True) -> tuple[Floats, float] | None:
     """By the problem's objective: the plan, and the best that any could have. `tied`: of the plans that are worth as
     much, the cheapest."""
     if p.problem.objective is Objective.MAX_THROUGHPUT:
-        return _throughput(p, tied=tied)
-    return _least_cost(p, tied=tied) if p.problem.objective is Objective.MIN_COST else _per_dollar(p)
+        return _solve_throughput(p, tied=tied)
+    return _solve_least_cost(p, tied=tied) if p.problem.objective is Objective.MIN_COST else _solve_per_dollar(p)
 
 
-def _first(p: Program) -> tuple[Floats, float] | None:
-    return _best(p, tied=False)
+def _solve_first_stage(p: PlacementProgram) -> tuple[Floats, float] | None:
+    return _solve_by_objective(p, tied=False)
 
 
-def _worth(p: Program) -> tuple[float, Floats | None]:
+def _relaxed_value(p: PlacementProgram) -> tuple[float, Floats | None]:
     """The same with fractions of instances: rate, dollars below none, or rate per dollar; minus infinity: nothing."""
     if p.problem.objective is Objective.MAX_THROUGHPUT:
-        most = columns.relaxed(p, {p.rate: 1.0}, near=p.problem.gap)
-        return (-math.inf, None) if most is None or most.x[p.rate] <= NOTHING else (most.bound * p.scale, most.x)
+        most = columns.solve_relaxation(p, {p.rate: 1.0}, near=p.problem.gap)
+        return (
+            (-math.inf, None) if most is None or most.x[p.rate] <= NEGLIGIBLE_RATE else (most.bound * p.scale, most.x)
+        )
     if p.problem.objective is Objective.MIN_COST:
         asked, (low, high) = (p.problem.rate or 0.0) / p.scale, (p.matrix.low[p.rate], p.matrix.high[p.rate])
         p.matrix.low[p.rate] = p.matrix.high[p.rate] = asked
-        least = columns.relaxed(p, {j: -v for j, v in p.cost().items()})
+        least = columns.solve_relaxation(p, {j: -v for j, v in p.cost().items()})
         p.matrix.low[p.rate], p.matrix.high[p.rate] = low, high
         if least is not None:
             return least.bound, least.x
-        most = columns.relaxed(p, {p.rate: 1.0})
-        return (-math.inf, None) if most is None else (-UNREACHED * (1.0 - most.value / asked), most.x)
+        most = columns.solve_relaxation(p, {p.rate: 1.0})
+        return (-math.inf, None) if most is None else (-UNREACHED_PENALTY * (1.0 - most.value / asked), most.x)
     ratio, cost, x = 0.0, p.cost(), None
-    for _ in range(ROUNDS):
-        found = columns.relaxed(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}})
+    for _ in range(MAX_ITERATIONS):
+        found = columns.solve_relaxation(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}})
         dollars = 0.0 if found is None else sum(v * float(found.x[j]) for j, v in cost.items())
-        if found is None or dollars <= 1e-12 or found.x[p.rate] <= NOTHING:
+        if found is None or dollars <= 1e-12 or found.x[p.rate] <= NEGLIGIBLE_RATE:
             break
         before, ratio, x = ratio, float(found.x[p.rate]) / dollars, found.x
         if ratio <= before * (1 + p.problem.gap):
@@ -140,74 +146,74 @@ def _worth(p: Program) -> tuple[float, Floats | None]:
     return (ratio * p.scale, x) if ratio > 0 else (-math.inf, None)
 
 
-def _scaled(problem: Problem, table: Tableau) -> Program:
+def _rescaled_program(problem: Problem, table: Tableau) -> PlacementProgram:
     """The program in units in which its rate is near 1: far below, it is lost in HiGHS' tolerances."""
-    p = program(problem, table)
-    columns.seed(p)
-    for _ in range(RESCALED):
+    p = build_program(problem, table)
+    columns.seed_columns(p)
+    for _ in range(MAX_RESCALES):
         answer = p.matrix.relaxed(p.vector({p.rate: 1.0}))
         if answer is None or not FAINT < answer.x[p.rate] < SMALL:
             break
-        p = program(problem, table, p.scale * float(answer.x[p.rate]))
-        columns.seed(p)
+        p = build_program(problem, table, p.scale * float(answer.x[p.rate]))
+        columns.seed_columns(p)
     return p
 
 
-def _throughput(p: Program, *, tied: bool) -> tuple[Floats, float] | None:
-    p.relaxed = columns.relaxed(p, {p.rate: 1.0}, near=p.problem.gap)
-    charge = _charge(p)
-    first = search.best(p, {p.rate: 1.0, **charge}, relaxed=None if charge else p.relaxed)
-    if first is None or first.x[p.rate] <= NOTHING:
+def _solve_throughput(p: PlacementProgram, *, tied: bool) -> tuple[Floats, float] | None:
+    p.relaxed = columns.solve_relaxation(p, {p.rate: 1.0}, near=p.problem.gap)
+    charge = _change_charge(p)
+    first = search.search_best(p, {p.rate: 1.0, **charge}, relaxed=None if charge else p.relaxed)
+    if first is None or first.x[p.rate] <= NEGLIGIBLE_RATE:
         return None
     charged = first.x[p.rate] - first.value
     bound = float(first.bound + charged) * p.scale
     if not tied:
         return first.x, bound
-    least = float(first.value) - SLACK * abs(float(first.value))
+    least = float(first.value) - OBJECTIVE_SLACK * abs(float(first.value))
     p.matrix.row(("reached",), [(p.rate, 1.0), *charge.items()], low=least)
-    second = search.fewer(p, _cheapest(p, sunk=True), first, gap=_tie(p))
+    second = search.search_shrunk(p, _cost_objective(p, sunk=True), first, gap=_tie_gap(p))
     return second.x, bound
 
 
-def _least_cost(p: Program, *, tied: bool) -> tuple[Floats, float] | None:
+def _solve_least_cost(p: PlacementProgram, *, tied: bool) -> tuple[Floats, float] | None:
     asked = (p.problem.rate or 0.0) / p.scale
     p.matrix.high[p.rate] = asked
-    most = columns.relaxed(p, {p.rate: 1.0})
-    if most is None or most.value < asked * (1 - SLACK):
+    most = columns.solve_relaxation(p, {p.rate: 1.0})
+    if most is None or most.value < asked * (1 - OBJECTIVE_SLACK):
         return None
     p.matrix.low[p.rate] = asked
-    first = search.best(p, {j: -v for j, v in p.cost().items()})
+    first = search.search_best(p, {j: -v for j, v in p.cost().items()})
     if first is None:
         return None
     if not tied:
         return first.x, max(0.0, -first.bound)
-    p.matrix.row(("cost",), p.cost().items(), high=-first.value * (1 + SLACK) + 1e-9)
-    second = search.fewer(p, _cheapest(p), first, gap=_tie(p))
+    p.matrix.row(("cost",), p.cost().items(), high=-first.value * (1 + OBJECTIVE_SLACK) + 1e-9)
+    second = search.search_shrunk(p, _cost_objective(p), first, gap=_tie_gap(p))
     return second.x, max(0.0, -first.bound)
 
 
-def _per_dollar(p: Program) -> tuple[Floats, float] | None:
+def _solve_per_dollar(p: PlacementProgram) -> tuple[Floats, float] | None:
     """Dinkelbach: the ratio is best where `rate - ratio × cost` can no longer be made positive."""
     cost = p.cost()
-    found = search.best(p, {p.rate: 1.0})
-    if found is None or found.x[p.rate] <= NOTHING:
+    found = search.search_best(p, {p.rate: 1.0})
+    if found is None or found.x[p.rate] <= NEGLIGIBLE_RATE:
         return None
     if any(v < 0 for v in cost.values()) or not any(v > 0 for v in cost.values()):
         raise ValueError("max_throughput_per_dollar: nothing here costs anything (rule: some pool has a price)")
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ITERATIONS):
         dollars = sum(v * float(found.x[j]) for j, v in cost.items())
         if dollars <= 1e-12:
             raise ValueError("max_throughput_per_dollar: a plan without cost exists (rule: what runs has a price)")
         ratio = float(found.x[p.rate]) / dollars
-        better = search.best(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}}, found)
+        better = search.search_best(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}}, found)
         more = 0.0 if better is None else max(0.0, better.bound)
-        if better is None or better.x[p.rate] <= NOTHING or better.value <= ratio * dollars * p.problem.gap:
+        if better is None or better.x[p.rate] <= NEGLIGIBLE_RATE or better.value <= ratio * dollars * p.problem.gap:
             break
         found = better
     return found.x, (ratio + more / dollars) * p.scale
 
 
-def _charge(p: Program) -> dict[int, float]:
+def _change_charge(p: PlacementProgram) -> dict[int, float]:
     """What a changed device loses while it restarts, as a rate over the horizon: the relaxed plan's rate per device."""
     running, relaxed = p.problem.running, p.relaxed
     if running is None or not p.changed or relaxed is None:
@@ -219,7 +225,7 @@ def _charge(p: Program) -> dict[int, float]:
     return dict.fromkeys(p.changed, -each * running.restart_s / running.horizon_s)
 
 
-def _cheapest(p: Program, *, sunk: bool = False) -> dict[int, float]:
+def _cost_objective(p: PlacementProgram, *, sunk: bool = False) -> dict[int, float]:
     """At the rate and cost reached: the least dollars, then devices, then changes.
 
     `sunk`: pools that are not rented are paid whether used or not, so that using them counts next to nothing.
@@ -228,7 +234,7 @@ def _cheapest(p: Program, *, sunk: bool = False) -> dict[int, float]:
     terms = {j: -v for j, v in p.cost().items()}
     for pool, column, _ in p.used():
         if sunk and not p.problem.pools[pool].rented:
-            terms[column] *= OWNED
+            terms[column] *= OWNED_DEVICE_WEIGHT
     for _, column, devices in p.used():
         terms[column] = terms.get(column, 0.0) - 1e-3 * price * devices
     for column in p.changed:
@@ -236,5 +242,5 @@ def _cheapest(p: Program, *, sunk: bool = False) -> dict[int, float]:
     return terms
 
 
-def _tie(p: Program) -> float:
-    return TIE if p.problem.gap >= 1e-4 else p.problem.gap
+def _tie_gap(p: PlacementProgram) -> float:
+    return TIE_GAP if p.problem.gap >= 1e-4 else p.problem.gap

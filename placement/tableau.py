@@ -17,10 +17,21 @@ from placement.performance import InstanceModel
 from placement.phases import AggregatedCost, DecodeCost, PrefillCost
 from placement.problem import Problem
 from placement.types import KvMode, Role
-from placement.units import ROLLOUT, Channel, Reason, Unit, channels, units_of
+from placement.units import ROLLOUT_ROLES, InstanceKind, KvChannel, RefusalReason, instance_kinds, kv_channels
 from placement.workload import DomainProfile
 
-__all__ = ["MODES", "ROLLOUT", "Channel", "Floats", "Ints", "Paths", "Tableau", "Unit", "channels", "tableau"]
+__all__ = [
+    "MODES",
+    "ROLLOUT_ROLES",
+    "KvChannel",
+    "Floats",
+    "Ints",
+    "Paths",
+    "Tableau",
+    "InstanceKind",
+    "kv_channels",
+    "tableau",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,22 +74,22 @@ class Tableau:
     """`weights` are the domains' shares of the rate, 1 in sum. `reasons`: why a pool, or a domain on one, has no path.
     `instances` are the models behind `units`, `notes` what they rest on."""
 
-    units: tuple[Unit, ...]
+    units: tuple[InstanceKind, ...]
     instances: tuple[InstanceModel, ...]
-    channels: tuple[Channel, ...]
+    channels: tuple[KvChannel, ...]
     paths: Paths
     weights: Floats
-    reasons: tuple[Reason, ...]
+    reasons: tuple[RefusalReason, ...]
     notes: tuple[str, ...]
 
 
 def tableau(problem: Problem) -> Tableau:
     """Every unit, channel and path that the problem and its restriction allow."""
-    reasons: list[Reason] = []
+    reasons: list[RefusalReason] = []
     notes: list[str] = []
-    units, models = units_of(problem, reasons)
+    units, models = instance_kinds(problem, reasons)
     weights = np.array([d.weight for d in problem.domains])
-    links = channels(problem)
+    links = kv_channels(problem)
     builder = _Builder(problem, units, models, links, reasons)
     if problem.fixed is None and len(units) > MANY:
         kept = builder.worthwhile()
@@ -103,16 +114,16 @@ class _Builder:
     def __init__(
         self,
         problem: Problem,
-        units: list[Unit],
+        units: list[InstanceKind],
         models: list[InstanceModel],
-        links: dict[tuple[str, str], Channel],
-        reasons: list[Reason],
+        links: dict[tuple[str, str], KvChannel],
+        reasons: list[RefusalReason],
         costs: dict[tuple[object, ...], object] | None = None,
     ) -> None:
         self._problem, self._units, self._models = problem, units, models
         self._links, self._reasons = links, reasons
         self._order = {key: i for i, key in enumerate(links)}
-        self._turns = [phases.turns_of(d, problem.performance.shape) for d in problem.domains]
+        self._turns = [phases.representative_turns(d, problem.performance.shape) for d in problem.domains]
         self.costs: dict[tuple[object, ...], object] = {} if costs is None else costs
         self._domains = {mode: self._domains_of(mode) for mode in (KvMode.KEEP, KvMode.PULL)}
 
@@ -299,17 +310,17 @@ class _Builder:
         return need <= have
 
     def _batches(self, j: int, u: int) -> Floats:
-        return phases.batches(self._units[u].kv_gb / self._turns[j].kv_running, self._problem.max_batch)
+        return phases.batch_sizes(self._units[u].kv_gb / self._turns[j].kv_running, self._problem.max_batch)
 
     def _engine(self, j: int, u: int, *, drop: bool) -> AggregatedCost:
         turns, batch = self._turns[j], self._batches(j, u)
-        return self._once(("engine", j, drop), u, lambda m: phases.aggregated(m, turns, batch, recompute=drop))
+        return self._once(("engine", j, drop), u, lambda m: phases.aggregated_cost(m, turns, batch, recompute=drop))
 
     def _prefill(self, j: int, u: int) -> PrefillCost:
-        return self._once(("prefill", j), u, lambda m: phases.prefilling(m, self._turns[j]))
+        return self._once(("prefill", j), u, lambda m: phases.prefill_cost(m, self._turns[j]))
 
     def _decode(self, j: int, u: int) -> DecodeCost:
-        return self._once(("decode", j), u, lambda m: phases.decoding(m, self._turns[j], self._batches(j, u)))
+        return self._once(("decode", j), u, lambda m: phases.decode_cost(m, self._turns[j], self._batches(j, u)))
 
     def _once(self, what: tuple[object, ...], u: int, make: Callable[[InstanceModel], T]) -> T:
         """Pools of one device type share their models, which `_units` made once."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from placement.constants import TrainingConstants
 from placement.roofline import ACTIVATION_BYTES, RING_SHARE
 from placement.types import Device, Pool
-from placement.workload import Train
+from placement.workload import TrainingWork
 
 if TYPE_CHECKING:
     from placement.problem import Problem
 
-__all__ = ["Layout", "TrainingMemory", "adapter_parameters", "fitted", "layout", "mfu"]
+__all__ = ["TrainingLayout", "TrainingMemory", "adapter_parameters", "fit_training_constants", "training_layout", "mfu"]
 
 LARGEST_SHARE = 0.25
 """Of a pool that the smallest trainer may take where a layout that computes less needs more devices. A guess; RollArt
@@ -42,7 +42,7 @@ class TrainingMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TrainingLayout:
     """How a pool trains: `split` devices share a sequence, activations are recomputed in the backward pass or kept.
 
     `least` devices hold everything. Of more than `most`, some have less than a full micro-batch in an optimizer step:
@@ -65,7 +65,7 @@ class Layout:
         return TrainingMemory(self.state_gb / devices, self.activations_gb, self.logits_gb, self.reserve_gb)
 
 
-def layout(problem: Problem, pool: Pool, train: Train) -> Layout | str:
+def training_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLayout | str:
     """How this pool trains: the least arithmetic among the layouts whose smallest trainer is a modest part of the pool,
     or that fit the given number of devices. A string says why the pool cannot train."""
     if train.pool is not None and train.pool != pool.name:
@@ -74,12 +74,12 @@ def layout(problem: Problem, pool: Pool, train: Train) -> Layout | str:
     if train.seconds_per_token is None and device.tflops_bf16 is None:
         return f"tflops_bf16 of {device.name} is not stated: nothing is trained on {pool.name}"
     if device.is_cpu:
-        return _on_cores(problem, pool, train)
+        return _cpu_layout(problem, pool, train)
     if device.memory_gb is None:
         return f"memory of {device.name} is not stated: nothing is trained on {pool.name}"
-    splits = (train.split,) if train.split is not None else _splits(device)
+    splits = (train.split,) if train.split is not None else _sequence_splits(device)
     options = (train.recompute,) if train.recompute is not None else (False, True)
-    found = [_layout(problem, pool, train, split, again) for split in splits for again in options]
+    found = [_gpu_layout(problem, pool, train, split, again) for split in splits for again in options]
     fit = [one for one in found if not isinstance(one, str)]
     if not fit:
         return str(found[-1])
@@ -88,26 +88,31 @@ def layout(problem: Problem, pool: Pool, train: Train) -> Layout | str:
     return min((one for one in fit if one.least <= room), key=lambda one: (one.work, one.least))
 
 
-def mfu(problem: Problem, pool: Pool, train: Train) -> float:
+def mfu(problem: Problem, pool: Pool, train: TrainingWork) -> float:
     """The share of the dense peak that a step reaches on this pool, communication and recomputation included."""
-    found = layout(problem, pool, train)
+    found = training_layout(problem, pool, train)
     if isinstance(found, str) or pool.device.tflops_bf16 is None:
         return train.constants.mfu
     return _flops(problem) * train.epochs / (found.work * pool.device.tflops_bf16 * 1e12)
 
 
-def fitted(
-    problem: Problem, pool: Pool, train: Train, *, seconds_per_token: float, peak: tuple[float, float] | None = None
+def fit_training_constants(
+    problem: Problem,
+    pool: Pool,
+    train: TrainingWork,
+    *,
+    seconds_per_token: float,
+    peak: tuple[float, float] | None = None,
 ) -> TrainingConstants:
     """The constants under which a pool's trainer takes the measured device-seconds per token of a batch and, given the
     `peak` (GB that a device reached, tokens of its largest micro-batch), needs that memory."""
     constants = train.constants
-    if isinstance(layout(problem, pool, train), Layout):
+    if isinstance(training_layout(problem, pool, train), TrainingLayout):
         low, high = 1e-3, 1.0
         for _ in range(40):
             constants = replace(constants, mfu=math.sqrt(low * high))
-            found = layout(problem, pool, replace(train, constants=constants))
-            assert isinstance(found, Layout), "the memory does not depend on the speed"
+            found = training_layout(problem, pool, replace(train, constants=constants))
+            assert isinstance(found, TrainingLayout), "the memory does not depend on the speed"
             slow = found.work / _tokens(problem) > seconds_per_token
             low, high = (constants.mfu, high) if slow else (low, constants.mfu)
     if peak is not None and train.devices is not None:
@@ -128,22 +133,22 @@ def adapter_parameters(shape: object, rank: int, targets: tuple[str, ...]) -> fl
     return float(sum(rank * (a + b) * count for a, b, count in chosen.values()))
 
 
-def _splits(device: Device) -> tuple[int, ...]:
+def _sequence_splits(device: Device) -> tuple[int, ...]:
     """Powers of two within a host. Devices without a host size are taken one by one."""
     return tuple(2**i for i in range((device.devices_per_host or 1).bit_length()))
 
 
-def _on_cores(problem: Problem, pool: Pool, train: Train) -> Layout | str:
+def _cpu_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLayout | str:
     state = _state_gb(problem, train)
     activations, logits = _sequence_gb(problem, train, recompute=bool(train.recompute))
     need = state + activations + logits
     if pool.memory_gb is not None and need > pool.memory_gb:
         return f"training needs {need:.4g} GB, and {pool.name} has {pool.memory_gb:g} GB"
     compute = _compute_s(problem, pool, train, recompute=bool(train.recompute))
-    return Layout(1, bool(train.recompute), 1, pool.count, compute, compute, state, activations, logits, 0.0)
+    return TrainingLayout(1, bool(train.recompute), 1, pool.count, compute, compute, state, activations, logits, 0.0)
 
 
-def _layout(problem: Problem, pool: Pool, train: Train, split: int, recompute: bool) -> Layout | str:
+def _gpu_layout(problem: Problem, pool: Pool, train: TrainingWork, split: int, recompute: bool) -> TrainingLayout | str:
     constants, memory = train.constants, pool.device.memory_gb or 0.0
     state = _state_gb(problem, train)
     activations, logits = (gb / split for gb in _sequence_gb(problem, train, recompute=recompute))
@@ -163,18 +168,18 @@ def _layout(problem: Problem, pool: Pool, train: Train, split: int, recompute: b
         moved = _communication_s(problem, pool, train, split, recompute, alone=(train.devices or pool.count) == 1)
         longer, shorter = max(compute, moved), min(compute, moved)
         work = longer + (1 - constants.overlap) * shorter
-    most = max(least, int(train.batch * _tokens(problem) / train.minibatches / _micro(problem, train)))
-    return Layout(split, recompute, least, most, work, compute, state, activations, logits, reserve)
+    most = max(least, int(train.batch * _tokens(problem) / train.minibatches / _microbatch_tokens(problem, train)))
+    return TrainingLayout(split, recompute, least, most, work, compute, state, activations, logits, reserve)
 
 
-def _state_gb(problem: Problem, train: Train) -> float:
+def _state_gb(problem: Problem, train: TrainingWork) -> float:
     total = problem.performance.shape.parameters
     trained = total if train.trained_parameters is None else train.trained_parameters
     frozen = 0.0 if train.trained_parameters is None else total * train.frozen_bytes_per_parameter
     return (train.bytes_per_parameter * trained + frozen) / 1e9
 
 
-def _sequence_gb(problem: Problem, train: Train, *, recompute: bool) -> tuple[float, float]:
+def _sequence_gb(problem: Problem, train: TrainingWork, *, recompute: bool) -> tuple[float, float]:
     """Activations and logits of the largest micro-batch. A sequence is never cut over micro-batches."""
     shape, constants = problem.performance.shape, train.constants
     tokens = float(max(train.sequence, train.microbatch_tokens if train.sequence else 0))
@@ -189,7 +194,7 @@ def _tokens(problem: Problem) -> float:
     return sum(d.weight * d.total_tokens for d in problem.domains) / sum(d.weight for d in problem.domains)
 
 
-def _micro(problem: Problem, train: Train) -> float:
+def _microbatch_tokens(problem: Problem, train: TrainingWork) -> float:
     """Tokens of a full micro-batch."""
     return max(_tokens(problem), train.microbatch_tokens, 1.0)
 
@@ -200,7 +205,7 @@ def _flops(problem: Problem) -> float:
     return sum(d.weight / total * shape.train_flops(d.total_tokens, d.total_tokens / 2) for d in problem.domains)
 
 
-def _compute_s(problem: Problem, pool: Pool, train: Train, *, recompute: bool) -> float:
+def _compute_s(problem: Problem, pool: Pool, train: TrainingWork, *, recompute: bool) -> float:
     """Device-seconds of arithmetic for a trajectory. A forward pass is a third of the FLOPs; frozen weights have no
     gradient, which is another; recomputation is a second forward pass."""
     if train.seconds_per_token is not None:
@@ -210,7 +215,9 @@ def _compute_s(problem: Problem, pool: Pool, train: Train, *, recompute: bool) -
     return _flops(problem) * share * train.epochs / peak
 
 
-def _communication_s(problem: Problem, pool: Pool, train: Train, split: int, recompute: bool, *, alone: bool) -> float:
+def _communication_s(
+    problem: Problem, pool: Pool, train: TrainingWork, split: int, recompute: bool, *, alone: bool
+) -> float:
     """Device-seconds of communication for a trajectory: weights and gradients per micro-batch, and activations between
     the devices that share a sequence (per layer four gathers and four reductions, half as many more to recompute:
     Korthikanti et al., arXiv 2205.05198, section 4.2)."""
@@ -227,13 +234,13 @@ def _communication_s(problem: Problem, pool: Pool, train: Train, split: int, rec
     gathered = weights / inside
     if pool.count > per_host:
         gathered = max(gathered, weights / _host_gb_per_s(problem, pool, train))
-    tokens = _micro(problem, train)
+    tokens = _microbatch_tokens(problem, train)
     between = 12 if recompute else 8
     shared = between * ACTIVATION_BYTES * shape.activation_width * tokens / 1e9 * (split - 1) / split / inside
     return (gathered + shared) * split * _tokens(problem) / tokens * train.epochs
 
 
-def _host_gb_per_s(problem: Problem, pool: Pool, train: Train) -> float:
+def _host_gb_per_s(problem: Problem, pool: Pool, train: TrainingWork) -> float:
     """Network of one host, in one direction."""
     per_host = pool.device.devices_per_host or 1
     own = next((link for link in problem.links if link.a == link.b == pool.name), None)

@@ -25,11 +25,11 @@ __all__ = [
     "Placement",
     "Plan",
     "Pool",
-    "Prices",
+    "DualPrices",
     "RewardChoice",
     "Role",
     "Shortage",
-    "worth",
+    "objective_value",
 ]
 
 
@@ -60,7 +60,7 @@ class Objective(enum.StrEnum):
     MAX_THROUGHPUT_PER_DOLLAR = "max_throughput_per_dollar"
 
 
-def worth(objective: Objective, rate: float, usd_per_hour: float) -> float:
+def objective_value(objective: Objective, rate: float, usd_per_hour: float) -> float:
     """What a plan is worth by an objective, more being better: trajectories/s, hours per dollar, or their product."""
     if objective is Objective.MAX_THROUGHPUT:
         return rate
@@ -238,7 +238,7 @@ class RewardChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class DualPrices:
     """Dual prices of the flow problem at the plan's instances: the share of the rate, in trajectories/s, that one more
     unit would buy. What the router prices a path with.
 
@@ -282,7 +282,7 @@ class Placement:
     deployments: tuple[Deployment, ...]
     flows: tuple[Flow, ...]
     rewards: tuple[RewardChoice, ...]
-    prices: Prices
+    prices: DualPrices
     binds: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """What a reader must know: extrapolations, assumptions, figures that were absent."""
@@ -299,7 +299,7 @@ class Placement:
     @property
     def worth(self) -> float:
         """What to compare plans of one objective by."""
-        return worth(self.objective, self.best_rate, self.usd_per_hour)
+        return objective_value(self.objective, self.best_rate, self.usd_per_hour)
 
     @property
     def usd_per_thousand(self) -> float:

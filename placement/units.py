@@ -8,16 +8,16 @@ from placement.performance import InstanceModel
 from placement.problem import Problem, Restriction
 from placement.types import Device, Pool, Role
 
-__all__ = ["ROLLOUT", "Channel", "Reason", "Unit", "channels", "units_of"]
+__all__ = ["ROLLOUT_ROLES", "KvChannel", "RefusalReason", "InstanceKind", "kv_channels", "instance_kinds"]
 
-ROLLOUT = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+ROLLOUT_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
-Reason = tuple[str, str, str]
+RefusalReason = tuple[str, str, str]
 """Why something cannot run: pool, domain ("" for all of them) and the words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class InstanceKind:
     """Instances of one role on `tp` devices of one pool: at most `most` of them; `kv_gb` of KV memory each."""
 
     pool: int
@@ -28,7 +28,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class KvChannel:
     """The connection that KV takes between two pools: GB/s in all, of one transfer, and seconds before the first byte.
 
     `pools` are their names in sorted order.
@@ -39,14 +39,14 @@ class Channel:
     latency_s: float
 
 
-def channels(problem: Problem) -> dict[tuple[str, str], Channel]:
+def kv_channels(problem: Problem) -> dict[tuple[str, str], KvChannel]:
     """The connections that KV may take, by names in sorted order. Between two pools only what the problem states;
     within a pool also what its devices state: NVLink if the pool is one host, else the hosts' network, of which half
     the devices send while the other half receive."""
-    found: dict[tuple[str, str], Channel] = {}
+    found: dict[tuple[str, str], KvChannel] = {}
     for link in problem.links:
         key = (min(link.a, link.b), max(link.a, link.b))
-        found.setdefault(key, Channel(key, link.gb_per_s, link.latency_s))
+        found.setdefault(key, KvChannel(key, link.gb_per_s, link.latency_s))
     for pool in problem.pools:
         device, key = pool.device, (pool.name, pool.name)
         one_host = device.devices_per_host is not None and pool.count <= device.devices_per_host
@@ -54,36 +54,36 @@ def channels(problem: Problem) -> dict[tuple[str, str], Channel]:
         if one_host and device.nvlink_gb_per_s is not None:
             speed = device.nvlink_gb_per_s / 2
         if key not in found and speed is not None and pool.count > 1:
-            found[key] = Channel(key, speed * pool.count / 2, 0.0)
+            found[key] = KvChannel(key, speed * pool.count / 2, 0.0)
     return dict(sorted(found.items()))
 
 
-def units_of(problem: Problem, reasons: list[Reason]) -> tuple[list[Unit], list[InstanceModel]]:
-    roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT)
+def instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[InstanceModel]]:
+    roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT_ROLES)
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
-    offered = [r for r in ROLLOUT if r in roles & problem.roles]
+    offered = [r for r in ROLLOUT_ROLES if r in roles & problem.roles]
     known: dict[tuple[Device, int], InstanceModel | str] = {}
-    units: list[Unit] = []
+    units: list[InstanceKind] = []
     models: list[InstanceModel] = []
     for index, pool in enumerate(problem.pools):
         if problem.device_types is not None and pool.device.name not in problem.device_types:
             continue
-        for tp in _tps(problem, pool):
+        for tp in _tensor_parallel_sizes(problem, pool):
             model = _model(problem, pool, tp, known)
             if isinstance(model, str):
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
                 continue
             for role in offered:
-                units.append(Unit(index, role, tp, _most(pool, tp), model.kv_capacity_bytes / 1e9))
+                units.append(InstanceKind(index, role, tp, _max_instances(pool, tp), model.kv_capacity_bytes / 1e9))
                 models.append(model)
     return units, models
 
 
-def _tps(problem: Problem, pool: Pool) -> list[int]:
+def _tensor_parallel_sizes(problem: Problem, pool: Pool) -> list[int]:
     """The sizes that are offered, and those that run or are given, which were offered once."""
     given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
-    return sorted({*problem.tensor_parallel, *(d.tp for d in given if d.role in ROLLOUT and d.pool == pool.name)})
+    return sorted({*problem.tensor_parallel, *(d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name)})
 
 
 def _model(
@@ -107,7 +107,7 @@ def _model(
     return known[key]
 
 
-def _most(pool: Pool, tp: int) -> int:
+def _max_instances(pool: Pool, tp: int) -> int:
     host = pool.device.devices_per_host
     if host is None:
         return pool.count // tp

@@ -8,7 +8,7 @@ seconds between two publishes and x those from a publish until the next batch is
 N groups start for B that are trained. Those that are older than α publishes are aborted, so that B = N·F(x + αS); and
 after a publish the places are full: N·(1 + Σ_{i<α} (1 − F(x + iS))) = places. Where nothing is aborted N is B, and the
 sum has no end. Both fix x, and with it S: the rate is B / S. Where batches wait for the groups at their bound, x is
-also so long that `TAIL` of them are complete at x + αS.
+also so long that `TAIL_QUANTILE` of them are complete at x + αS.
 """
 
 from __future__ import annotations
@@ -18,26 +18,35 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from placement.problem import Problem, Window
+from placement.problem import InFlightWindow, Problem
 from placement.types import Placement, Role
-from placement.units import ROLLOUT
+from placement.units import ROLLOUT_ROLES
 from placement.workload import DomainProfile, log_normal
 
-__all__ = ["TAIL", "Held", "Slopes", "longest_of", "slopes", "spans", "step_between", "windows"]
+__all__ = [
+    "TAIL_QUANTILE",
+    "DomainWindow",
+    "HoldingSlopes",
+    "mean_longest_ratio",
+    "holding_slopes",
+    "longest_member_ratios",
+    "publish_interval",
+    "domain_windows",
+]
 
-POINTS = 64
+QUANTILE_POINTS = 64
 """Quantiles that stand for a distribution: maxima of groups of eight come out within 2 % at a sigma of 1."""
-FINE = 1000.0
+MAX_PUBLISHES_OUTLIVED = 1000.0
 """Publishes that a group may outlive, at most: only where training takes no time are there more."""
-TAIL = 0.99
+TAIL_QUANTILE = 0.99
 """Share of a domain's groups that are to be complete at their bound where batches wait for them. The longest of 32
 groups, which is what a batch of 256 in groups of 8 waits for, is on average as long as their quantile of 98.2 %."""
-STEP = 0.02
+SLOPE_STEP = 0.02
 """Relative difference over which slopes are taken: the distribution has a few thousand points."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class DomainWindow:
     """One domain's places: seconds that a trajectory is under way on average, that its group's longest member is, of
     training and of the publish, and between two publishes; and the trajectories/s, over all domains, that its part of
     the window sustains."""
@@ -53,7 +62,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
+class HoldingSlopes:
     """A place is held for `own × seconds under way + rest × seconds of training and publish`; of `started`
     trajectories one is trained."""
 
@@ -62,7 +71,7 @@ class Slopes:
     started: float = 1.0
 
 
-def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, ...]:
+def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -> tuple[DomainWindow, ...]:
     """Every domain's places under a plan; none without training or a bound. What waits for other domains' parts of the
     batch is not counted."""
     problem = replace(problem, window=window)
@@ -71,7 +80,7 @@ def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, .
     if train is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
         return ()
     train_s = trainer.utilisation * train.batch / found.rate
-    publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in ROLLOUT})
+    publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in ROLLOUT_ROLES})
     total = sum(d.weight for d in problem.domains)
     held = []
     for domain in problem.domains:
@@ -80,30 +89,30 @@ def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, .
         if not rate:
             continue
         seconds = sum(f.rate * f.seconds for f in flows) / rate
-        longest = seconds * longest_of(domain, window.groups.get(domain.name, 1), window.context)
+        longest = seconds * mean_longest_ratio(domain, window.groups.get(domain.name, 1), window.context)
         slots = bound * domain.weight / total
-        held_s, _ = _held(problem, window, domain, seconds, train_s + publish_s)
-        held.append(Held(domain.name, seconds, longest, train_s, publish_s, slots, held_s, bound / held_s))
+        held_s, _ = _holding_time(problem, window, domain, seconds, train_s + publish_s)
+        held.append(DomainWindow(domain.name, seconds, longest, train_s, publish_s, slots, held_s, bound / held_s))
     return tuple(held)
 
 
-def slopes(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> Slopes:
+def holding_slopes(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> HoldingSlopes:
     """How long a place is held, near `seconds` under way and `rest_s` of training and publish. It grows in proportion
     with both together, so that its slopes say what it is as well."""
     window = problem.window
     assert window is not None, "there are places to hold"
     if seconds <= 0 or rest_s <= 0:
-        held_s, started = _held(problem, window, domain, max(seconds, 1e-9), 0.0)
-        return Slopes(held_s / max(seconds, 1e-9), 1.0, started)
-    here, started = _held(problem, window, domain, seconds, rest_s)
-    above, _ = _held(problem, window, domain, seconds * (1 + STEP), rest_s)
-    below, _ = _held(problem, window, domain, seconds * (1 - STEP), rest_s)
-    own = max((above - below) / (2 * STEP * seconds), 0.0)
-    return Slopes(own, max(here - own * seconds, 0.0) / rest_s, started)
+        held_s, started = _holding_time(problem, window, domain, max(seconds, 1e-9), 0.0)
+        return HoldingSlopes(held_s / max(seconds, 1e-9), 1.0, started)
+    here, started = _holding_time(problem, window, domain, seconds, rest_s)
+    above, _ = _holding_time(problem, window, domain, seconds * (1 + SLOPE_STEP), rest_s)
+    below, _ = _holding_time(problem, window, domain, seconds * (1 - SLOPE_STEP), rest_s)
+    own = max((above - below) / (2 * SLOPE_STEP * seconds), 0.0)
+    return HoldingSlopes(own, max(here - own * seconds, 0.0) / rest_s, started)
 
 
-def _held(
-    problem: Problem, window: Window, domain: DomainProfile, seconds: float, rest_s: float
+def _holding_time(
+    problem: Problem, window: InFlightWindow, domain: DomainProfile, seconds: float, rest_s: float
 ) -> tuple[float, float]:
     """Seconds that a place is held, and trajectories started for one that is trained."""
     train = problem.train
@@ -111,9 +120,9 @@ def _held(
     members = window.groups.get(domain.name, 1)
     share = domain.weight / sum(d.weight for d in problem.domains)
     places = problem.trajectories_in_flight / train.batch
-    lengths = spans(domain, members, window.context)
+    lengths = longest_member_ratios(domain, members, window.context)
     groups = max(share * train.batch / members, 1.0)
-    between, started = step_between(
+    between, started = publish_interval(
         lengths,
         rest_s / seconds,
         staleness=train.staleness,
@@ -125,7 +134,7 @@ def _held(
     return places * between * seconds, started
 
 
-def step_between(
+def publish_interval(
     lengths: tuple[float, ...],
     rest: float,
     *,
@@ -152,13 +161,13 @@ def step_between(
     def lacks(x: float) -> float:
         """Above 0: too few are complete x after a publish."""
         between = x + rest
-        if waits and complete(x + staleness * between) < TAIL:
+        if waits and complete(x + staleness * between) < TAIL_QUANTILE:
             return math.inf
         if not aborts:
             left, age = 0.0, x
             while age < lengths[-1]:
                 left += 1.0 - complete(age)
-                age += max(between, lengths[-1] / FINE)
+                age += max(between, lengths[-1] / MAX_PUBLISHES_OUTLIVED)
             return left - (places - 1.0)
         waiting = sum(1.0 - complete(x + i * between) for i in range(staleness))
         return 1.0 + waiting - places * complete(x + staleness * between)
@@ -175,7 +184,7 @@ def step_between(
 
 
 @functools.lru_cache(maxsize=256)
-def spans(domain: DomainProfile, members: int, context: float) -> tuple[float, ...]:
+def longest_member_ratios(domain: DomainProfile, members: int, context: float) -> tuple[float, ...]:
     """Seconds of the longest member of a group over those of the mean trajectory: equally likely values, in order. All
     1 where no quantile says that lengths vary. Members share half of the variance of their answers, and none of that of
     turns."""
@@ -183,28 +192,28 @@ def spans(domain: DomainProfile, members: int, context: float) -> tuple[float, .
     common, own = math.sqrt(answers**2 / 2), math.sqrt(answers**2 / 2 + turns**2)
     if own == 0:
         return (1.0,)
-    z = [_normal((k + 0.5) / POINTS) for k in range(POINTS)]
-    highest = [_normal(((k + 0.5) / POINTS) ** (1 / members)) for k in range(POINTS)]
+    z = [_normal_quantile((k + 0.5) / QUANTILE_POINTS) for k in range(QUANTILE_POINTS)]
+    highest = [_normal_quantile(((k + 0.5) / QUANTILE_POINTS) ** (1 / members)) for k in range(QUANTILE_POINTS)]
     # Relative to the mean before the context ends it; the mean is that of what is left.
     middle, most = math.exp(-(common**2 + own**2) / 2), max(context / domain.total_tokens, 1.0)
     mean = 0.0
     longest = []
     for c in z:
         ours = middle * math.exp(common * c)
-        mean += sum(min(ours * math.exp(own * x), most) for x in z) / POINTS**2
+        mean += sum(min(ours * math.exp(own * x), most) for x in z) / QUANTILE_POINTS**2
         longest += [min(ours * math.exp(own * x), most) for x in highest]
     return tuple(sorted(length / mean for length in longest))
 
 
-def longest_of(domain: DomainProfile, members: int, context: float) -> float:
+def mean_longest_ratio(domain: DomainProfile, members: int, context: float) -> float:
     """How much longer the longest member of a group takes than the mean trajectory, on average: at least 1."""
     if members < 2:
         return 1.0
-    found = spans(domain, members, context)
+    found = longest_member_ratios(domain, members, context)
     return max(sum(found) / len(found), 1.0)
 
 
-def _normal(p: float) -> float:
+def _normal_quantile(p: float) -> float:
     """Quantile of the normal distribution, by bisection of its error function."""
     low, high = -8.0, 8.0
     while high - low > 1e-9:

@@ -20,113 +20,115 @@ import numpy as np
 
 from placement import holding
 from placement.milp import Floats
-from placement.program import Program
-from placement.sides import TrainPlace
+from placement.program import PlacementProgram
+from placement.sides import TrainerOption
 from placement.types import Objective
 
-__all__ = ["Kept", "kept_as_is", "within"]
+__all__ = ["WindowedPlan", "fits_its_window", "solve_within_window"]
 
-NEAR = 0.02
+STEP_TOLERANCE = 0.02
 """Relative distance between times of a step at which the search among them ends: near its peak the value is flat."""
-ROUNDS = 3
+MAX_SOLUTIONS = 3
 """Solutions in whole numbers at most; the second is rarely better by more than rounding."""
-MISSED = 4
+MAX_MISSES = 4
 """Numbers of devices that train without a plan in whole numbers, until there is none."""
-SETTLED = 2
+SLOPE_ITERATIONS = 2
 """Solutions for slopes to be those of the seconds that they lead to."""
-GOLDEN = (math.sqrt(5) - 1) / 2
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
-Solve = Callable[[Program], tuple[Floats, float] | None]
+ProgramSolver = Callable[[PlacementProgram], tuple[Floats, float] | None]
 """The best plan of a program: its columns, and the best that any could have."""
-Worth = Callable[[Program], tuple[float, Floats | None]]
+RelaxedValuation = Callable[[PlacementProgram], tuple[float, Floats | None]]
 """What the relaxed problem's best is worth, higher being better, and its columns; minus infinity: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class WindowedPlan:
     """A plan within its window: `p` has the rows at the seconds of its own trainer."""
 
-    p: Program
+    p: PlacementProgram
     x: Floats
     bound: float
 
 
-LIKE = 1.05
+PUBLISH_TIME_FACTOR = 1.05
 """Publish times that differ by less than this factor are one case, which has the longer one."""
 
 
 @dataclass(slots=True)
-class _Case:
+class _TrainerCase:
     """The pool that trains, and those that may serve: all that a version reaches in `publish_s`. `seconds` under way by
     domain, as the last solution had them: slopes are those there."""
 
-    place: TrainPlace
+    place: TrainerOption
     publish_s: float
     serving: frozenset[int]
     seconds: Floats
     solved: int = 0
 
-    def hold(self, p: Program, train_s: float, least_s: float | None = None) -> None:
-        slopes = holding.at_seconds(p, self.seconds, train_s + self.publish_s)
-        holding.hold(p, slopes, train_s, self.publish_s, least_s=least_s)
+    def hold(self, p: PlacementProgram, train_s: float, least_s: float | None = None) -> None:
+        slopes = holding.domain_slopes(p, self.seconds, train_s + self.publish_s)
+        holding.set_holding_times(p, slopes, train_s, self.publish_s, least_s=least_s)
 
-    def worth(self, p: Program, worth: Worth) -> float:
+    def worth(self, p: PlacementProgram, worth: RelaxedValuation) -> float:
         value, x = worth(p)
         self.solved += 1
         if x is not None:
-            self.seconds = holding.seconds_of(p, x)
+            self.seconds = holding.mean_seconds_in_flight(p, x)
         return value
 
 
-def kept_as_is(p: Program, x: Floats) -> bool:
+def fits_its_window(p: PlacementProgram, x: Floats) -> bool:
     """Whether a plan made without its window is within it; if so its rows now bind what else is asked of `p`."""
     place = _trainer(p, x)
     if p.problem.window is None or place is None or not p.matrix.has(("window", 0)):
         return True
     serving = frozenset(t.pool for u, t in enumerate(p.tableau.units) if x[p.units[u]] > 0.5)
-    train_s, publish_s = holding.step_s(p, place, round(x[place.devices])), _publish_s(p, place, serving)
-    if not holding.kept(p, x, train_s, publish_s):
+    train_s, publish_s = holding.training_step_s(p, place, round(x[place.devices])), _publish_s(p, place, serving)
+    if not holding.fits_window(p, x, train_s, publish_s):
         return False
-    _Case(place, publish_s, serving, holding.seconds_of(p, x)).hold(p, train_s)
+    _TrainerCase(place, publish_s, serving, holding.mean_seconds_in_flight(p, x)).hold(p, train_s)
     return True
 
 
-def within(p: Program, solve: Solve, worth: Worth, *, seconds: Floats) -> Kept | None:
+def solve_within_window(
+    p: PlacementProgram, solve: ProgramSolver, worth: RelaxedValuation, *, seconds: Floats
+) -> WindowedPlan | None:
     """The best plan within the window; None if there is none. `p` is as it was made; `seconds` under way by domain to
     begin with."""
-    found: Kept | None = None
+    found: WindowedPlan | None = None
     best = most = -math.inf
     hopes = []
     for case in _cases(p, seconds):
-        with _only(p, case):
-            low, high = _range(p, case.place)
-            hopes.append((_settled(p, case, worth, low, high), low, high, case))
+        with _restrict_to_case(p, case):
+            low, high = _step_seconds_range(p, case.place)
+            hopes.append((_case_bound(p, case, worth, low, high), low, high, case))
     for hope, low, high, case in sorted(hopes, key=lambda each: -each[0]):
         if hope <= best:
             continue
-        with _only(p, case):
-            train_s, reached, bound = _peak(p, case, worth, low, high)
+        with _restrict_to_case(p, case):
+            train_s, reached, bound = _peak_step_seconds(p, case, worth, low, high)
             most = max(most, bound)
-            one = _whole(p, case, train_s, solve, worth) if reached > best else None
-        if one is not None and _value(one.p, one.x) > best:
-            found, best = one, _value(one.p, one.x)
+            one = _integer_plan(p, case, train_s, solve, worth) if reached > best else None
+        if one is not None and _plan_value(one.p, one.x) > best:
+            found, best = one, _plan_value(one.p, one.x)
     if found is None:
         return None
     bound = max(most, best)
-    return Kept(found.p, found.x, -bound if p.problem.objective is Objective.MIN_COST else bound)
+    return WindowedPlan(found.p, found.x, -bound if p.problem.objective is Objective.MIN_COST else bound)
 
 
-def _settled(p: Program, case: _Case, worth: Worth, low: float, high: float) -> float:
+def _case_bound(p: PlacementProgram, case: _TrainerCase, worth: RelaxedValuation, low: float, high: float) -> float:
     """What a case is worth at most in an interval: the shortest training with the smallest trainer. Slopes are those
     that this leads to."""
     value = -math.inf
-    for _ in range(SETTLED):
+    for _ in range(SLOPE_ITERATIONS):
         case.hold(p, low, high)
         value = case.worth(p, worth)
     return value
 
 
-def _cases(p: Program, seconds: Floats) -> Iterator[_Case]:
+def _cases(p: PlacementProgram, seconds: Floats) -> Iterator[_TrainerCase]:
     """By trainer, one case per publish time: the pools that a version reaches in it, the largest set first."""
     serving = frozenset(unit.pool for unit in p.tableau.units)
     for place in p.trainers:
@@ -135,18 +137,18 @@ def _cases(p: Program, seconds: Floats) -> Iterator[_Case]:
         takes = {g: _publish_s(p, place, {g}) for g in serving}
         shorter = math.inf
         for publish_s in sorted(set(takes.values()), reverse=True):
-            if publish_s * LIKE <= shorter:
-                yield _Case(place, publish_s, frozenset(g for g in serving if takes[g] <= publish_s), seconds)
+            if publish_s * PUBLISH_TIME_FACTOR <= shorter:
+                yield _TrainerCase(place, publish_s, frozenset(g for g in serving if takes[g] <= publish_s), seconds)
                 shorter = publish_s
 
 
-def _publish_s(p: Program, place: TrainPlace, serving: Iterable[int]) -> float:
+def _publish_s(p: PlacementProgram, place: TrainerOption, serving: Iterable[int]) -> float:
     names = [pool.name for pool in p.problem.pools]
     return p.problem.publish_s(names[place.pool], {names[g] for g in serving})
 
 
 @contextmanager
-def _only(p: Program, case: _Case) -> Iterator[None]:
+def _restrict_to_case(p: PlacementProgram, case: _TrainerCase) -> Iterator[None]:
     """No other pool trains meanwhile, and none serves that is not the case's."""
     m = p.matrix
     shut = [c for t in p.trainers if t is not case.place for c in (t.devices, t.chosen)]
@@ -161,32 +163,34 @@ def _only(p: Program, case: _Case) -> Iterator[None]:
             m.high[c] = high
 
 
-def _range(p: Program, place: TrainPlace) -> tuple[float, float]:
+def _step_seconds_range(p: PlacementProgram, place: TrainerOption) -> tuple[float, float]:
     """Seconds of a step on the most devices that shorten it, and on the fewest."""
-    size = holding.size_of(p, place)
+    size = holding.fixed_trainer_size(p, place)
     least, most = (place.least, place.most) if size is None else (size, size)
-    return holding.step_s(p, place, most), holding.step_s(p, place, least)
+    return holding.training_step_s(p, place, most), holding.training_step_s(p, place, least)
 
 
-def _peak(p: Program, case: _Case, worth: Worth, low: float, high: float) -> tuple[float, float, float]:
+def _peak_step_seconds(
+    p: PlacementProgram, case: _TrainerCase, worth: RelaxedValuation, low: float, high: float
+) -> tuple[float, float, float]:
     """Seconds of a step at which the relaxed problem is worth most, what it is there, and a bound on what it could be
     at any, as long as it has the slopes that it has there."""
 
     def at(train_s: float) -> float:
-        return _settled(p, case, worth, train_s, train_s)
+        return _case_bound(p, case, worth, train_s, train_s)
 
     a, b = low, high
-    c, d = a * (b / a) ** (1 - GOLDEN), a * (b / a) ** GOLDEN
-    if b > a * (1 + NEAR):
+    c, d = a * (b / a) ** (1 - GOLDEN_RATIO), a * (b / a) ** GOLDEN_RATIO
+    if b > a * (1 + STEP_TOLERANCE):
         left, right = at(c), at(d)
-        while b > a * (1 + NEAR):
+        while b > a * (1 + STEP_TOLERANCE):
             if left >= right and left > -math.inf:
                 b, d, right = d, c, left
-                c = a * (b / a) ** (1 - GOLDEN)
+                c = a * (b / a) ** (1 - GOLDEN_RATIO)
                 left = at(c)
             else:
                 a, c, left = c, d, right
-                d = a * (b / a) ** GOLDEN
+                d = a * (b / a) ** GOLDEN_RATIO
                 right = at(d)
     train_s = math.sqrt(a * b)
     reached = at(train_s)
@@ -195,60 +199,62 @@ def _peak(p: Program, case: _Case, worth: Worth, low: float, high: float) -> tup
     return train_s, reached, max(case.worth(p, worth), reached)
 
 
-def _whole(p: Program, case: _Case, train_s: float, solve: Solve, worth: Worth) -> Kept | None:
+def _integer_plan(
+    p: PlacementProgram, case: _TrainerCase, train_s: float, solve: ProgramSolver, worth: RelaxedValuation
+) -> WindowedPlan | None:
     """Whole numbers near these seconds of a step, then at those of the trainer that this leaves room for and where its
     trajectories are as long as they came out. Where they leave no plan, those beside them."""
-    found: Kept | None = None
+    found: WindowedPlan | None = None
     told, tried, missed = list[str](), dict[float, Floats](), 0
-    ahead = _sizes(p, case, train_s, worth)
-    while ahead and len(told) < ROUNDS and missed < MISSED:
+    ahead = _trainer_sizes(p, case, train_s, worth)
+    while ahead and len(told) < MAX_SOLUTIONS and missed < MAX_MISSES:
         hope, size = ahead.pop(0)
         tried[size] = case.seconds
-        if found is not None and hope <= _more(p, found):
+        if found is not None and hope <= _required_value(p, found):
             continue
-        answer = _at_size(p, case, size, solve)
+        answer = _plan_at_size(p, case, size, solve)
         if answer is None:
             missed += 1
             beside = {size - 1, size + 1, *(s for _, s in ahead)}
-            again = found is None and holding.size_of(p, case.place) is None
-            ahead = [each for each in _ranked(p, case, beside, worth) if each[1] not in tried] if again else []
+            again = found is None and holding.fixed_trainer_size(p, case.place) is None
+            ahead = [each for each in _ranked_sizes(p, case, beside, worth) if each[1] not in tried] if again else []
             continue
         devices = round(answer.x[case.place.devices])
         told.append(f"{float(answer.x[p.rate]) * p.scale:.4g}/s with {devices} devices")
-        if found is not None and _value(answer.p, answer.x) <= _more(p, found):
+        if found is not None and _plan_value(answer.p, answer.x) <= _required_value(p, found):
             continue
         found = answer
-        room = float(_room(answer.p, case, answer.x))
-        if room not in tried or not np.allclose(tried[room], case.seconds, rtol=NEAR):
+        room = float(_max_trainer_size(answer.p, case, answer.x))
+        if room not in tried or not np.allclose(tried[room], case.seconds, rtol=STEP_TOLERANCE):
             ahead.insert(0, (math.inf, room))
     if found is not None:
         found.p.notes.append(f"training chosen with the window in {case.solved} linear programs: {', '.join(told)}")
     return found
 
 
-def _more(p: Program, found: Kept) -> float:
+def _required_value(p: PlacementProgram, found: WindowedPlan) -> float:
     """What a plan has to be worth to replace this one."""
-    value = _value(found.p, found.x)  # below 0 where it is a cost
+    value = _plan_value(found.p, found.x)  # below 0 where it is a cost
     return value + abs(value) * p.problem.gap
 
 
-def _at_size(p: Program, case: _Case, size: float, solve: Solve) -> Kept | None:
+def _plan_at_size(p: PlacementProgram, case: _TrainerCase, size: float, solve: ProgramSolver) -> WindowedPlan | None:
     """The best plan with so many devices that train, at slopes near its own. Slopes that leave none of the rate asked
     for may be too far from those of any: they are taken once more where the most is reached."""
-    train_s = holding.step_s(p, case.place, size)
+    train_s = holding.training_step_s(p, case.place, size)
     least_cost, last = p.problem.objective is Objective.MIN_COST, None
     once_more = least_cost
-    for _ in range(SETTLED + 2):
+    for _ in range(SLOPE_ITERATIONS + 2):
         q = p.copy()
         case.hold(q, train_s)
         answer = solve(q)
         if answer is not None:
             x, bound = answer
-            own_s = holding.step_s(q, case.place, round(x[case.place.devices]))
-            case.seconds = holding.seconds_of(q, x)
+            own_s = holding.training_step_s(q, case.place, round(x[case.place.devices]))
+            case.seconds = holding.mean_seconds_in_flight(q, x)
             case.hold(q, own_s)
-            last = Kept(q, x, bound)
-            if holding.used(q, x, own_s, case.publish_s) <= 1 + NEAR:
+            last = WindowedPlan(q, x, bound)
+            if holding.window_occupancy(q, x, own_s, case.publish_s) <= 1 + STEP_TOLERANCE:
                 return last
         elif not once_more:
             break
@@ -260,33 +266,37 @@ def _at_size(p: Program, case: _Case, size: float, solve: Solve) -> Kept | None:
             most = solve(q)
             if most is None:
                 break
-            case.seconds = holding.seconds_of(q, most[0])
+            case.seconds = holding.mean_seconds_in_flight(q, most[0])
     return None if least_cost else last
 
 
-def _sizes(p: Program, case: _Case, train_s: float, worth: Worth) -> list[tuple[float, float]]:
+def _trainer_sizes(
+    p: PlacementProgram, case: _TrainerCase, train_s: float, worth: RelaxedValuation
+) -> list[tuple[float, float]]:
     """Whole numbers of devices about those that a step of so many seconds takes, the better one first."""
-    size, train = holding.size_of(p, case.place), p.problem.train
+    size, train = holding.fixed_trainer_size(p, case.place), p.problem.train
     if size is not None or train is None:
         return [] if size is None else [(math.inf, size)]
     devices = case.place.work / (train_s / train.batch - case.place.fixed)
     about = {float(around(devices)) + more for around in (math.floor, math.ceil) for more in (-1, 0, 1)}
-    return _ranked(p, case, about, worth)
+    return _ranked_sizes(p, case, about, worth)
 
 
-def _ranked(p: Program, case: _Case, sizes: Iterable[float], worth: Worth) -> list[tuple[float, float]]:
+def _ranked_sizes(
+    p: PlacementProgram, case: _TrainerCase, sizes: Iterable[float], worth: RelaxedValuation
+) -> list[tuple[float, float]]:
     """What the relaxed problem is worth at these numbers of devices that train, and the numbers; the best first."""
     least, most = case.place.least, case.place.most
 
     def at(size: float) -> float:
-        train_s = holding.step_s(p, case.place, size)
-        return _settled(p, case, worth, train_s, train_s)
+        train_s = holding.training_step_s(p, case.place, size)
+        return _case_bound(p, case, worth, train_s, train_s)
 
     possible = {float(max(least, min(most, size))) for size in sizes}
     return sorted(((at(size), size) for size in sorted(possible)), key=lambda each: (-each[0], each[1]))
 
 
-def _room(p: Program, case: _Case, x: Floats) -> int:
+def _max_trainer_size(p: PlacementProgram, case: _TrainerCase, x: Floats) -> int:
     """Devices of the trainer with all that its pool has left over and that shorten a step."""
     g = case.place.pool
     used = sum(round(float(x[column])) * devices for pool, column, devices in p.used() if pool == g)
@@ -294,7 +304,7 @@ def _room(p: Program, case: _Case, x: Floats) -> int:
     return min(room, case.place.most)
 
 
-def _value(p: Program, x: Floats) -> float:
+def _plan_value(p: PlacementProgram, x: Floats) -> float:
     """What a plan is worth by the objective, higher being better."""
     rate, cost = float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x)
     match p.problem.objective:
@@ -306,5 +316,5 @@ def _value(p: Program, x: Floats) -> float:
             return rate
 
 
-def _trainer(p: Program, x: Floats) -> TrainPlace | None:
+def _trainer(p: PlacementProgram, x: Floats) -> TrainerOption | None:
     return next((place for place in p.trainers if x[place.devices] > 0.5), None)

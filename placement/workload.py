@@ -16,7 +16,7 @@ __all__ = [
     "FunctionPrice",
     "Quantity",
     "RewardCost",
-    "Train",
+    "TrainingWork",
     "kept_for_next_turn",
     "log_normal",
 ]
@@ -141,7 +141,7 @@ class DomainProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class TrainingWork:
     """What training asks for. `batch` trajectories per step, `staleness` α: (α+1) × batch are in flight at most (I4).
 
     Fixed to `devices` devices of pool `pool` where these are given; else the solver chooses.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["host_and_port", "loopback"]
+__all__ = ["host_and_port", "is_loopback"]
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -15,7 +15,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine can call it."""
     try:
         return ipaddress.ip_address(host).is_loopback

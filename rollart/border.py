@@ -13,12 +13,12 @@ from collections.abc import Awaitable
 
 from rollart.model import Observation, Step
 
-__all__ = ["checked_observation", "checked_step", "declares_quick", "due"]
+__all__ = ["checked_observation", "checked_step", "declares_quick", "require_awaitable"]
 
 CALLS = ("reset", "step", "close")
 
 
-def due(call: object, what: str) -> Awaitable[object]:
+def require_awaitable(call: object, what: str) -> Awaitable[object]:
     """What a method of an environment answered, to be awaited. TypeError where it is no coroutine."""
     if not inspect.isawaitable(call):
         raise TypeError(f"{what} answered {type(call).__name__} at once (rule: `async def {what}`)")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-__all__ = ["Group", "Lane", "Layout", "Order", "Received", "Receiver"]
+__all__ = ["Group", "BroadcastKeys", "TensorLayout", "Order", "Received", "Receiver"]
 
 ALIGN = 64
 """Every tensor begins at a multiple of so many bytes: as whatever type it is, it can be used where it lies."""
@@ -69,7 +69,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """What a lane's bytes are: (name, type, shape) of each tensor, in order."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -101,7 +101,7 @@ class Layout:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Layout:
+    def decode(cls, text: str) -> TensorLayout:
         raw = json.loads(text)
         tensors = tuple((str(n), str(k), tuple(int(s) for s in shape)) for n, k, shape in raw["tensors"])
         return cls(tensors, int(raw["bucket"]), str(raw["config"]))
@@ -154,7 +154,7 @@ class Group:
             dropping.join(wait_s)
 
 
-class Lane:
+class BroadcastKeys:
     """The keys of one lane of one broadcast, in the trainer's store."""
 
     def __init__(self, store: Any, order: Order, number: int) -> None:
@@ -248,13 +248,13 @@ class Receiver:
                 self._whole = received
             answer: dict[str, Any] = {"bytes": received.bytes, "seconds": time.monotonic() - began}
         except Exception as error:  # whatever it is, the engine goes on, and loads this version from files
-            answer = {"error": line(error)}
+            answer = {"error": error_line(error)}
             with self._lock:
                 if self._name == order.group:
                     self._leave()
         if lanes:
             with contextlib.suppress(RuntimeError):  # the trainer is gone
-                lanes[0][0].set(has(order, rank), json.dumps(answer))
+                lanes[0][0].set(member_key(order, rank), json.dumps(answer))
 
     def _join(self, order: Order, rank: int) -> list[tuple[Any, Group]]:
         with self._lock:
@@ -262,7 +262,7 @@ class Receiver:
                 return self._lanes
             self._leave()
         host, port = order.place
-        limit, here = seconds(min(JOIN_S, order.limit_s)), facing(host, port)
+        limit, here = seconds(min(JOIN_S, order.limit_s)), local_address_towards(host, port)
         lanes: list[tuple[Any, Group]] = []
         try:
             for number in range(order.lanes):
@@ -285,12 +285,12 @@ class Receiver:
 
     def _receive(self, order: Order, lanes: list[tuple[Any, Group]]) -> Received:
         """All lanes at once. The first error of any of them, when all have ended."""
-        parts: list[tuple[Layout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
+        parts: list[tuple[TensorLayout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
 
         def one(number: int) -> None:
             store, group = lanes[number]
             try:
-                parts[number] = self._stream(Lane(store, order, number), group, order)
+                parts[number] = self._stream(BroadcastKeys(store, order, number), group, order)
             except Exception as error:
                 parts[number] = error
 
@@ -311,11 +311,11 @@ class Receiver:
                 tensors[name] = whole[at : at + size].view(dtype).view(shape)
         return Received(order.stamp, config, tensors, total)
 
-    def _stream(self, lane: Lane, group: Group, order: Order) -> tuple[Layout, Tensor]:
+    def _stream(self, lane: BroadcastKeys, group: Group, order: Order) -> tuple[TensorLayout, Tensor]:
         """Every bucket, checked while the next one comes. A wrong one is said at the end: the others must not wait."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        layout = Layout.decode(lane.get("layout"))
+        layout = TensorLayout.decode(lane.get("layout"))
         whole = torch.empty(layout.size, dtype=torch.uint8)
         digests: list[str] = []
         for number, (start, end) in enumerate(layout.buckets()):
@@ -335,7 +335,7 @@ class Receiver:
         return layout, whole
 
 
-def has(order: Order, member: int) -> str:
+def member_key(order: Order, member: int) -> str:
     """The store's key of a member's answer: `{bytes, seconds}` once it has the version whole, or `{error}`."""
     return f"{order.stamp}/has/{member}"
 
@@ -344,7 +344,7 @@ def seconds(value: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=value)
 
 
-def line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """What it says first; of gloo's, without the place in its source."""
     text = re.sub(r"^\[/\S+\] ", "", str(error).strip()).splitlines()
     return text[0].partition(". This is typically")[0][:200] if text else type(error).__name__
@@ -393,7 +393,7 @@ def _drop(holder: list[Any], nccl: bool) -> None:
     del group
 
 
-def facing(host: str, port: int) -> str:
+def local_address_towards(host: str, port: int) -> str:
     """This host's address on the way to the trainer: where the others reach it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rollart.errors import one_line
-from rollart.foreign import HeldTooLong, contain, guard_of, in_users_code, leave_behind
+from rollart.foreign import HeldTooLong, abandon_task, guard_of, in_user_code, isolate_user_code
 
-__all__ = ["ControllerLoop", "LoopWatch", "run", "running_s"]
+__all__ = ["ControllerLoop", "LoopWatchdog", "run", "running_s"]
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class ControllerLoop(asyncio.SelectorEventLoop):
         self.busy_since: float | None = None
         self.on_pause: Callable[[float], None] = lambda seconds: None
         self.watched = False
-        """True while a `LoopWatch` answers signals: no exception that comes out of a callback is an interrupt."""
+        """True while a `LoopWatchdog` answers signals: no exception that comes out of a callback is an interrupt."""
         self._fresh: list[tuple[asyncio.TimerHandle, float]] = []
         """Timers of the current turn, and when they were set."""
         super().__init__(_Selector(self))
@@ -124,7 +124,7 @@ def running_s() -> float:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on a `ControllerLoop`. A task that does not end when it is cancelled is left behind."""
     loop = ControllerLoop()
-    contain(loop)
+    isolate_user_code(loop)
     try:
         asyncio.set_event_loop(loop)
         return _to_its_end(loop, loop.create_task(main))
@@ -156,10 +156,10 @@ async def _rest() -> None:
         async with asyncio.timeout(REST_S):
             await asyncio.shield(asyncio.gather(*rest, return_exceptions=True))
     for task in rest:
-        leave_behind(task)
+        abandon_task(task)
 
 
-class LoopWatch:
+class LoopWatchdog:
     """Owns a thread and, in the main thread, the answers to signals; `with` it on the loop.
 
     The first SIGINT, SIGTERM or SIGHUP calls `stop` on the loop. The second ends the process at once, and so does the
@@ -269,7 +269,7 @@ class LoopWatch:
         if self._call_looks >= self._patience or (self._stopping and self._looks > 1):
             self._held = f"it held the controller for {seconds:.0f} s in {holder}"
             signal.pthread_kill(self._main, INTERRUPT)
-        if self._call_looks >= self._patience + LAST_S and in_users_code(frame):
+        if self._call_looks >= self._patience + LAST_S and in_user_code(frame):
             self._end(f"{holder} has held the controller for {seconds:.0f} s, and swallows interruptions", False)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -278,11 +278,11 @@ class LoopWatch:
         self._stopping = True
         self._loop.call_soon_threadsafe(self._stop)
         since = self._loop.busy_since
-        if since is not None and self._loop.time() - since > 2 * LOOK_S and in_users_code(frame):
+        if since is not None and self._loop.time() - since > 2 * LOOK_S and in_user_code(frame):
             raise HeldTooLong("it held the controller when the run was stopped")
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self._held and in_users_code(frame):
+        if self._held and in_user_code(frame):
             held, self._held = self._held, ""
             self._interruptions += 1
             raise HeldTooLong(held)

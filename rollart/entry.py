@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
 
-__all__ = ["Entry", "ImportPath", "Name"]
+__all__ = ["SpecEntry", "ImportPath", "Name"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 """Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
@@ -20,7 +20,7 @@ LARGEST = 10**24
 """Largest magnitude of any whole number: fields have bounds of their own, this one keeps arithmetic on them finite."""
 
 
-class Entry(BaseModel):
+class SpecEntry(BaseModel):
     """Base of every mapping in a spec: unknown keys are errors, values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())

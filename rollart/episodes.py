@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollart.model import Completion, Piece, Segment, Step
+from rollart.model import Completion, CompletionChunk, Segment, Step
 
-__all__ = ["HarnessEpisode", "HarnessFactory", "Wanted"]
+__all__ = ["HarnessEpisode", "HarnessFactory", "HarnessRequest"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HarnessRequest:
     """What a harness asks for: an answer to these tokens. Its sampling is the domain's, and its answer no longer than
     that allows."""
 
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    told: Callable[[Piece], None] | None = field(default=None, compare=False)
+    told: Callable[[CompletionChunk], None] | None = field(default=None, compare=False)
     """Called with tokens as they are drawn."""
     gone: asyncio.Future[None] | None = field(default=None, compare=False)
     """Done when nobody waits for the answer any more."""
@@ -32,7 +32,7 @@ class HarnessEpisode(Protocol):
 
     An exception is an InfraFault, as an environment's is."""
 
-    async def wanted(self) -> Wanted | None:
+    async def wanted(self) -> HarnessRequest | None:
         """What it asks for next, once the last was answered; None: it is over."""
 
     def answer(self, completion: Completion) -> None:

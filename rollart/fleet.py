@@ -21,15 +21,15 @@ __all__ = [
     "EngineKind",
     "EngineRole",
     "KindLoad",
-    "Move",
-    "MoveKind",
+    "FleetMove",
+    "FleetMoveKind",
     "Node",
-    "Observed",
+    "FleetObservation",
     "Proposal",
     "RoutePrices",
     "Routes",
     "RuntimeEvent",
-    "Seat",
+    "EnginePlacement",
     "Strategy",
     "TurnModel",
 ]
@@ -119,7 +119,7 @@ class EngineKind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class EnginePlacement:
     """Where an engine sits and what it is used for: `tp` devices of type `device` in `pool`."""
 
     pool: str = ""
@@ -202,7 +202,7 @@ class KindLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class FleetObservation:
     """What a planner is told: work by domain, load by kind, the measured rate of finished trajectories over `seconds`
     (0 while nothing is known), and whether instances can be drained and started. `devices` that are there by pool,
     where nodes come and go; None: all that the pools are said to have."""
@@ -215,18 +215,18 @@ class Observed:
     devices: Mapping[str, int] | None = None
 
 
-class MoveKind(enum.StrEnum):
+class FleetMoveKind(enum.StrEnum):
     FLIP = "flip"
     DRAIN = "drain"
     START = "start"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class FleetMove:
     """`replicas` engines of `tp` devices in `pool` go from role `before` (None: they are started) to `after` (None:
     they are drained and stopped). A flip is the router's alone and free. `engine`: a drain of this one."""
 
-    kind: MoveKind
+    kind: FleetMoveKind
     pool: str
     tp: int
     replicas: int
@@ -247,7 +247,7 @@ class Proposal:
     that are not made meanwhile. `usd_per_hour` now and after, where the plan is to be cheap and not only fast.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[FleetMove, ...]
     routes: Routes
     rate_now: float
     rate_after: float
@@ -256,4 +256,4 @@ class Proposal:
 
     @property
     def router_only(self) -> bool:
-        return all(m.kind is MoveKind.FLIP for m in self.moves)
+        return all(m.kind is FleetMoveKind.FLIP for m in self.moves)

@@ -23,14 +23,14 @@ from serverless.deploy.handler import end_if_child
 __all__ = [
     "GRACE_S",
     "HeldTooLong",
-    "contain",
+    "isolate_user_code",
     "end_in_forks",
-    "foreign",
-    "give_up",
+    "UserCodeGuard",
+    "cancel_call",
     "guard",
     "guard_of",
-    "in_users_code",
-    "leave_behind",
+    "in_user_code",
+    "abandon_task",
 ]
 
 T = TypeVar("T")
@@ -55,10 +55,12 @@ class HeldTooLong(BaseException):
     """Raised inside a call of users' code that blocks the loop. No Exception: many calls try again on any of those."""
 
 
-class foreign:
-    """`with foreign():` around a call, in one task or before the loop runs. Only an Exception, or the cancellation of
+class UserCodeGuard:
+    """`with UserCodeGuard():` around a call, in one task or before the loop runs. Only an Exception, or the
+    cancellation of
     the task by its owner, leaves it; anything else becomes a RuntimeError. The same holds in tasks that are started
-    inside, where the loop was prepared (`contain`). A process that the call forks ends here. Before the loop runs, an
+    inside, where the loop was prepared (`isolate_user_code`). A process that the call forks ends here. Before the
+    loop runs, an
     interrupt or SIGTERM of the process leaves it as it came, and handlers of signals that the code has set are
     undone."""
 
@@ -127,7 +129,7 @@ def guard_of(frame: FrameType | None) -> FrameType | None:
     return outer
 
 
-def in_users_code(frame: FrameType | None) -> bool:
+def in_user_code(frame: FrameType | None) -> bool:
     """True if the frame runs on behalf of a guarded call, and is not the guard itself, or in a callback that users'
     code gave to the loop."""
     if _INSIDE.get():
@@ -135,7 +137,7 @@ def in_users_code(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code not in _GUARDS and guard_of(frame) is not None
 
 
-def contain(loop: asyncio.AbstractEventLoop) -> None:
+def isolate_user_code(loop: asyncio.AbstractEventLoop) -> None:
     """From now on, tasks that users' code starts end alone, and the loop runs in no fork that it makes."""
     loop.set_task_factory(_task)
     loop.set_exception_handler(_in_a_line)
@@ -170,7 +172,7 @@ def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
     print(f"rollart: {what} of users' code ended: {one_line(error, 500)}{where}", file=sys.stderr, flush=True)
 
 
-def give_up(task: asyncio.Task[Any]) -> None:
+def cancel_call(task: asyncio.Task[Any]) -> None:
     """Cancel a call of users' code without waiting for its end. Past `GRACE_S` it is left behind."""
     if task.done():
         return
@@ -179,10 +181,10 @@ def give_up(task: asyncio.Task[Any]) -> None:
     task.cancel()
     loop = asyncio.get_running_loop()
     loop.call_later(GRACE_S / 2, task.cancel)
-    loop.call_later(GRACE_S, leave_behind, task)
+    loop.call_later(GRACE_S, abandon_task, task)
 
 
-def leave_behind(task: asyncio.Task[Any]) -> None:
+def abandon_task(task: asyncio.Task[Any]) -> None:
     """Forget a cancelled task that has not ended: neither the end of the loop nor of the process waits for it."""
     if task.done() or task not in asyncio.all_tasks():
         return

@@ -13,21 +13,21 @@ __all__ = [
     "EnvironmentHost",
     "FunctionHost",
     "HostHealth",
-    "Images",
-    "Made",
-    "Making",
+    "EpisodeImages",
+    "EnvironmentOrigin",
+    "EnvironmentCreation",
 ]
 
 
 ENVIRONMENTS_MADE = "environments_made"
-"""The event that tells what a host made for a domain so far (`Making`)."""
+"""The event that tells what a host made for a domain so far (`EnvironmentCreation`)."""
 
 PLACES = "environment_places"
 """The event that tells what episodes waited for a place on a host so far, by what they are for (`policy.places`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EnvironmentOrigin:
     """How an episode came to its environment: `cold`, made in its reset; `ahead`, before it; `reused`, another episode
     had it; `again`, its own. `make_s` seconds it took to make, ahead or now."""
 
@@ -53,7 +53,7 @@ class HostHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
+class EpisodeImages:
     """Images that an episode needs, all that its host has, and how many were brought for it."""
 
     wanted: tuple[str, ...]
@@ -62,7 +62,7 @@ class Images:
 
 
 @dataclass(slots=True)
-class Making:
+class EnvironmentCreation:
     """What a domain's environments cost a host to make. `cold_s` was waited for in resets, `ahead_s` was not."""
 
     cold: int = 0
@@ -78,7 +78,7 @@ class Making:
     def episodes(self) -> int:
         return self.cold + self.ahead + self.reused
 
-    def add(self, made: Made) -> None:
+    def add(self, made: EnvironmentOrigin) -> None:
         match made.how:
             case "cold":
                 self.cold, self.cold_s = self.cold + 1, self.cold_s + made.make_s
@@ -107,7 +107,7 @@ class EnvironmentHost(Protocol):
     def node(self) -> str:
         """The machine that it runs on; hosts with the same one may fall together."""
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
         """What the episode shows first and how its environment was made, which it is at its first reset or before; and
         the seconds that the call took there."""
 
@@ -115,7 +115,7 @@ class EnvironmentHost(Protocol):
     def pictured(self) -> frozenset[str]:
         """Domains whose episodes need images that it can bring."""
 
-    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
         """Which images the episode needs, and those that are there; with `pull` all of them are, until it is closed.
         And the seconds of that."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = [
     "AdvantageSpec",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class AdvantageSpec(Entry):
+class AdvantageSpec(SpecEntry):
     """How rewards become advantages. docs/training.md names the published algorithm of each combination."""
 
     level: Literal["token", "turn", "trajectory"] = Field(
@@ -60,7 +60,7 @@ class AdvantageSpec(Entry):
         return self
 
 
-class LossSpec(Entry):
+class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
     kind: Literal["pg", "ppo", "decoupled", "tis"] = Field(
@@ -77,7 +77,7 @@ class LossSpec(Entry):
     )
 
 
-class LoraSpec(Entry):
+class LoraSpec(SpecEntry):
     """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
 
     rank: int = Field(default=16, ge=1, le=65536, description="Rank of an adapter.")
@@ -89,7 +89,7 @@ class LoraSpec(Entry):
     )
 
 
-class TrainingSpec(Entry):
+class TrainingSpec(SpecEntry):
     """Optimizer, loss and how a batch is cut."""
 
     lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
@@ -126,7 +126,7 @@ class TrainingSpec(Entry):
     )
 
 
-class ImitationSpec(Entry):
+class ImitationSpec(SpecEntry):
     """Cross-entropy on worked examples."""
 
     lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
@@ -139,14 +139,14 @@ class ImitationSpec(Entry):
 LossWeight = Annotated[float, Field(ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance.")]
 
 
-class CreditSpec(Entry):
+class CreditSpec(SpecEntry):
     """One domain's credit assignment and its weight in the loss, as the trainer has them."""
 
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
     loss_weight: LossWeight = 1.0
 
 
-class PolicyConfig(Entry):
+class PolicyConfig(SpecEntry):
     """The policy: a Hugging Face directory (`path`), or a fresh one made from a config dict (`init`) and `seed`.
 
     `dtype` of its weights and of everything that is computed with them; engines read versions of either."""
@@ -164,7 +164,7 @@ class PolicyConfig(Entry):
         return self
 
 
-class ParallelConfig(Entry):
+class ParallelConfig(SpecEntry):
     """Over how many processes the trainer is spread (FSDP2), and what it trades for memory and speed.
 
     `dtype` is what is computed with; weights, their gradients' sums and the optimizer stay in the model's. Versions

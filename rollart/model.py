@@ -30,7 +30,7 @@ __all__ = [
     "Observation",
     "Outcome",
     "PauseMode",
-    "Piece",
+    "CompletionChunk",
     "Purpose",
     "Sample",
     "Sampling",
@@ -279,7 +279,7 @@ class Sampling:
 
 
 @_value(frozen=True, slots=True)
-class Piece:
+class CompletionChunk:
     """Tokens of an answer that is still being generated: those after the piece before, all drawn by `version`; None:
     its engine says that with the answer's end only, and weights may have changed meanwhile."""
 
@@ -302,7 +302,7 @@ class GenerateRequest:
     sampling: Sampling
     cache_salt: str | None = None
     kv_transfer: Mapping[str, object] | None = None
-    told: Callable[[Piece], None] | None = field(default=None, compare=False, repr=False)
+    told: Callable[[CompletionChunk], None] | None = field(default=None, compare=False, repr=False)
 
 
 @_value(frozen=True, slots=True)

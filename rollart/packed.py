@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["CODES", "KIND", "LEAST", "Packed", "columns", "decoded", "encoded", "pack", "plain"]
+__all__ = ["CODES", "KIND", "LEAST", "PackedColumn", "columns", "decoded", "encoded", "pack", "plain"]
 
 KIND = "application/vnd.rollart.columns"
 
@@ -26,7 +26,7 @@ CODES = "bhiqfd"
 """Whole numbers of 1, 2, 4 and 8 bytes, floats of 4 and 8."""
 
 
-class Packed(NamedTuple):
+class PackedColumn(NamedTuple):
     """A list of numbers of one type. `code`: as in `array`; `data`: little-endian."""
 
     code: str
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
 def pack(value: Any) -> Any:
     """A long list of whole numbers, or of floats, in as few bytes as hold all of it exactly; an `array`, and what has
     a `tolist` (NumPy, torch), as such a list. Anything else as it is."""
-    if isinstance(value, Packed):
+    if isinstance(value, PackedColumn):
         return value
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list) or len(values) < LEAST:
@@ -62,7 +62,7 @@ def pack(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Packed) else value
+    return value.tolist() if isinstance(value, PackedColumn) else value
 
 
 def encoded(body: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bytes:
@@ -72,7 +72,7 @@ def encoded(body: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bytes:
     for row in rows:
         told: dict[str, Any] = {}
         for name, value in row["columns"].items():
-            if isinstance(value, Packed):
+            if isinstance(value, PackedColumn):
                 blobs.append(value.data)
                 told[name] = [value.code, end, end + len(value.data)]
                 end += len(value.data)
@@ -105,11 +105,11 @@ def columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
             raise ValueError(f"column {name} lies outside of the body")
         if (end - begin) % array(code).itemsize:
             raise ValueError(f"column {name} ends amid a number")
-        found[name] = Packed(code, blob[begin:end])
+        found[name] = PackedColumn(code, blob[begin:end])
     return found
 
 
-def _packed(values: array[Any]) -> Packed:
+def _packed(values: array[Any]) -> PackedColumn:
     if sys.byteorder == "big":
         values.byteswap()
-    return Packed(values.typecode, values.tobytes())
+    return PackedColumn(values.typecode, values.tobytes())

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollart.fleet import ActorSpec, BundleGroup, Move, Node, Observed, Proposal, Routes, RuntimeEvent
+from rollart.fleet import ActorSpec, BundleGroup, FleetMove, FleetObservation, Node, Proposal, Routes, RuntimeEvent
 from rollart.model import (
     Completion,
     EngineId,
@@ -315,13 +315,13 @@ class Planner(Protocol):
     May raise; the caller then keeps what it has.
     """
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         """The running flows at the prices that hold now. Every few seconds: no solver."""
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         """The best flows, and their prices, at the instances there are. Twice a minute or so."""
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         """A better plan, or None if the running one is the best; raises when none is found. Moves other than flips only
         help a caller that can make them (`observed.movable`)."""
 
@@ -332,7 +332,7 @@ class Planner(Protocol):
 class Fleet(Protocol):
     """Drains and starts engines: one at a time, and none while weights move."""
 
-    async def apply(self, move: Move) -> None:
+    async def apply(self, move: FleetMove) -> None:
         """Start or drain one engine (`move.replicas` is 1). Returns when a started one serves the current version, or
         when a drained one is gone, its process and devices too.
 

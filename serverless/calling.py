@@ -1,7 +1,7 @@
 """Calls a reward function in its own convention with items, and reads what it gives. Packed with every function.
 
-`CALLS` has one `Call` per convention of `serverless.signatures`, where the table of what each parameter gets is.
-A call is of one item or of all; errors of the function pass through. Only the standard library is used.
+`CALLS` has one `ConventionAdapter` per convention of `serverless.signatures`, where the table of what each parameter
+gets is. A call is of one item or of all; errors of the function pass through. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from serverless.signatures import Convention, Shape
+from serverless.signatures import CallableSignature, Convention
 from serverless.types import Item
 
-__all__ = ["CALLS", "Call"]
+__all__ = ["CALLS", "ConventionAdapter"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -23,7 +23,7 @@ _LABELS = ("answer", "ground_truth", "solution", "label", "target", "reference_a
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ConventionAdapter:
     """How a convention is served.
 
     `arguments(items, shape)` makes the arguments of one call; `results(given, count)` makes one result per item of
@@ -31,7 +31,7 @@ class Call:
     With `batch` all items go in one call, otherwise each in its own.
     """
 
-    arguments: Callable[[Sequence[Item], Shape], Arguments]
+    arguments: Callable[[Sequence[Item], CallableSignature], Arguments]
     results: Callable[[Any, int], list[Any]]
     batch: bool
 
@@ -50,7 +50,7 @@ def _several(given: Any, count: int) -> list[Any]:
     return [entry[0] if isinstance(entry, list) and len(entry) == 1 else entry for entry in listed]
 
 
-def _accepted(values: dict[str, Any], shape: Shape) -> dict[str, Any]:
+def _accepted(values: dict[str, Any], shape: CallableSignature) -> dict[str, Any]:
     """Of the values those that the function takes."""
     return values if shape.any_keyword else {k: v for k, v in values.items() if k in shape.names}
 
@@ -113,7 +113,7 @@ def _verl_values(item: Item) -> dict[str, Any]:
     }
 
 
-def _verl(items: Sequence[Item], shape: Shape) -> Arguments:
+def _verl(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     return (), _accepted(_verl_values(items[0]), shape)
 
 
@@ -123,7 +123,7 @@ def _verl_result(given: Any, count: int) -> list[Any]:
 
 
 # verl/workers/reward_manager/batch.py: the same names in the plural.
-def _verl_batch(items: Sequence[Item], shape: Shape) -> Arguments:
+def _verl_batch(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     rows = [_verl_values(item) for item in items]
     columns = {
         "data_sources": [r["data_source"] for r in rows],
@@ -140,16 +140,16 @@ def _verl_batch_results(given: Any, count: int) -> list[Any]:
 
 # TRL: reward_func(prompts=, completions=, completion_ids=, **reward_kwargs), by keyword; columns are lists; None
 # means that the function does not apply (trl/trainer/grpo_trainer.py, _calculate_rewards).
-def _trl(items: Sequence[Item], shape: Shape) -> Arguments:
+def _trl(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     return (), _trl_values(items, shape, [_prompt(i) for i in items], [i.completion for i in items])
 
 
-def _trl_chat(items: Sequence[Item], shape: Shape) -> Arguments:
+def _trl_chat(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     parts = [_split(item) for item in items]
     return (), _trl_values(items, shape, [p for p, _ in parts], [c for _, c in parts])
 
 
-def _trl_values(items: Sequence[Item], shape: Shape, prompts: Any, completions: Any) -> dict[str, Any]:
+def _trl_values(items: Sequence[Item], shape: CallableSignature, prompts: Any, completions: Any) -> dict[str, Any]:
     names = {name for item in items for name in item.metadata} | {n for n in _LABELS if n in shape.names}
     values = {name: [_column(item, name) for item in items] for name in sorted(names)}
     own = {
@@ -174,7 +174,7 @@ def _trl_results(given: Any, count: int) -> list[Any]:
     return [none if entry is None else entry for entry in _several(given, count)]
 
 
-class _Options(SimpleNamespace):
+class _SlimeArguments(SimpleNamespace):
     """slime's command line: there is none here, and a function that reads it must be told."""
 
     def __getattr__(self, name: str) -> Any:
@@ -183,12 +183,12 @@ class _Options(SimpleNamespace):
 
 # slime: await custom_rm(args, sample, **kwargs), args an argparse namespace (slime/rollout/rm_hub/__init__.py,
 # slime/utils/types.py).
-def _slime(items: Sequence[Item], shape: Shape) -> Arguments:
-    return (_Options(), _slime_sample(items[0])), {}
+def _slime(items: Sequence[Item], shape: CallableSignature) -> Arguments:
+    return (_SlimeArguments(), _slime_sample(items[0])), {}
 
 
-def _slime_batch(items: Sequence[Item], shape: Shape) -> Arguments:
-    return (_Options(), [_slime_sample(item) for item in items]), {}
+def _slime_batch(items: Sequence[Item], shape: CallableSignature) -> Arguments:
+    return (_SlimeArguments(), [_slime_sample(item) for item in items]), {}
 
 
 def _slime_sample(item: Item) -> SimpleNamespace:
@@ -218,7 +218,7 @@ def _slime_results(given: Any, count: int) -> list[Any]:
 
 # OpenRLHF: reward_func(queries, prompts, labels), positional (openrlhf/utils/remote_rm_utils.py; README: queries
 # are prompts + responses).
-def _openrlhf(items: Sequence[Item], shape: Shape) -> Arguments:
+def _openrlhf(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     prompts = [_prompt(item) for item in items]
     queries = [item.metadata.get("query", p + item.completion) for item, p in zip(items, prompts, strict=True)]
     values = {"queries": queries, "prompts": prompts, "labels": [_label(item, "label") for item in items]}
@@ -244,7 +244,7 @@ def _openrlhf_results(given: Any, count: int) -> list[Any]:
 
 # AReaL: reward_fn(prompt_str, completions_str, prompt_ids, completion_ids, **data), the first four positional
 # (areal/workflow/rlvr.py, areal/reward/gsm8k.py).
-def _areal(items: Sequence[Item], shape: Shape) -> Arguments:
+def _areal(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     item = items[0]
     four = {
         "prompt": _prompt(item),
@@ -277,12 +277,12 @@ class _Parser:
 
 
 # verifiers: by name subset, all of them for **kwargs (verifiers/rubrics/rubric.py, call_reward_func).
-def _verifiers(items: Sequence[Item], shape: Shape) -> Arguments:
+def _verifiers(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     prompt, completion = _split(items[0])
     return (), _accepted(_verifiers_values(items[0], prompt, completion), shape)
 
 
-def _verifiers_text(items: Sequence[Item], shape: Shape) -> Arguments:
+def _verifiers_text(items: Sequence[Item], shape: CallableSignature) -> Arguments:
     return (), _accepted(_verifiers_values(items[0], _prompt(items[0]), items[0].completion), shape)
 
 
@@ -302,18 +302,18 @@ def _verifiers_values(item: Item, prompt: Any, completion: Any) -> dict[str, Any
     return {**given, "state": state, "parser": _Parser()}
 
 
-CALLS: Mapping[Convention, Call] = {
-    Convention.ITEM: Call(lambda items, shape: ((items[0],), {}), _single, batch=False),
-    Convention.SAMPLES: Call(lambda items, shape: ((list(items),), {}), _several, batch=True),
-    Convention.VERL: Call(_verl, _verl_result, batch=False),
-    Convention.VERL_BATCH: Call(_verl_batch, _verl_batch_results, batch=True),
-    Convention.TRL: Call(_trl, _trl_results, batch=True),
-    Convention.TRL_CHAT: Call(_trl_chat, _trl_results, batch=True),
-    Convention.SLIME: Call(_slime, _slime_result, batch=False),
-    Convention.SLIME_BATCH: Call(_slime_batch, _slime_results, batch=True),
-    Convention.OPENRLHF: Call(_openrlhf, _openrlhf_results, batch=True),
-    Convention.AREAL: Call(_areal, _single, batch=False),
-    Convention.VERIFIERS: Call(_verifiers, _single, batch=False),
-    Convention.VERIFIERS_TEXT: Call(_verifiers_text, _single, batch=False),
+CALLS: Mapping[Convention, ConventionAdapter] = {
+    Convention.ITEM: ConventionAdapter(lambda items, shape: ((items[0],), {}), _single, batch=False),
+    Convention.SAMPLES: ConventionAdapter(lambda items, shape: ((list(items),), {}), _several, batch=True),
+    Convention.VERL: ConventionAdapter(_verl, _verl_result, batch=False),
+    Convention.VERL_BATCH: ConventionAdapter(_verl_batch, _verl_batch_results, batch=True),
+    Convention.TRL: ConventionAdapter(_trl, _trl_results, batch=True),
+    Convention.TRL_CHAT: ConventionAdapter(_trl_chat, _trl_results, batch=True),
+    Convention.SLIME: ConventionAdapter(_slime, _slime_result, batch=False),
+    Convention.SLIME_BATCH: ConventionAdapter(_slime_batch, _slime_results, batch=True),
+    Convention.OPENRLHF: ConventionAdapter(_openrlhf, _openrlhf_results, batch=True),
+    Convention.AREAL: ConventionAdapter(_areal, _single, batch=False),
+    Convention.VERIFIERS: ConventionAdapter(_verifiers, _single, batch=False),
+    Convention.VERIFIERS_TEXT: ConventionAdapter(_verifiers_text, _single, batch=False),
 }
 """ITEMS and EVENT have none: they speak the wire form themselves."""

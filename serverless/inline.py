@@ -19,7 +19,7 @@ from serverless.errors import SpecInvalid
 from serverless.signatures import OPTIONS
 from serverless.types import FaultKind, InfraFault, Item, Outcome
 
-__all__ = ["Inline", "inline"]
+__all__ = ["InlineScorer", "inline"]
 
 _ENVIRONMENT_NAMES = ("env", "environment")
 
@@ -31,7 +31,7 @@ def inline(
     environment: object = None,
     artefacts: pathlib.Path | None = None,
     timeout_s: float | None = None,
-) -> Inline:
+) -> InlineScorer:
     """A scorer around a reward as `@reward` takes it; a class is made and loaded here, once.
 
     A parameter `env` or `environment` is given `environment`. `timeout_s` ends a call of an async reward.
@@ -42,10 +42,10 @@ def inline(
         raise SpecInvalid(f"{name} is untrusted: it cannot run in this process", remedy="make it stateless")
     if environment is not None:
         target = _bound(target, environment, artefacts)
-    return Inline(adapt(target, takes=takes, artefacts=artefacts), timeout_s=timeout_s)
+    return InlineScorer(adapt(target, takes=takes, artefacts=artefacts), timeout_s=timeout_s)
 
 
-class Inline:
+class InlineScorer:
     """Owns the state of one reward. Calls run one at a time, in the order in which they were made: a caller waits for
     those before it. Any task of one event loop may call."""
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from serverless.types import Invocation
 
-__all__ = ["Meter", "MeterSink", "NullMeter", "Saving", "Usage", "WorkerSpan", "WorkerState", "billed_seconds"]
+__all__ = ["Meter", "MeterSink", "NullMeter", "Saving", "FunctionUsage", "WorkerSpan", "WorkerState", "billed_seconds"]
 
 
 class WorkerState(enum.StrEnum):
@@ -74,7 +74,7 @@ class NullMeter:
 
 
 @dataclass(slots=True)
-class Usage:
+class FunctionUsage:
     """Totals of one function."""
 
     invocations: int = 0
@@ -97,14 +97,14 @@ class Meter:
     """Adds up calls and worker time by function."""
 
     def __init__(self) -> None:
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, FunctionUsage] = {}
 
     @property
-    def usage(self) -> Mapping[str, Usage]:
+    def usage(self) -> Mapping[str, FunctionUsage]:
         return self._usage
 
     def invocation(self, invocation: Invocation) -> None:
-        usage = self._usage.setdefault(invocation.function, Usage())
+        usage = self._usage.setdefault(invocation.function, FunctionUsage())
         usage.invocations += 1
         usage.items += invocation.items
         usage.cold_starts += invocation.cold_start_s > 0.0
@@ -114,9 +114,9 @@ class Meter:
         usage.statuses[invocation.status] = usage.statuses.get(invocation.status, 0) + 1
 
     def worker(self, span: WorkerSpan) -> None:
-        self._usage.setdefault(span.function, Usage()).worker_s[span.state] += span.t1 - span.t0
+        self._usage.setdefault(span.function, FunctionUsage()).worker_s[span.state] += span.t1 - span.t0
 
     def saving(self, saving: Saving) -> None:
-        usage = self._usage.setdefault(saving.function, Usage())
+        usage = self._usage.setdefault(saving.function, FunctionUsage())
         usage.saved_items += saving.items
         usage.saved_s += saving.billed_s

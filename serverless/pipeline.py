@@ -23,8 +23,8 @@ from serverless.cache import Cache
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
-from serverless.pipeline_line import Line
-from serverless.pipeline_stats import FunctionHealth, Stage, StageCounts
+from serverless.pipeline_line import FunctionQueue
+from serverless.pipeline_stats import FunctionHealth, OffloadStage, StageCounts
 from serverless.policy.retry import RetryPolicy
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
@@ -70,10 +70,10 @@ class Offload:
         if cache is not None and common.cache.enabled:
             warn = warn or logging.getLogger(__name__).warning
             self._cache = Cache(cache, max_entries=common.cache.max_entries, warn=warn)
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, FunctionQueue] = {}
         for package in self._packages:
             chosen = (overrides or {}).get(package.spec.name, common)
-            self._lines[package.spec.name] = Line(
+            self._lines[package.spec.name] = FunctionQueue(
                 package,
                 self._backends,
                 chosen,
@@ -99,7 +99,7 @@ class Offload:
         """Items of one function that wait for a call."""
         return self._line(function).waiting
 
-    def stages(self) -> dict[str, dict[Stage, StageCounts]]:
+    def stages(self) -> dict[str, dict[OffloadStage, StageCounts]]:
         """What every stage did, cost and saved since the start, by function: a copy."""
         return {name: {s: replace(c) for s, c in line.stages.items()} for name, line in self._lines.items()}
 
@@ -145,7 +145,7 @@ class Offload:
             if group is not None:
                 await group.__aexit__(None, None, None)
 
-    def _line(self, function: str) -> Line:
+    def _line(self, function: str) -> FunctionQueue:
         line = self._lines.get(function)
         if line is None:
             raise UnknownFunction(f"no function {function!r}", remedy=f"functions: {', '.join(self._lines) or 'none'}")

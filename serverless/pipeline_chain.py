@@ -6,15 +6,15 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-from serverless.pipeline_entry import Entry
-from serverless.pipeline_lane import Lane
+from serverless.pipeline_entry import PendingItem
+from serverless.pipeline_lane import ProviderQueue
 from serverless.pipeline_stats import StageCounts
 from serverless.types import Cause, FaultKind, InfraFault
 
-__all__ = ["Chain"]
+__all__ = ["FallbackOrder"]
 
 
-class Chain:
+class FallbackOrder:
     """Decides between lanes; owns nothing that waits. `give_up` tells an entry's waiters.
 
     An entry goes to the first provider that lets it through, from the one on that it has not failed on; if none does,
@@ -26,11 +26,11 @@ class Chain:
     def __init__(
         self,
         function: str,
-        lanes: Sequence[Lane],
+        lanes: Sequence[ProviderQueue],
         *,
         breakers: StageCounts,
         fallbacks: StageCounts,
-        give_up: Callable[[Entry, InfraFault], None],
+        give_up: Callable[[PendingItem, InfraFault], None],
     ) -> None:
         self._function = function
         self._lanes = tuple(lanes)
@@ -38,14 +38,16 @@ class Chain:
         self._fallbacks = fallbacks
         self._give_up = give_up
 
-    def route(self, entry: Entry, now: float) -> None:
+    def route(self, entry: PendingItem, now: float) -> None:
         """Where it can go first. Ties: the earlier in the chain."""
         lanes = self._lanes
         chosen = lanes[entry.lane]
         self._breakers.entered += chosen.breaker is not None
         if len(lanes) > 1 and not chosen.admits(now):
             in_order = (*lanes[entry.lane :], *lanes[: entry.lane])
-            chosen = next((lane for lane in in_order if lane.admits(now)), None) or min(lanes, key=Lane.open_at)
+            chosen = next((lane for lane in in_order if lane.admits(now)), None) or min(
+                lanes, key=ProviderQueue.open_at
+            )
         if chosen.index > entry.lane and chosen.index != entry.on:
             self._fallbacks.acted += 1
         if chosen.index > entry.lane:

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from serverless.types import Cause, Outcome
 from serverless.wire import WireItem
 
-__all__ = ["Call", "Entry", "Try", "Waiter"]
+__all__ = ["PipelineCall", "PendingItem", "CallAttempt", "Waiter"]
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
     """One `submit`: its own outcome, its own deadline."""
 
-    entry: Entry
+    entry: PendingItem
     outcome: asyncio.Future[Outcome]
     expires: float
     deadline_s: float
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PendingItem:
     """One piece of work: an item that one or more submits wait for, until `expires`, the latest of their deadlines.
 
     `lane` is the first provider that has not failed it, `on` the one that it was sent to last, `done` that nobody waits
@@ -44,18 +44,18 @@ class Entry:
     retried: bool = False
     alone: bool = False
     done: bool = False
-    call: Call | None = None
+    call: PipelineCall | None = None
     retry: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PipelineCall:
     """A logical call: a list of entries, carried by one try or, hedged, by two. `alive` is how many entries still wait.
 
     `limit` is the time limit of its only item, where it has one.
     """
 
-    entries: list[Entry]
+    entries: list[PendingItem]
     event: list[WireItem]
     cause: Cause
     expires: float
@@ -65,14 +65,14 @@ class Call:
     counted: bool
     """Whether it was an attempt of its items: one that looks for the guilty item of a batch is not."""
     done: bool = False
-    tries: list[Try] = field(default_factory=list)
+    tries: list[CallAttempt] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Try:
+class CallAttempt:
     """One invocation."""
 
-    call: Call
+    call: PipelineCall
     cause: Cause
     began: float
     trial: bool

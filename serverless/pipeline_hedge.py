@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serverless.pipeline_entry import Call
+from serverless.pipeline_entry import PipelineCall
 from serverless.pipeline_stats import StageCounts
 from serverless.pipeline_timers import Timers
 from serverless.policy.hedge import HedgeBudget, HedgePolicy, Latencies
@@ -18,17 +18,22 @@ class Hedger:
     `again` begins one. Calls that look for a guilty item are not hedged: their faults are wanted."""
 
     def __init__(
-        self, policy: HedgePolicy, stage: StageCounts, *, room: Callable[[], bool], again: Callable[[Call], None]
+        self,
+        policy: HedgePolicy,
+        stage: StageCounts,
+        *,
+        room: Callable[[], bool],
+        again: Callable[[PipelineCall], None],
     ) -> None:
         self._latencies = Latencies(policy)
         self._budget = HedgeBudget(policy)
         self._stage = stage
         self._room = room
         self._again = again
-        self._watched: Timers[Call] = Timers(self._is_late, lambda call: call.done)
-        self._late: dict[Call, None] = {}
+        self._watched: Timers[PipelineCall] = Timers(self._is_late, lambda call: call.done)
+        self._late: dict[PipelineCall, None] = {}
 
-    def called(self, call: Call, now: float) -> None:
+    def called(self, call: PipelineCall, now: float) -> None:
         """A call began: it earns its share of a hedge, and is watched."""
         self._stage.entered += 1
         self._budget.earn()
@@ -41,7 +46,7 @@ class Hedger:
     def answered(self, seconds: float, items: int) -> None:
         self._latencies.add(seconds, items)
 
-    def over(self, call: Call) -> None:
+    def over(self, call: PipelineCall) -> None:
         """It needs no hedge any more."""
         self._late.pop(call, None)
 
@@ -58,13 +63,13 @@ class Hedger:
         self._watched.close()
         self._late.clear()
 
-    def _is_late(self, call: Call) -> None:
+    def _is_late(self, call: PipelineCall) -> None:
         if self._room() and self._budget.take():
             self._hedge(call)
         else:
             self._late[call] = None
 
-    def _hedge(self, call: Call) -> None:
+    def _hedge(self, call: PipelineCall) -> None:
         self._stage.acted += 1
         self._stage.extra_calls += 1
         self._again(call)

@@ -11,21 +11,21 @@ from dataclasses import replace
 from serverless import wire
 from serverless.backends.base import Backend, Reply
 from serverless.meter import billed_seconds
-from serverless.pipeline_calls import CAUSED_BY, cause_of, divisible, elsewhere, limited
-from serverless.pipeline_entry import Call, Entry, Try
+from serverless.pipeline_calls import CAUSED_BY, cause_of, is_divisible, limited, retryable_elsewhere
+from serverless.pipeline_entry import CallAttempt, PendingItem, PipelineCall
 from serverless.pipeline_hedge import Hedger
-from serverless.pipeline_owner import Owner
+from serverless.pipeline_owner import ProviderQueueCallbacks
 from serverless.pipeline_queue import WaitingItems
-from serverless.pipeline_stats import Stage
+from serverless.pipeline_stats import OffloadStage
 from serverless.policy.batch import BatchPolicy
-from serverless.policy.breaker import Breaker, BreakerState, counts
-from serverless.policy.concurrency import Window
-from serverless.policy.retry import lost
+from serverless.policy.breaker import BreakerState, CircuitBreaker, is_provider_failure
+from serverless.policy.concurrency import ConcurrencyWindow
+from serverless.policy.retry import is_outcome_unknown
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFault
 
-__all__ = ["Lane"]
+__all__ = ["ProviderQueue"]
 
 _UNANSWERED = InfraFault(FaultKind.DEADLINE, retryable=False, detail="a trial had no answer before its deadline")
 """Of a trial that was cancelled because its items' time was over."""
@@ -34,7 +34,7 @@ _EPS = 1e-9
 """Loop times this close are the same."""
 
 
-class Lane:
+class ProviderQueue:
     """Owns the items that wait for this provider and a task per invocation.
 
     Invariants: invocations in flight, hedges included, stay within the window, and it within `concurrency`; none begins
@@ -44,7 +44,7 @@ class Lane:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: ProviderQueueCallbacks,
         index: int,
         spec: FunctionSpec,
         backend: Backend,
@@ -67,19 +67,19 @@ class Lane:
         items = spec.batch.max_items if batch.enabled else 1
         wait_s = spec.batch.max_wait_ms / 1000.0 if batch.enabled else 0.0
         policy = BatchPolicy(items, wait_s, spec.batch.max_bytes)
-        self._counts = {stage: owner.count(stage) for stage in Stage}
-        self._hedges, self._batches = owner.count(Stage.HEDGE), owner.count(Stage.BATCH)
-        self._admissions = owner.count(Stage.ADMISSION)
+        self._counts = {stage: owner.count(stage) for stage in OffloadStage}
+        self._hedges, self._batches = owner.count(OffloadStage.HEDGE), owner.count(OffloadStage.BATCH)
+        self._admissions = owner.count(OffloadStage.ADMISSION)
         self._queue = WaitingItems(policy, by_length=batch.enabled and batch.by_length)
-        self._groups: deque[list[Entry]] = deque()
+        self._groups: deque[list[PendingItem]] = deque()
         window, breaker = settings.admission.policy(spec.concurrency), settings.breaker.policy()
-        self._window = Window(window) if window is not None else None
-        self.breaker = Breaker(breaker) if breaker is not None else None
+        self._window = ConcurrencyWindow(window) if window is not None else None
+        self.breaker = CircuitBreaker(breaker) if breaker is not None else None
         hedge = settings.hedge.policy()
         self._hedger: Hedger | None = None
         if hedge is not None:
             self._hedger = Hedger(hedge, self._hedges, room=self._room_to_hedge, again=self._try_again)
-        self._tries: dict[Try, None] = {}
+        self._tries: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class Lane:
         until = self.breaker.until if self.breaker is not None else 0.0
         return max(until, self._window.ready_at()) if self._window is not None else until
 
-    def enqueue(self, entry: Entry) -> None:
+    def enqueue(self, entry: PendingItem) -> None:
         """Last in line. Looks for a due call only if this item can have made one due."""
         if self._queue.add(entry) or self._timer is None:
             self._pump()
@@ -111,7 +111,7 @@ class Lane:
         self._queue.purge()
         self._groups = deque([e for e in group if not e.done] for group in self._groups)
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[PendingItem]:
         """Give up everything that waits."""
         entries = [e for group in self._groups for e in group if not e.done]
         for entry in entries:
@@ -127,7 +127,7 @@ class Lane:
             self._hedger.close()
         self.drain()
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: PipelineCall) -> None:
         """One entry of a call left; with the last of them the call goes."""
         call.alive -= 1
         if call.alive == 0:
@@ -169,13 +169,13 @@ class Lane:
         self._timer = loop.call_at(ready, self._pump)
         return False
 
-    def _begin(self, entries: list[Entry], cause: Cause, now: float) -> None:
+    def _begin(self, entries: list[PendingItem], cause: Cause, now: float) -> None:
         limits = [self._owner.limit(entry) for entry in entries]
         wires = [e.wire if t is None else limited(e.wire, t) for e, t in zip(entries, limits, strict=True)]
         expires = max([entry.expires for entry in entries])
         limit = limits[0] if len(entries) == 1 and (limits[0] or 0.0) < self._spec.timeout_s else None
         counted = cause is not Cause.ISOLATION or len(entries) == 1
-        call = Call(entries, wire.events(wires), cause, expires, limit, len(entries), self.index, counted)
+        call = PipelineCall(entries, wire.events(wires), cause, expires, limit, len(entries), self.index, counted)
         waited = 0.0
         for entry in entries:
             entry.call = call
@@ -188,7 +188,7 @@ class Lane:
         if call.tries[0].trial:
             self._owner.shut(self.index)  # nobody else goes here until it ended, and another provider may be sooner
 
-    def _count(self, call: Call, waited: float) -> None:
+    def _count(self, call: PipelineCall, waited: float) -> None:
         items = len(call.entries)
         batching = min(waited, items * self._queue.policy.max_wait_s)
         if self._settings.batch.enabled:
@@ -205,17 +205,19 @@ class Lane:
         if call.cause in CAUSED_BY:
             self._counts[CAUSED_BY[call.cause]].extra_calls += 1
 
-    def _try(self, call: Call, cause: Cause) -> None:
+    def _try(self, call: PipelineCall, cause: Cause) -> None:
         now = asyncio.get_running_loop().time()
         trial = self.breaker.begin(now) if self.breaker is not None else False
-        one = Try(call, cause, now, trial, self._window.begin(len(self._tries)) if self._window is not None else 0)
+        one = CallAttempt(
+            call, cause, now, trial, self._window.begin(len(self._tries)) if self._window is not None else 0
+        )
         call.tries.append(one)
         self._tries[one] = None
         one.task = self._owner.spawn(self._run(one))
         # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
         one.task.add_done_callback(lambda _: self._ended(one))
 
-    async def _run(self, one: Try) -> None:
+    async def _run(self, one: CallAttempt) -> None:
         call = one.call
         left = call.expires - asyncio.get_running_loop().time()
         if call.limit is not None:
@@ -223,7 +225,7 @@ class Lane:
         reply = await self._backend.invoke(self._spec.name, call.event, deadline_s=left, cause=one.cause)
         self._answered(one, reply)
 
-    def _ended(self, one: Try) -> None:
+    def _ended(self, one: CallAttempt) -> None:
         self._tries.pop(one, None)
         now = asyncio.get_running_loop().time()
         if not one.reported and self.breaker is not None:
@@ -233,7 +235,7 @@ class Lane:
             self._hedger.pump()
         self._pump()
 
-    def _try_again(self, call: Call) -> None:
+    def _try_again(self, call: PipelineCall) -> None:
         self._try(call, Cause.HEDGE)
 
     def _room_to_hedge(self) -> bool:
@@ -244,7 +246,7 @@ class Lane:
             return False
         return self._window is None or self._window.ready_at() <= asyncio.get_running_loop().time() + _EPS
 
-    def _answered(self, one: Try, reply: Reply) -> None:
+    def _answered(self, one: CallAttempt, reply: Reply) -> None:
         """A try's reply: the first answer, or the last fault, is the call's."""
         call, now = one.call, asyncio.get_running_loop().time()
         self._note(one, reply, now)
@@ -261,7 +263,7 @@ class Lane:
             entry.call = None
         self._conclude(call, reply, now - one.began)
 
-    def _note(self, one: Try, reply: Reply, now: float) -> None:
+    def _note(self, one: CallAttempt, reply: Reply, now: float) -> None:
         """What a reply says about the provider."""
         one.reported = True
         del self._tries[one]  # now: replies that come together must not see each other as still out
@@ -283,17 +285,23 @@ class Lane:
             self._judge(self.breaker, one, fault, now)
 
     def _judge(
-        self, breaker: Breaker, one: Try, fault: InfraFault | None, now: float, *, cancelled: bool = False
+        self,
+        breaker: CircuitBreaker,
+        one: CallAttempt,
+        fault: InfraFault | None,
+        now: float,
+        *,
+        cancelled: bool = False,
     ) -> None:
         """What a try's end says to the breaker, and what follows for those who wait."""
-        failed = counts(fault, alone=self._alone) if fault is not None else None if cancelled else False
+        failed = is_provider_failure(fault, alone=self._alone) if fault is not None else None if cancelled else False
         if failed and not one.trial and (one.cause is Cause.ISOLATION or self._items_fault(fault)):
             failed = None  # the item's doing, most likely
         elif one.trial and fault is not None and fault.kind is FaultKind.DEADLINE:
             failed = True if breaker.unanswered(now - one.began) else None
         if breaker.ended(now, failed, trial=one.trial):
             self.why = fault.detail if fault is not None else ""
-            self._counts[Stage.BREAKER].acted += 1
+            self._counts[OffloadStage.BREAKER].acted += 1
             self._owner.shut(self.index)
         elif one.trial and breaker.state is BreakerState.CLOSED:
             if self._window is not None:
@@ -311,7 +319,7 @@ class Lane:
     def _items_fault(self, fault: InfraFault | None) -> bool:
         return fault is not None and fault.kind is FaultKind.TIMEOUT and self._spec.timeout_floor is not None
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: PipelineCall) -> None:
         """Nothing of this call is wanted any more: what is out of it is cancelled."""
         call.done = True
         if self._hedger is not None:
@@ -320,7 +328,7 @@ class Lane:
             if one.task is not None:
                 one.task.cancel()
 
-    def _conclude(self, call: Call, reply: Reply, seconds: float) -> None:
+    def _conclude(self, call: PipelineCall, reply: Reply, seconds: float) -> None:
         fault, entries = reply.fault, call.entries
         if fault is None:
             read = wire.outcomes(reply.body, call.event, deterministic=self._spec.deterministic)
@@ -330,11 +338,11 @@ class Lane:
         if fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
             self._readmit(call, fault)
             return
-        if lost(fault, reply.invocation):  # it may have been executed: again only if that does no harm
+        if is_outcome_unknown(fault, reply.invocation):  # it may have been executed: again only if that does no harm
             fault = replace(fault, retryable=self._may_repeat(fault))
-        if len(entries) > 1 and self._settings.isolation.enabled and divisible(fault, reply.invocation):
+        if len(entries) > 1 and self._settings.isolation.enabled and is_divisible(fault, reply.invocation):
             self._isolate(call)
-        elif elsewhere(fault, reply.invocation):
+        elif retryable_elsewhere(fault, reply.invocation):
             for entry in entries:
                 entry.alone = entry.alone or call.cause is Cause.ISOLATION
                 self._owner.provider_failed(self.index, entry, fault)
@@ -346,7 +354,7 @@ class Lane:
     def _may_repeat(self, fault: InfraFault) -> bool:
         return fault.kind is FaultKind.UNAVAILABLE and self._settings.retry.lost and self._spec.deterministic
 
-    def _failed(self, entry: Entry, call: Call, fault: InfraFault, bill: Invocation | None) -> None:
+    def _failed(self, entry: PendingItem, call: PipelineCall, fault: InfraFault, bill: Invocation | None) -> None:
         """A call's fault, as it concerns one item: a time limit that passed while a worker ran it may be its own."""
         if fault.kind is FaultKind.DEADLINE and not entry.done:
             left = entry.expires - asyncio.get_running_loop().time()
@@ -365,7 +373,7 @@ class Lane:
         else:
             self._owner.receive(entry, fault)
 
-    def _readmit(self, call: Call, fault: InfraFault) -> None:
+    def _readmit(self, call: PipelineCall, fault: InfraFault) -> None:
         """A refused call was not executed: its items go back to the front, without an attempt or a token spent."""
         stage, back = self._admissions, []
         now = asyncio.get_running_loop().time()
@@ -388,7 +396,7 @@ class Lane:
         if self._exhausted(now):
             self._owner.shut(self.index)
 
-    def _put_back(self, entries: list[Entry], cause: Cause) -> None:
+    def _put_back(self, entries: list[PendingItem], cause: Cause) -> None:
         """To the front; elsewhere if this provider has gone meanwhile."""
         if self._closed:
             return
@@ -403,13 +411,13 @@ class Lane:
                 self._queue.put_back(entry)
         self._pump()
 
-    def _isolate(self, call: Call) -> None:
+    def _isolate(self, call: PipelineCall) -> None:
         """A shared call failed as a whole: its halves are called, so that in the end only the guilty item fails.
 
         Bound: 2 * ceil(log2 n) calls for one guilty item of n. It is no retry: it costs no attempt and no budget.
         """
         live = [entry for entry in call.entries if not entry.done]
-        self._counts[Stage.ISOLATION].acted += len(live)
+        self._counts[OffloadStage.ISOLATION].acted += len(live)
         now = asyncio.get_running_loop().time()
         for entry in live:
             entry.attempts -= call.counted

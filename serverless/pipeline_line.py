@@ -12,23 +12,23 @@ from serverless.backends.base import Backend
 from serverless.cache import Cache
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, Saving
-from serverless.pipeline_chain import Chain
-from serverless.pipeline_entry import Entry, Waiter
-from serverless.pipeline_lane import Lane
-from serverless.pipeline_stats import FunctionHealth, Stage, StageCounts
+from serverless.pipeline_chain import FallbackOrder
+from serverless.pipeline_entry import PendingItem, Waiter
+from serverless.pipeline_lane import ProviderQueue
+from serverless.pipeline_stats import FunctionHealth, OffloadStage, StageCounts
 from serverless.pipeline_timers import Timers
-from serverless.policy.dedupe import cacheable, item_key, own
-from serverless.policy.limits import Anchors, prompt_key
+from serverless.policy.dedupe import cacheable, copy_outcome, item_key
+from serverless.policy.limits import AnchorTimes, prompt_key
 from serverless.policy.retry import RetryBudget, RetryPolicy
 from serverless.settings import PipelineSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle
 
-__all__ = ["Line", "Spawn"]
+__all__ = ["FunctionQueue", "Spawn"]
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
-class Line:
+class FunctionQueue:
     """Owns the entries of one function, their waiters and timers, and a lane per provider, in the order of the chain.
 
     An entry is in one place: waiting in a lane, in a call of a lane, or in a retry's pause. Every waiter gets exactly
@@ -56,30 +56,36 @@ class Line:
         self._retry = retry
         self._budget = RetryBudget(retry) if retry is not None else None
         self._cache = cache if self.spec.deterministic else None
-        self._flights: dict[bytes, Entry] | None = {} if settings.dedupe.enabled and self.spec.deterministic else None
+        self._flights: dict[bytes, PendingItem] | None = (
+            {} if settings.dedupe.enabled and self.spec.deterministic else None
+        )
         limits = settings.limits.policy(declared=self.spec.timeout_floor is not None)
-        self._anchors = Anchors(limits) if limits is not None else None
-        self._live: dict[Entry, None] = {}
+        self._anchors = AnchorTimes(limits) if limits is not None else None
+        self._live: dict[PendingItem, None] = {}
         self._deadlines: Timers[Waiter] = Timers(self._expire, lambda waiter: waiter.outcome.done())
-        self._stages = {stage: StageCounts() for stage in Stage}
-        self._validated, self._checked = self._stages[Stage.VALIDATE], self._stages[Stage.SCHEMA]
-        self._retries, self._fallbacks = self._stages[Stage.RETRY], self._stages[Stage.FALLBACK]
-        self._shared = self._stages[Stage.DEDUPE]
+        self._stages = {stage: StageCounts() for stage in OffloadStage}
+        self._validated, self._checked = self._stages[OffloadStage.VALIDATE], self._stages[OffloadStage.SCHEMA]
+        self._retries, self._fallbacks = self._stages[OffloadStage.RETRY], self._stages[OffloadStage.FALLBACK]
+        self._shared = self._stages[OffloadStage.DEDUPE]
         self.health = FunctionHealth()
         self._billed_s = 0.0
         self._billed_items = 0
         chain = backends if settings.fallback.enabled else backends[:1]
         alone = len(chain) == 1
-        self.lanes = [Lane(self, n, self.spec, b, settings, self._rng, alone=alone) for n, b in enumerate(chain)]
-        breakers, fallbacks = self._stages[Stage.BREAKER], self._fallbacks
-        self._chain = Chain(self.spec.name, self.lanes, breakers=breakers, fallbacks=fallbacks, give_up=self._settle)
+        self.lanes = [
+            ProviderQueue(self, n, self.spec, b, settings, self._rng, alone=alone) for n, b in enumerate(chain)
+        ]
+        breakers, fallbacks = self._stages[OffloadStage.BREAKER], self._fallbacks
+        self._chain = FallbackOrder(
+            self.spec.name, self.lanes, breakers=breakers, fallbacks=fallbacks, give_up=self._settle
+        )
 
     @property
     def waiting(self) -> int:
         return sum(lane.waiting for lane in self.lanes)
 
     @property
-    def stages(self) -> dict[Stage, StageCounts]:
+    def stages(self) -> dict[OffloadStage, StageCounts]:
         return self._stages
 
     async def submit(self, item: Item, deadline_s: float) -> Outcome:
@@ -109,7 +115,7 @@ class Line:
             entry = self._entry(item, encoded, size, key)
         return await self._wait(entry, deadline_s)
 
-    async def _wait(self, entry: Entry, deadline_s: float) -> Outcome:
+    async def _wait(self, entry: PendingItem, deadline_s: float) -> Outcome:
         loop = asyncio.get_running_loop()
         now = loop.time()
         waiter = Waiter(entry, loop.create_future(), now + deadline_s, deadline_s)
@@ -134,15 +140,15 @@ class Line:
             self._settle(entry, fault)
         self._deadlines.close()
 
-    def count(self, stage: Stage) -> StageCounts:
+    def count(self, stage: OffloadStage) -> StageCounts:
         return self._stages[stage]
 
-    def limit(self, entry: Entry) -> float | None:
+    def limit(self, entry: PendingItem) -> float | None:
         if self._anchors is None:
             return None
         limit = min(self._anchors.limit(entry.prompt), self.spec.timeout_s)
         wanted = entry.wire["metadata"].get("timeout_s")
-        self._stages[Stage.LIMITS].acted += 1
+        self._stages[OffloadStage.LIMITS].acted += 1
         if isinstance(wanted, int | float) and not isinstance(wanted, bool) and wanted > 0:
             return min(limit, float(wanted))
         return limit
@@ -151,7 +157,7 @@ class Line:
         self._billed_s += invocation.billed_s
         self._billed_items += invocation.items
 
-    def receive(self, entry: Entry, outcome: Outcome, *, seconds: float | None = None) -> None:
+    def receive(self, entry: PendingItem, outcome: Outcome, *, seconds: float | None = None) -> None:
         """An item's outcome is its waiters', unless it is worth another attempt."""
         if seconds is not None:
             self._checked.entered += 1
@@ -171,7 +177,7 @@ class Line:
         # A time-out is no property of the item: it is told, and forgotten.
         self._settle(entry, outcome, keep=seconds is not None)
 
-    def provider_failed(self, lane: int, entry: Entry, fault: InfraFault) -> None:
+    def provider_failed(self, lane: int, entry: PendingItem, fault: InfraFault) -> None:
         """The next provider of the chain, else what a retry can do."""
         if entry.done:
             return
@@ -185,7 +191,7 @@ class Line:
         self._fallbacks.acted += 1
         self.again(entry)
 
-    def again(self, entry: Entry) -> None:
+    def again(self, entry: PendingItem) -> None:
         now = asyncio.get_running_loop().time()
         entry.call = None
         entry.since = now
@@ -202,14 +208,14 @@ class Line:
         cache = self._cache
         if key is None or cache is None or not cache.on:
             return None
-        stage = self._stages[Stage.CACHE]
+        stage = self._stages[OffloadStage.CACHE]
         stage.entered += 1
         known = cache.get(key)
         if known is not None:
             self._saved(stage, "cache", 1)
         return known
 
-    def _joined(self, key: bytes | None) -> Entry | None:
+    def _joined(self, key: bytes | None) -> PendingItem | None:
         """The entry of an equal item that is under way."""
         if key is None or self._flights is None:
             return None
@@ -220,10 +226,10 @@ class Line:
             stage.acted += 1
         return entry
 
-    def _entry(self, item: Item, encoded: wire.WireItem, size: int, key: bytes | None) -> Entry:
-        entry = Entry(encoded, size, key, "", 0.0, 0.0)
+    def _entry(self, item: Item, encoded: wire.WireItem, size: int, key: bytes | None) -> PendingItem:
+        entry = PendingItem(encoded, size, key, "", 0.0, 0.0)
         if self._anchors is not None:
-            self._stages[Stage.LIMITS].entered += 1
+            self._stages[OffloadStage.LIMITS].entered += 1
             entry.prompt = prompt_key(item)
         if key is not None and self._flights is not None:
             self._flights[key] = entry
@@ -250,7 +256,7 @@ class Line:
             lane.purge()
         return self.waiting < self.spec.queue
 
-    def _again(self, entry: Entry, fault: InfraFault) -> bool:
+    def _again(self, entry: PendingItem, fault: InfraFault) -> bool:
         """Schedule another attempt, if the policy and the budget allow one and somebody may answer it."""
         if self._retry is None or self._budget is None or self._chain.hopeless():
             return False
@@ -265,7 +271,7 @@ class Line:
         entry.retry = loop.call_later(wait, self._resume, entry)
         return True
 
-    def _resume(self, entry: Entry) -> None:
+    def _resume(self, entry: PendingItem) -> None:
         entry.retry = None
         if not entry.done:
             self.again(entry)
@@ -286,7 +292,7 @@ class Line:
             if not entry.waiters:
                 self._end(entry)
 
-    def _end(self, entry: Entry) -> None:
+    def _end(self, entry: PendingItem) -> None:
         """Nobody waits for this entry any more."""
         entry.done = True
         self._live.pop(entry, None)
@@ -299,7 +305,7 @@ class Line:
         if call is not None:
             self.lanes[call.lane].abandon(call)
 
-    def _settle(self, entry: Entry, outcome: Outcome, *, keep: bool = False) -> None:
+    def _settle(self, entry: PendingItem, outcome: Outcome, *, keep: bool = False) -> None:
         if entry.done:
             return
         scored = not isinstance(outcome, InfraFault)
@@ -316,4 +322,4 @@ class Line:
         for position, waiter in enumerate(waiters):
             self.health.note(outcome)
             if not waiter.outcome.done():
-                waiter.outcome.set_result(own(outcome) if position else outcome)
+                waiter.outcome.set_result(copy_outcome(outcome) if position else outcome)

@@ -6,15 +6,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from serverless.pipeline_entry import Entry
-from serverless.policy.batch import BatchPolicy, Wait
+from serverless.pipeline_entry import PendingItem
+from serverless.policy.batch import BatchPolicy, WaitForItems
 
 __all__ = ["WaitingItems"]
 
 
 @dataclass(slots=True)
 class _Bucket:
-    entries: deque[Entry] = field(default_factory=deque)
+    entries: deque[PendingItem] = field(default_factory=deque)
     size: int = 0
 
 
@@ -31,7 +31,7 @@ class WaitingItems:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, entry: Entry) -> bool:
+    def add(self, entry: PendingItem) -> bool:
         """Last in line; True if its bucket is full by it."""
         bucket = self._bucket(entry)
         bucket.entries.append(entry)
@@ -39,14 +39,14 @@ class WaitingItems:
         self._count += 1
         return entry.alone or len(bucket.entries) >= self.policy.max_items or bucket.size >= self.policy.max_bytes
 
-    def put_back(self, entry: Entry) -> None:
+    def put_back(self, entry: PendingItem) -> None:
         """First in line."""
         bucket = self._bucket(entry)
         bucket.entries.appendleft(entry)
         bucket.size += entry.size
         self._count += 1
 
-    def take(self, now: float) -> tuple[list[Entry], float | None]:
+    def take(self, now: float) -> tuple[list[PendingItem], float | None]:
         """A due call's entries, or none and the seconds until one may be due (None: nothing waits)."""
         soonest: float | None = None
         for bucket in self._in_order():
@@ -59,7 +59,7 @@ class WaitingItems:
                     return [self._pop(bucket)], None
                 sizes = [e.size for e in islice(bucket.entries, self.policy.max_items)]
                 decision = self.policy.decide(sizes, now - head.since)
-                if isinstance(decision, Wait):
+                if isinstance(decision, WaitForItems):
                     soonest = decision.seconds if soonest is None else min(soonest, decision.seconds)
                     break
                 batch = self._gather(bucket, decision.count)
@@ -73,13 +73,13 @@ class WaitingItems:
             bucket.size = sum(e.size for e in bucket.entries)
         self._count = sum(len(b.entries) for b in self._buckets.values())
 
-    def drain(self) -> list[Entry]:
+    def drain(self) -> list[PendingItem]:
         entries = [e for bucket in self._in_order() for e in bucket.entries if not e.done]
         self._buckets.clear()
         self._count = 0
         return entries
 
-    def _bucket(self, entry: Entry) -> _Bucket:
+    def _bucket(self, entry: PendingItem) -> _Bucket:
         kind = entry.size.bit_length() // 2 if self._by_length else 0
         bucket = self._buckets.get(kind)
         if bucket is None:
@@ -90,16 +90,16 @@ class WaitingItems:
         waiting = [bucket for bucket in self._buckets.values() if bucket.entries]
         return waiting if len(waiting) < 2 else sorted(waiting, key=lambda b: b.entries[0].since)
 
-    def _gather(self, bucket: _Bucket, count: int) -> list[Entry]:
+    def _gather(self, bucket: _Bucket, count: int) -> list[PendingItem]:
         """The next entries of a shared call: those still wanted, up to the first that must go alone."""
-        batch: list[Entry] = []
+        batch: list[PendingItem] = []
         while bucket.entries and len(batch) < count and not bucket.entries[0].alone:
             entry = self._pop(bucket)
             if not entry.done:
                 batch.append(entry)
         return batch
 
-    def _pop(self, bucket: _Bucket) -> Entry:
+    def _pop(self, bucket: _Bucket) -> PendingItem:
         entry = bucket.entries.popleft()
         bucket.size -= entry.size
         self._count -= 1

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from serverless.types import FaultKind, InfraFault, ModelFault, Outcome
 
-__all__ = ["FunctionHealth", "Stage", "StageCounts"]
+__all__ = ["FunctionHealth", "OffloadStage", "StageCounts"]
 
 _RECENT = 200
 """Outcomes over which `recent_rate` is taken."""
 
 
-class Stage(enum.StrEnum):
+class OffloadStage(enum.StrEnum):
     """In the order in which an item meets them."""
 
     VALIDATE = "validate"

@@ -26,7 +26,17 @@ from serverless.meter import billed_seconds
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 
-__all__ = ["Case", "CaseResult", "Cost", "Expected", "Rehearsal", "cost", "costs", "read_cases", "rehearse"]
+__all__ = [
+    "RehearsalCase",
+    "CaseResult",
+    "CostPerMillion",
+    "ExpectedOutcome",
+    "Rehearsal",
+    "cost",
+    "costs",
+    "read_cases",
+    "rehearse",
+]
 
 _TOLERANCE = 1e-6
 
@@ -37,7 +47,7 @@ IDLE_LEAST_S, IDLE_MOST_S = 2.0, 3600.0
 """Modal's bounds of how long a container waits for a call."""
 
 
-class Expected(BaseModel):
+class ExpectedOutcome(BaseModel):
     """What a case should come to. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout", ...)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,7 +75,7 @@ class Expected(BaseModel):
         return ""
 
 
-class _Line(BaseModel):
+class _CaseLine(BaseModel):
     """One line of cases.jsonl: an item, with `prompt` and `completion` as a short form of `messages`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -76,10 +86,10 @@ class _Line(BaseModel):
     completion: str | None = None
     reference_answer: str | None = None
     metadata: dict[str, Any] = {}
-    expected: Expected | None = None
+    expected: ExpectedOutcome | None = None
 
     @model_validator(mode="after")
-    def _one_form(self) -> _Line:
+    def _one_form(self) -> _CaseLine:
         if bool(self.messages) == (self.completion is not None):
             raise ValueError("give either messages, or completion (and prompt)")
         return self
@@ -93,16 +103,16 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RehearsalCase:
     item: Item
-    expected: Expected | None = None
+    expected: ExpectedOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
     """`seconds` are the call's, without its cold start; `problem` is '' for a case that passed."""
 
-    case: Case
+    case: RehearsalCase
     outcome: Outcome
     seconds: float
     cold_start_s: float
@@ -110,7 +120,7 @@ class CaseResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CostPerMillion:
     """US dollars of a million items at one provider; None where its prices do not cover the function. `usd_idle` is
     what one container costs that waits `idle_s` for a call: at least once per container, and again in each pause."""
 
@@ -141,7 +151,7 @@ class Rehearsal:
     cold_start_s: float
     memory_mb: float | None
     memory_limit_mb: int
-    costs: tuple[Cost, ...] = ()
+    costs: tuple[CostPerMillion, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -168,7 +178,7 @@ class Rehearsal:
         return {"schema_version": 1, **rest, "passed": self.passed, "cases": cases, "costs": costs_json}
 
 
-def read_cases(path: pathlib.Path) -> list[Case]:
+def read_cases(path: pathlib.Path) -> list[RehearsalCase]:
     """The cases of a JSONL file. `SpecInvalid` with `file:line` for a line that is none, and for an empty file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -176,26 +186,26 @@ def read_cases(path: pathlib.Path) -> list[Case]:
         raise SpecInvalid(f"cases {path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise SpecInvalid(f"cases {path}: {error.strerror}", remedy="give a JSONL file of items") from None
-    cases: list[Case] = []
+    cases: list[RehearsalCase] = []
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            line = _Line.model_validate_json(text)
+            line = _CaseLine.model_validate_json(text)
         except ValidationError as error:
-            raise SpecInvalid(f"{path.name}:{number}: {_said(error)}") from None
-        cases.append(Case(line.item(number), line.expected))
+            raise SpecInvalid(f"{path.name}:{number}: {_first_error(error)}") from None
+        cases.append(RehearsalCase(line.item(number), line.expected))
     if not cases:
         raise SpecInvalid(f"cases {path}: no item in it", remedy="write one JSON object a line")
     return cases
 
 
-def _said(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     """The first thing that is wrong with a line."""
     first = error.errors()[0]
     where, text = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        model = Expected if first["loc"][0] == "expected" else _Line
+        model = ExpectedOutcome if first["loc"][0] == "expected" else _CaseLine
         return f"unknown key '{where}' (rule: one of {', '.join(model.model_fields)})"
     if first["type"] == "string_pattern_mismatch":
         text = f"{first['input']!r} (rule: one of {', '.join(['model', 'any', *FaultKind])})"
@@ -204,7 +214,7 @@ def _said(error: ValidationError) -> str:
 
 async def rehearse(
     package: Package,
-    cases: Sequence[Case],
+    cases: Sequence[RehearsalCase],
     *,
     backend: Backend | None = None,
     prices: Mapping[str, Mapping[str, float]] | None = None,
@@ -277,7 +287,7 @@ def costs(
     batched_item_s: float | None,
     batch: int,
     prices: Mapping[str, Mapping[str, float]],
-) -> tuple[Cost, ...]:
+) -> tuple[CostPerMillion, ...]:
     """Of every provider: a million items one by one, and in full batches."""
     out = []
     for provider, units in prices.items():
@@ -289,11 +299,13 @@ def costs(
         usd_idle = (waits or 0.0) * idle_s
         if waits is not None:
             note = f"and ${usd_idle:.2g} for each {idle_s:g} s that a container waits (keep_alive_s)"
-        out.append(Cost(provider, single, batched, batch, note, usd_idle, idle_s))
+        out.append(CostPerMillion(provider, single, batched, batch, note, usd_idle, idle_s))
     return tuple(out)
 
 
-async def _each(backend: Backend, package: Package, cases: Sequence[Case]) -> tuple[list[CaseResult], float | None]:
+async def _each(
+    backend: Backend, package: Package, cases: Sequence[RehearsalCase]
+) -> tuple[list[CaseResult], float | None]:
     """Every case in a call of its own, and the largest memory seen."""
     results: list[CaseResult] = []
     peak: float | None = None
@@ -313,11 +325,11 @@ async def _each(backend: Backend, package: Package, cases: Sequence[Case]) -> tu
     return results, peak
 
 
-_ANY_SCORE = Expected()
+_ANY_SCORE = ExpectedOutcome()
 
 
 async def _full_batch(
-    backend: Backend, package: Package, cases: Sequence[Case], alone: Sequence[CaseResult]
+    backend: Backend, package: Package, cases: Sequence[RehearsalCase], alone: Sequence[CaseResult]
 ) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
     """A call of as many items as a batch may hold, the cases over and over; those whose call failed alone stay out.
 

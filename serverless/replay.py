@@ -1,8 +1,8 @@
 """What a recorded load would have cost otherwise: the same calls on dedicated workers, or on functions that scale.
 
 Pure and exact at the level of calls: an event simulation of workers that serve one call at a time, in order of arrival.
-Calls come from a run's ledger (`Call`); their seconds of work are as measured, so that only queueing, cold starts and
-idling differ.
+Calls come from a run's ledger (`ReplayedCall`); their seconds of work are as measured, so that only queueing, cold
+starts and idling differ.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from typing import Protocol
 from serverless.policy.autoscale import Autoscaler, ScalePolicy
 from serverless.policy.forecast import Forecast, workers_for
 
-__all__ = ["Ahead", "Call", "OnDemand", "Reactive", "Replayed", "Scaling", "dedicated", "elastic", "fewest"]
+__all__ = [
+    "ForecastScaling",
+    "ReplayedCall",
+    "OnDemandScaling",
+    "ReactiveScaling",
+    "CallReplay",
+    "ScalingRule",
+    "replay_dedicated",
+    "replay_elastic",
+    "min_dedicated_workers",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ReplayedCall:
     """`t` when it was asked for, `seconds` of work, `since` when the trajectory behind it began (None: unknown), its
     `kind` (a domain) and whose it was."""
 
@@ -34,7 +44,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class CallReplay:
     """`waits` are seconds from asking to the start of work, by call in the order of asking; `worker_s` all seconds of
     all workers (`busy_s` of them at work, `cold_s` starting), `peak` the most workers at once, `span_s` from the first
     call to the end of the last."""
@@ -60,31 +70,31 @@ class Replayed:
         return ordered[min(len(ordered) - 1, max(0, math.ceil(quantile * len(ordered)) - 1))]
 
 
-class Scaling(Protocol):
+class ScalingRule(Protocol):
     """Says at every tick how many workers there should be. Sees what a scheduler sees, nothing of the future."""
 
-    def began(self, t: float, call: Call) -> None:
+    def began(self, t: float, call: ReplayedCall) -> None:
         """A trajectory began, that of a call to come. Only its kind and its beginning may be looked at."""
 
-    def asked(self, t: float, call: Call) -> None: ...
+    def asked(self, t: float, call: ReplayedCall) -> None: ...
 
     def wanted(self, t: float, under_way: int, ready: int) -> int: ...
 
 
-class OnDemand:
+class OnDemandScaling:
     """None ahead: workers start when a call finds none, as on Lambda."""
 
-    def began(self, t: float, call: Call) -> None:
+    def began(self, t: float, call: ReplayedCall) -> None:
         return None
 
-    def asked(self, t: float, call: Call) -> None:
+    def asked(self, t: float, call: ReplayedCall) -> None:
         return None
 
     def wanted(self, t: float, under_way: int, ready: int) -> int:
         return 0
 
 
-class Reactive(OnDemand):
+class ReactiveScaling(OnDemandScaling):
     """Knative's autoscaler."""
 
     def __init__(self, policy: ScalePolicy | None = None) -> None:
@@ -95,7 +105,7 @@ class Reactive(OnDemand):
         return self._scaler.wanted(t, ready)
 
 
-class Ahead:
+class ForecastScaling:
     """From the trajectories in flight: workers for the calls expected within the horizon, `z` deviations above."""
 
     def __init__(self, horizon_s: float, *, z: float = 1.64, forecast: Forecast | None = None) -> None:
@@ -103,12 +113,12 @@ class Ahead:
         self._z = z
         self._forecast = forecast or Forecast()
         self._live: dict[int, tuple[str, float]] = {}
-        self._work = _Mean()
+        self._work = _RunningMean()
 
-    def began(self, t: float, call: Call) -> None:
+    def began(self, t: float, call: ReplayedCall) -> None:
         self._live[id(call)] = (call.kind, t)
 
-    def asked(self, t: float, call: Call) -> None:
+    def asked(self, t: float, call: ReplayedCall) -> None:
         self._work.add(call.seconds)
         if self._live.pop(id(call), None) is not None and call.since is not None:
             self._forecast.ended(call.kind, t - call.since)
@@ -121,13 +131,13 @@ class Ahead:
         return workers_for(calls + under_way, self._work.value, self._horizon)
 
 
-def dedicated(calls: Iterable[Call], workers: int) -> Replayed:
+def replay_dedicated(calls: Iterable[ReplayedCall], workers: int) -> CallReplay:
     """The calls on so many workers that are always there. ValueError for none."""
     if workers < 1:
         raise ValueError("workers must be at least 1")
     ordered = sorted(calls, key=lambda c: c.t)
     if not ordered:
-        return Replayed((), 0.0, 0.0, 0.0, 0, workers, 0.0)
+        return CallReplay((), 0.0, 0.0, 0.0, 0, workers, 0.0)
     free = [ordered[0].t] * workers
     heapq.heapify(free)
     waits, last = [], ordered[0].t
@@ -137,26 +147,26 @@ def dedicated(calls: Iterable[Call], workers: int) -> Replayed:
         heapq.heappush(free, start + call.seconds)
         last = max(last, start + call.seconds)
     span = last - ordered[0].t
-    return Replayed(tuple(waits), span * workers, sum(c.seconds for c in ordered), 0.0, 0, workers, span)
+    return CallReplay(tuple(waits), span * workers, sum(c.seconds for c in ordered), 0.0, 0, workers, span)
 
 
-def fewest(calls: Sequence[Call], wait_s: float, *, quantile: float = 0.99) -> int:
+def min_dedicated_workers(calls: Sequence[ReplayedCall], wait_s: float, *, quantile: float = 0.99) -> int:
     """The smallest number of dedicated workers with which this quantile of the waits is at most `wait_s`.
 
     More workers never make anyone wait longer (first come, first served, whatever calls take), so it is found by
     halving; as many as calls overlap are always enough. 1 for no calls.
     """
-    low, high = 1, max(1, _overlap(calls))
+    low, high = 1, max(1, _max_overlap(calls))
     while low < high:
         middle = (low + high) // 2
-        if dedicated(calls, middle).wait(quantile) <= wait_s:
+        if replay_dedicated(calls, middle).wait(quantile) <= wait_s:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _overlap(calls: Sequence[Call]) -> int:
+def _max_overlap(calls: Sequence[ReplayedCall]) -> int:
     """The most calls at work at once if none waits; one that ends as another begins does not overlap it."""
     edges = sorted([(c.t, 1) for c in calls] + [(c.t + c.seconds, -1) for c in calls])
     now = most = 0
@@ -166,24 +176,26 @@ def _overlap(calls: Sequence[Call]) -> int:
     return most
 
 
-def elastic(
-    calls: Sequence[Call],
+def replay_elastic(
+    calls: Sequence[ReplayedCall],
     *,
     cold_s: float,
     keep_s: float,
-    scaling: Scaling | None = None,
+    scaling: ScalingRule | None = None,
     tick_s: float = 1.0,
     most: int = 10_000,
-) -> Replayed:
+) -> CallReplay:
     """The calls on functions: a call that finds no idle worker starts one (up to `most`) and takes the first that is
     free; an idle worker ends after `keep_s`, unless `scaling` wants it; what that wants is started at its ticks."""
     if not (cold_s >= 0 and keep_s >= 0 and tick_s > 0 and most >= 1):
         raise ValueError("cold_s, keep_s at least 0; tick_s above 0; most at least 1")
-    return _Elastic(sorted(calls, key=lambda c: c.t), cold_s, keep_s, scaling or OnDemand(), tick_s, most).run()
+    return _ElasticReplay(
+        sorted(calls, key=lambda c: c.t), cold_s, keep_s, scaling or OnDemandScaling(), tick_s, most
+    ).run()
 
 
 @dataclass(slots=True)
-class _Mean:
+class _RunningMean:
     value: float = 0.0
     weight: float = 0.05
 
@@ -195,11 +207,11 @@ ASKED, BEGAN, READY, DONE, TICK, IDLE = range(6)
 
 
 @dataclass(slots=True)
-class _Elastic:
-    calls: list[Call]
+class _ElasticReplay:
+    calls: list[ReplayedCall]
     cold_s: float
     keep_s: float
-    scaling: Scaling
+    scaling: ScalingRule
     tick_s: float
     most: int
     workers: dict[int, float] = field(default_factory=dict)
@@ -222,9 +234,9 @@ class _Elastic:
     moment is still counted as busy by them."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def run(self) -> Replayed:
+    def run(self) -> CallReplay:
         if not self.calls:
-            return Replayed((), 0.0, 0.0, 0.0, 0, 0, 0.0)
+            return CallReplay((), 0.0, 0.0, 0.0, 0, 0, 0.0)
         first = min(c.t if c.since is None else c.since for c in self.calls)
         for n, call in enumerate(self.calls):
             self._push(call.t, ASKED, n)
@@ -242,7 +254,7 @@ class _Elastic:
         busy = sum(c.seconds for c in self.calls)
         waits = tuple(self.waits[n] for n in range(len(self.calls)))
         cold = self.cold_starts * self.cold_s
-        return Replayed(waits, self.worker_s, busy, cold, self.cold_starts, self.peak, end - self.calls[0].t)
+        return CallReplay(waits, self.worker_s, busy, cold, self.cold_starts, self.peak, end - self.calls[0].t)
 
     def _push(self, t: float, kind: int, what: int) -> None:
         heapq.heappush(self.events, (t, kind, next(self.numbers), what))

@@ -13,22 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serverless.backends.base import Backend, Load, Provisions, Scalable
+from serverless.backends.base import Backend, ProvisionedBackend, ScalableBackend, WorkerLoad
 from serverless.meter import MeterSink
-from serverless.policy.forecast import Expected, Forecast
-from serverless.scaling_decide import Coming, Decider, Hysteresis, Look
-from serverless.scaling_provision import Levels, Provisioner
-from serverless.scaling_seen import Seen
+from serverless.policy.forecast import ExpectedCalls, Forecast
+from serverless.scaling_decide import CallForecast, Decider, Hysteresis, ScalingObservation
+from serverless.scaling_provision import ProvisionedLevels, Provisioner
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
 from serverless.spec import FunctionSpec
 
-__all__ = ["Demand", "NoDemand", "Prices", "Scaled", "Scaler", "Surroundings"]
+__all__ = ["DemandSource", "NoDemand", "ScalingPrices", "ScalingDecision", "Scaler", "ScalerContext"]
 
 _PROVISION_S = 90.0
 """A level that may change once a minute is for the calls of longer than a minute."""
 
 
-class Demand(Protocol):
+class DemandSource(Protocol):
     """Trajectories, as whoever runs them knows them. Synchronous; asked once a look."""
 
     def live(self) -> Mapping[str, Sequence[float]]:
@@ -56,7 +56,7 @@ class NoDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class ScalingPrices:
     """Dollars per second: of an idle worker, by function and provider, and of a trajectory that waits."""
 
     idle: Callable[[FunctionSpec, str], float] = lambda spec, provider: 0.0
@@ -64,7 +64,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScalingDecision:
     """Workers wanted of a function on a provider were `before` and are `after` from `t` on, because of `why` (forecast,
     reactive, idle, set back). `failed` says what went wrong, if it did: the number then stays."""
 
@@ -78,24 +78,24 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ScalerContext:
     """What a scaler is told, and whom it tells. `waiting` are a function's items that are in no call yet; `route` the
-    provider that its next call would go to ('': the first); `remember` a file for levels (`Levels`)."""
+    provider that its next call would go to ('': the first); `remember` a file for levels (`ProvisionedLevels`)."""
 
-    demand: Demand = field(default_factory=NoDemand)
-    prices: Prices = field(default_factory=Prices)
+    demand: DemandSource = field(default_factory=NoDemand)
+    prices: ScalingPrices = field(default_factory=ScalingPrices)
     waiting: Callable[[str], int] = lambda function: 0
     route: Callable[[str], str] = lambda function: ""
-    tell: Callable[[Scaled], None] = lambda scaled: None
+    tell: Callable[[ScalingDecision], None] = lambda scaled: None
     remember: pathlib.Path | None = None
 
 
 @dataclass(slots=True)
-class _Line:
+class _ScaledFunction:
     """One function on one provider."""
 
     spec: FunctionSpec
-    backend: Scalable | Provisions
+    backend: ScalableBackend | ProvisionedBackend
     decider: Decider
     target: int
     provisioner: Provisioner | None = None
@@ -117,24 +117,24 @@ class Scaler:
         functions: Mapping[str, FunctionSpec],
         backends: Sequence[Backend],
         *,
-        seen: Seen,
+        seen: StatisticsMeter,
         meter: MeterSink,
         settings: ScalingSpec | None = None,
-        around: Surroundings | None = None,
+        around: ScalerContext | None = None,
         hysteresis: Callable[[], Hysteresis] = Hysteresis,
     ) -> None:
         self._settings = settings or ScalingSpec()
-        self._around = around or Surroundings()
+        self._around = around or ScalerContext()
         self._seen = seen
         self._meter = meter
         self._forecast = Forecast()
         self._scored: dict[str, int] = {}
         self._hysteresis = hysteresis
-        self._lines: list[_Line] = []
+        self._lines: list[_ScaledFunction] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         if self._settings.enabled:
-            levels = Levels(self._around.remember)
+            levels = ProvisionedLevels(self._around.remember)
             self._lines = [
                 line
                 for spec in functions.values()
@@ -155,7 +155,7 @@ class Scaler:
             first = around.route(name) or next(o.backend.provider for o in self._lines if o.spec.name == name)
             on = provider == first
             wanted = line.decider.decide(
-                Look(
+                ScalingObservation(
                     now,
                     load,
                     book,
@@ -213,10 +213,10 @@ class Scaler:
         if cancelled:
             raise asyncio.CancelledError
 
-    def _line(self, spec: FunctionSpec, backend: Backend, levels: Levels) -> _Line | None:
-        if isinstance(backend, Scalable):
-            return _Line(spec, backend, Decider(spec, self._settings), spec.warm)
-        if not isinstance(backend, Provisions):
+    def _line(self, spec: FunctionSpec, backend: Backend, levels: ProvisionedLevels) -> _ScaledFunction | None:
+        if isinstance(backend, ScalableBackend):
+            return _ScaledFunction(spec, backend, Decider(spec, self._settings), spec.warm)
+        if not isinstance(backend, ProvisionedBackend):
             return None
         name, provider = spec.name, backend.provider
         if not self._settings.provisioned and f"{provider}/{name}" not in levels.before:
@@ -224,7 +224,7 @@ class Scaler:
 
         def told(before: int, after: int, why: str, failed: str) -> None:
             now = asyncio.get_running_loop().time()
-            self._around.tell(Scaled(now, name, provider, before, after, why, failed))
+            self._around.tell(ScalingDecision(now, name, provider, before, after, why, failed))
 
         provisioner = Provisioner(
             spec,
@@ -235,21 +235,25 @@ class Scaler:
             told=told,
             hysteresis=self._hysteresis(),
         )
-        return _Line(spec, backend, Decider(spec, self._settings, least_horizon_s=_PROVISION_S), 0, provisioner)
+        return _ScaledFunction(
+            spec, backend, Decider(spec, self._settings, least_horizon_s=_PROVISION_S), 0, provisioner
+        )
 
-    def _apply(self, line: _Line, workers: int, why: str, keep_alive_s: float | None, now: float) -> None:
+    def _apply(self, line: _ScaledFunction, workers: int, why: str, keep_alive_s: float | None, now: float) -> None:
         if line.provisioner is not None:
             line.provisioner.want(workers, why)
             return
-        assert isinstance(line.backend, Scalable)
+        assert isinstance(line.backend, ScalableBackend)
         before = line.target
         changed = keep_alive_s if keep_alive_s != line.keep_alive_s else None
         line.keep_alive_s = keep_alive_s
         line.target = line.backend.keep(line.spec.name, workers, keep_alive_s=changed)
         if line.target != before:
-            self._around.tell(Scaled(now, line.spec.name, line.backend.provider, before, line.target, why))
+            self._around.tell(ScalingDecision(now, line.spec.name, line.backend.provider, before, line.target, why))
 
-    def _coming(self, function: str, now: float, live: Mapping[str, Sequence[float]], load: Load, items: int) -> Coming:
+    def _coming(
+        self, function: str, now: float, live: Mapping[str, Sequence[float]], load: WorkerLoad, items: int
+    ) -> CallForecast:
         """Items of a function within a horizon: of each kind that it scores and of which enough have ended, those that
         will end. Fewer by the share that needed no call until now (the cache, equal items)."""
         kinds = self._around.demand.kinds(function)
@@ -260,9 +264,9 @@ class Scaler:
         book_items = items + load.under_way + self._around.waiting(function)
         share = min(1.0, (book_items + _PRIOR) / (asked + _PRIOR))
 
-        def coming(horizon_s: float) -> Expected:
+        def coming(horizon_s: float) -> ExpectedCalls:
             found = [self._forecast.among(k, live.get(k, ()), now, horizon_s) for k in known]
-            return Expected(share * sum(e.mean for e in found), share * sum(e.variance for e in found))
+            return ExpectedCalls(share * sum(e.mean for e in found), share * sum(e.variance for e in found))
 
         return coming
 

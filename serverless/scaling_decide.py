@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serverless.backends.base import Load
+from serverless.backends.base import WorkerLoad
 from serverless.policy.autoscale import Autoscaler
-from serverless.policy.forecast import Expected, workers_for
+from serverless.policy.forecast import ExpectedCalls, workers_for
 from serverless.policy.keepalive import KeepAlive
-from serverless.scaling_seen import Book
+from serverless.scaling_seen import CallStatistics
 from serverless.scaling_spec import ScalingSpec
 from serverless.spec import FunctionSpec
 
-__all__ = ["Coming", "Decider", "Hysteresis", "Look", "Wanted"]
+__all__ = ["CallForecast", "Decider", "Hysteresis", "ScalingObservation", "ScalingTarget"]
 
-Coming = Callable[[float], Expected | None]
+CallForecast = Callable[[float], ExpectedCalls | None]
 """Items expected within so many seconds, from trajectories under way; None where nothing is known of them."""
 
 _MARGIN = 1.2
@@ -28,21 +28,21 @@ _EXPECTED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ScalingObservation:
     """What is known at a moment. `waiting` are items that are in no call yet; `idle_usd_per_s` is what an idle worker
     costs, `waiting_usd_per_s` what a trajectory does that waits for its reward."""
 
     now: float
-    load: Load
-    book: Book
+    load: WorkerLoad
+    book: CallStatistics
     waiting: int
-    coming: Coming
+    coming: CallForecast
     idle_usd_per_s: float = 0.0
     waiting_usd_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScalingTarget:
     """`why` is "forecast", "reactive" or "idle"; `keep_alive_s` None: as it is."""
 
     workers: int
@@ -61,15 +61,15 @@ class Decider:
         self._autoscaler = Autoscaler(settings.reactive.policy()) if settings.reactive.enabled else None
         self._kept_s: float | None = None
 
-    def decide(self, look: Look) -> Wanted:
+    def decide(self, look: ScalingObservation) -> ScalingTarget:
         items = max(1.0, look.book.items)
         reactive = self._reactive(look, items)
         ahead = self._ahead(look, items)
         workers = min(self._spec.concurrency, max(reactive, ahead))
         why = "idle" if not workers else "forecast" if ahead >= min(reactive, workers) else "reactive"
-        return Wanted(workers, why, self._keep_alive(look, workers))
+        return ScalingTarget(workers, why, self._keep_alive(look, workers))
 
-    def _reactive(self, look: Look, items: float) -> int:
+    def _reactive(self, look: ScalingObservation, items: float) -> int:
         if self._autoscaler is None:
             return 0
         ended = look.book.take_busy(look.now)
@@ -77,7 +77,7 @@ class Decider:
         self._autoscaler.observe(look.now, at_once)
         return self._autoscaler.wanted(look.now, look.load.workers)
 
-    def _ahead(self, look: Look, items: float) -> int:
+    def _ahead(self, look: ScalingObservation, items: float) -> int:
         settings = self._settings.forecast
         if not settings.enabled or not look.book.items:
             return 0
@@ -89,7 +89,7 @@ class Decider:
         known = look.load.under_way * items + look.waiting
         return workers_for(expected.upper(settings.z) + known, max(1e-6, look.book.service_s), horizon, items=items)
 
-    def _keep_alive(self, look: Look, workers: int) -> float | None:
+    def _keep_alive(self, look: ScalingObservation, workers: int) -> float | None:
         """Ski rental. A start costs its worker's seconds, and those of a trajectory if a call waits for it, which is
         rare where workers are started ahead. The worker used last is used next, so one above the `workers` that are
         kept is needed when calls until then need more than these. A change below a fifth is not worth telling."""

@@ -9,13 +9,13 @@ import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serverless.backends.base import Provisions
+from serverless.backends.base import ProvisionedBackend
 from serverless.meter import MeterSink, WorkerSpan, WorkerState
 from serverless.scaling_decide import Hysteresis
-from serverless.scaling_seen import Book
+from serverless.scaling_seen import CallStatistics
 from serverless.spec import FunctionSpec
 
-__all__ = ["Levels", "Provisioner"]
+__all__ = ["ProvisionedLevels", "Provisioner"]
 
 _REQUEST_S = 300.0
 """Lambda may take minutes to have environments ready."""
@@ -28,7 +28,7 @@ _SPAN_S = 60.0
 
 
 @dataclass(slots=True)
-class Levels:
+class ProvisionedLevels:
     """What levels were before a run changed them, in a file: a run that was killed left its own, and the one that
     resumes it must not take that for the user's. `path` None keeps nothing."""
 
@@ -56,7 +56,7 @@ class Levels:
             partial.replace(self.path)
 
 
-Told = Callable[[int, int, str, str], None]
+LevelCallback = Callable[[int, int, str, str], None]
 """(from, to, why, what went wrong or '')."""
 
 
@@ -69,12 +69,12 @@ class Provisioner:
     def __init__(
         self,
         spec: FunctionSpec,
-        backend: Provisions,
+        backend: ProvisionedBackend,
         *,
         meter: MeterSink,
-        book: Book,
-        levels: Levels,
-        told: Told,
+        book: CallStatistics,
+        levels: ProvisionedLevels,
+        told: LevelCallback,
         hysteresis: Hysteresis | None = None,
     ) -> None:
         self._spec = spec

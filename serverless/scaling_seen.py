@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from serverless.meter import MeterSink, Saving, WorkerSpan
 from serverless.types import Cause, Invocation
 
-__all__ = ["Book", "Seen"]
+__all__ = ["CallStatistics", "StatisticsMeter"]
 
 _WEIGHT = 0.05
 """Of a new call: the mean is of about the last twenty."""
 
 
 @dataclass(slots=True)
-class Book:
+class CallStatistics:
     """One function on one provider. `service_s` and `items` are of a call (0: none seen), `cold_s` of a start, near the
     longest of the recent ones, and `waited` the share of starts for which a call waited. `busy_s` is what calls ran
     since `since`, of those that have ended, `billed_s` what they were billed and `scored` their items, both since the
@@ -53,20 +53,21 @@ class Book:
         return busy / passed if passed > 0.0 else 0.0
 
 
-class Seen:
-    """Implements `MeterSink`: passes everything on to `meter`, and keeps a `Book` per function and provider."""
+class StatisticsMeter:
+    """Implements `MeterSink`: passes everything on to `meter`, and keeps a `CallStatistics` per function and
+    provider."""
 
     def __init__(self, meter: MeterSink) -> None:
         self._pass_on = meter.invocation
         self.worker: Callable[[WorkerSpan], None] = meter.worker
         self.saving: Callable[[Saving], None] = meter.saving
-        self._books: dict[tuple[str, str], Book] = {}
+        self._books: dict[tuple[str, str], CallStatistics] = {}
 
-    def book(self, function: str, provider: str) -> Book:
+    def book(self, function: str, provider: str) -> CallStatistics:
         key = (function, provider)
         book = self._books.get(key)
         if book is None:
-            book = self._books[key] = Book()
+            book = self._books[key] = CallStatistics()
         return book
 
     def invocation(self, invocation: Invocation) -> None:

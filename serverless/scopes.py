@@ -12,24 +12,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "Function",
-    "Holds",
-    "Module",
-    "Touch",
-    "Way",
+    "SourceFunction",
+    "BindingKind",
+    "SourceModule",
+    "StateAccess",
+    "AccessKind",
     "ancestors",
     "inside",
     "loads",
     "mentions",
     "opened",
-    "touches",
+    "state_accesses",
     "wrappers",
 ]
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-class Holds(enum.Enum):
+class BindingKind(enum.Enum):
     """What a name that outlives a call is bound to."""
 
     CONTAINER = "container"
@@ -40,7 +40,7 @@ class Holds(enum.Enum):
     IMPORT = "import"
 
 
-class Way(enum.Enum):
+class AccessKind(enum.Enum):
     """How a lasting name is touched."""
 
     READ = "read"
@@ -56,25 +56,25 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
+class StateAccess:
     """One use of a lasting name (`X`, or `self.x` of an object that lasts) in a function."""
 
     name: str
-    way: Way
+    way: AccessKind
     node: ast.AST
-    function: Function
+    function: SourceFunction
     method: str = ""
     value: ast.expr | None = None
     key: ast.expr | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Function:
+class SourceFunction:
     """A function that a call may run. `owner` is its class, if it is a method of an object that lasts; `root` whether
     it is the reward itself; `parents` maps each node to the one around it."""
 
     node: Def
-    module: Module
+    module: SourceModule
     owner: str = ""
     root: bool = False
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
@@ -148,14 +148,14 @@ _MUTATORS = frozenset(
 _FIRST_ARGUMENT = frozenset({"heappush", "heappop", "heapify", "heapreplace", "insort", "insort_left", "shuffle"})
 
 
-class Module:
+class SourceModule:
     """The lasting names of a file, its functions and classes. `closed` are the locals of a factory whose inner function
     is the reward: they last as long as it."""
 
     def __init__(self, path: pathlib.Path, body: Sequence[ast.stmt], *, closed: Def | None = None) -> None:
         self.path = path
         self.closed = closed
-        self.names: dict[str, Holds] = {}
+        self.names: dict[str, BindingKind] = {}
         self.values: dict[str, ast.expr] = {}
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
         self.classes: dict[str, ast.ClassDef] = {}
@@ -163,7 +163,7 @@ class Module:
         """Classes with an instance that lasts."""
         self._read(body)
         if closed is not None and not isinstance(closed, ast.Lambda):
-            self.names.update({a.arg: Holds.OBJECT for a in closed.args.args})
+            self.names.update({a.arg: BindingKind.OBJECT for a in closed.args.args})
             self._read(closed.body)
         for value in self.values.values():
             if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.classes:
@@ -173,13 +173,13 @@ class Module:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.functions[node.name] = node
-                self.names[node.name] = Holds.CODE
+                self.names[node.name] = BindingKind.CODE
             elif isinstance(node, ast.ClassDef):
                 self.classes[node.name] = node
-                self.names[node.name] = Holds.CODE
+                self.names[node.name] = BindingKind.CODE
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
-                    self.names.setdefault((alias.asname or alias.name).partition(".")[0], Holds.IMPORT)
+                    self.names.setdefault((alias.asname or alias.name).partition(".")[0], BindingKind.IMPORT)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._bind(target, node.value)
@@ -191,8 +191,8 @@ class Module:
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
-            if self.names.get(target.id) is not Holds.CONTAINER:
-                self.names[target.id] = holds(value)
+            if self.names.get(target.id) is not BindingKind.CONTAINER:
+                self.names[target.id] = binding_kind(value)
                 self.values[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
             for one in target.elts:
@@ -202,34 +202,40 @@ class Module:
         body = self.classes[name].body
         return {n.name: n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
 
-    def attributes(self, name: str) -> dict[str, Holds]:
+    def attributes(self, name: str) -> dict[str, BindingKind]:
         """What the objects of a class hold after they were made and loaded."""
-        found: dict[str, Holds] = {}
+        found: dict[str, BindingKind] = {}
         for statement in self.classes[name].body:
             if isinstance(statement, ast.Assign):
-                kind = holds(statement.value)
+                kind = binding_kind(statement.value)
                 found.update({t.id: kind for t in statement.targets if isinstance(t, ast.Name)})
         for method in self.methods(name).values():
             if method.name in ("__init__", "load", "__post_init__"):
                 for node in ast.walk(method):
                     if isinstance(node, ast.Assign):
-                        found.update({t.attr: holds(node.value) for t in node.targets if isinstance(t, ast.Attribute)})
+                        found.update(
+                            {t.attr: binding_kind(node.value) for t in node.targets if isinstance(t, ast.Attribute)}
+                        )
         return found
 
 
-def holds(value: ast.expr) -> Holds:
+def binding_kind(value: ast.expr) -> BindingKind:
     if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
-        return Holds.CONTAINER
+        return BindingKind.CONTAINER
     if isinstance(value, ast.GeneratorExp):
-        return Holds.ITERATOR
+        return BindingKind.ITERATOR
     if isinstance(value, ast.Call):
         function = value.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        for names, kind in ((_CONTAINERS, Holds.CONTAINER), (_ITERATORS, Holds.ITERATOR), (_CONSTANTS, Holds.CONSTANT)):
+        for names, kind in (
+            (_CONTAINERS, BindingKind.CONTAINER),
+            (_ITERATORS, BindingKind.ITERATOR),
+            (_CONSTANTS, BindingKind.CONSTANT),
+        ):
             if name in names:
                 return kind
-        return Holds.OBJECT
-    return Holds.CONSTANT if isinstance(value, ast.Constant | ast.Tuple | ast.JoinedStr) else Holds.OBJECT
+        return BindingKind.OBJECT
+    return BindingKind.CONSTANT if isinstance(value, ast.Constant | ast.Tuple | ast.JoinedStr) else BindingKind.OBJECT
 
 
 def inside(node: Def) -> Iterator[ast.AST]:
@@ -238,34 +244,34 @@ def inside(node: Def) -> Iterator[ast.AST]:
         yield from ast.walk(part)
 
 
-def wrappers(decorated: Def, module: Module, body: Sequence[ast.stmt]) -> Iterator[Function]:
+def wrappers(decorated: Def, module: SourceModule, body: Sequence[ast.stmt]) -> Iterator[SourceFunction]:
     """Functions that decorators of this file put around it: inner ones that call a parameter of an outer one."""
     for decorator in [] if isinstance(decorated, ast.Lambda) else decorated.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         made = module.functions.get(called.id) if isinstance(called, ast.Name) else None
         if made is None:
             continue
-        closed = Module(module.path, body, closed=made)
+        closed = SourceModule(module.path, body, closed=made)
         given = {a.arg for a in ast.walk(made) if isinstance(a, ast.arg)}
         for inner in ast.walk(made):
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner is not made:
                 own = {a.arg for a in ast.walk(inner.args) if isinstance(a, ast.arg)}
                 calls = {getattr(n.func, "id", "") for n in inside(inner) if isinstance(n, ast.Call)}
                 if calls & (given - own):
-                    yield Function(inner, closed)
+                    yield SourceFunction(inner, closed)
 
 
-def touches(function: Function) -> Iterator[Touch]:
+def state_accesses(function: SourceFunction) -> Iterator[StateAccess]:
     """Every use of a lasting name in a function, in the order of the source's tree."""
     for node in inside(function.node):
         yield from _writes(node, function)
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = _lasting(node, function, exact=True)
             if name and not _is_target(node, function):
-                yield Touch(name, Way.READ, node, function)
+                yield StateAccess(name, AccessKind.READ, node, function)
 
 
-def _writes(node: ast.AST, function: Function) -> Iterator[Touch]:
+def _writes(node: ast.AST, function: SourceFunction) -> Iterator[StateAccess]:
     if isinstance(
         node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete | ast.For | ast.NamedExpr | ast.withitem
     ):
@@ -274,18 +280,20 @@ def _writes(node: ast.AST, function: Function) -> Iterator[Touch]:
             name = _lasting(target, function)
             if name:
                 key = target.slice if isinstance(target, ast.Subscript) else None
-                yield Touch(name, _way(node, target, name), target, function, value=value, key=key)
+                yield StateAccess(name, _access_kind(node, target, name), target, function, value=value, key=key)
     if isinstance(node, ast.Call):
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in _MUTATORS:
             name = _lasting(called.value, function)
             if name:
-                yield Touch(name, Way.METHOD, node, function, method=called.attr)
+                yield StateAccess(name, AccessKind.METHOD, node, function, method=called.attr)
         plain = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         if plain in _FIRST_ARGUMENT | {"next"} and node.args:
             name = _lasting(node.args[0], function)
             if name:
-                yield Touch(name, Way.NEXT if plain == "next" else Way.METHOD, node, function, method=plain)
+                yield StateAccess(
+                    name, AccessKind.NEXT if plain == "next" else AccessKind.METHOD, node, function, method=plain
+                )
 
 
 def _stored(node: ast.AST) -> list[ast.expr]:
@@ -301,15 +309,15 @@ def _stored(node: ast.AST) -> list[ast.expr]:
     return out
 
 
-def _way(node: ast.AST, target: ast.expr, name: str) -> Way:
+def _access_kind(node: ast.AST, target: ast.expr, name: str) -> AccessKind:
     if isinstance(node, ast.AugAssign):
-        return Way.AUGMENT
+        return AccessKind.AUGMENT
     if isinstance(target, ast.Name) or (name.startswith("self.") and isinstance(target, ast.Attribute)):
-        return Way.REBIND
-    return Way.ITEM if isinstance(target, ast.Subscript) else Way.ATTRIBUTE
+        return AccessKind.REBIND
+    return AccessKind.ITEM if isinstance(target, ast.Subscript) else AccessKind.ATTRIBUTE
 
 
-def _lasting(node: ast.expr, function: Function, *, exact: bool = False) -> str:
+def _lasting(node: ast.expr, function: SourceFunction, *, exact: bool = False) -> str:
     """The lasting name that an expression is, or with `exact` off, is a part of; '' if none."""
     parts = [node]
     while not exact and isinstance(parts[-1], ast.Attribute | ast.Subscript):
@@ -329,16 +337,16 @@ def _lasting(node: ast.expr, function: Function, *, exact: bool = False) -> str:
     return ""
 
 
-def _defaults(function: Function) -> set[str]:
+def _defaults(function: SourceFunction) -> set[str]:
     """Parameters whose default is a container: it is made once, and lasts."""
     arguments = function.node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = list(zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True))
     pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
-    return {a.arg for a, default in pairs if holds(default) is Holds.CONTAINER}
+    return {a.arg for a, default in pairs if binding_kind(default) is BindingKind.CONTAINER}
 
 
-def _is_target(node: ast.expr, function: Function) -> bool:
+def _is_target(node: ast.expr, function: SourceFunction) -> bool:
     """Whether a load of a name is only the way to what is written: `X` in `X[k] = v` or `X.append(v)`."""
     child: ast.AST = node
     parent = function.parents.get(node)
@@ -368,7 +376,7 @@ def loads(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-def ancestors(node: ast.AST, function: Function) -> Iterator[ast.AST]:
+def ancestors(node: ast.AST, function: SourceFunction) -> Iterator[ast.AST]:
     around = function.parents.get(node)
     while around is not None:
         yield around

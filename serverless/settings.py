@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serverless.policy.breaker import BreakerPolicy
-from serverless.policy.concurrency import WindowPolicy
+from serverless.policy.concurrency import ConcurrencyPolicy
 from serverless.policy.hedge import HedgePolicy
 from serverless.policy.limits import LimitPolicy
 from serverless.policy.retry import RetryPolicy
@@ -60,9 +60,9 @@ class AdmissionSpec(StageSpec):
     max_wait_s: float = Field(default=5.0, gt=0.0)
     """Waits after refusals in a row, where the provider asked for none: jittered, doubling from the first of these."""
 
-    def policy(self, concurrency: int) -> WindowPolicy | None:
+    def policy(self, concurrency: int) -> ConcurrencyPolicy | None:
         factor = self.latency_factor if self.latency else None
-        return WindowPolicy(concurrency, self.wait_s, self.max_wait_s, factor) if self.enabled else None
+        return ConcurrencyPolicy(concurrency, self.wait_s, self.max_wait_s, factor) if self.enabled else None
 
 
 class BatchingSpec(StageSpec):

@@ -55,7 +55,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ACCEPTED", "OPTIONS", "Convention", "Parameter", "Shape", "Unknown", "of_object", "of_source", "recognise"]
+__all__ = [
+    "ACCEPTED",
+    "OPTIONS",
+    "Convention",
+    "Parameter",
+    "CallableSignature",
+    "Unknown",
+    "of_object",
+    "of_source",
+    "recognise",
+]
 
 OPTIONS = "__rollart_reward__"
 """Where `serverless.declare.reward` leaves its options on what it decorates."""
@@ -105,7 +115,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CallableSignature:
     """What can be told of a callable without calling it. `reads_content`: its body names the key "content"."""
 
     parameters: tuple[Parameter, ...]
@@ -140,7 +150,7 @@ _CONTEXTS = frozenset({"context", "ctx", "_context", "_ctx", "_"})
 _LIST_OF_ITEMS = re.compile(r"^(?:typing\.)?(?:list|List|Sequence|Iterable|tuple|Tuple)\[.*\b(?:Item|Sample)\b")
 
 
-def recognise(shape: Shape) -> Convention | Unknown:
+def recognise(shape: CallableSignature) -> Convention | Unknown:
     """The convention of a callable. The first that fits, in the order: slime, verl, OpenRLHF, AReaL, TRL, verifiers,
     Lambda, one parameter; no function fits two of them but by a superset of names."""
     names = shape.names
@@ -167,7 +177,7 @@ def recognise(shape: Shape) -> Convention | Unknown:
     return _plain(shape)
 
 
-def _closed(shape: Shape, known: frozenset[str], convention: Convention) -> Convention | Unknown:
+def _closed(shape: CallableSignature, known: frozenset[str], convention: Convention) -> Convention | Unknown:
     """`convention`, if it gives everything that the function cannot do without."""
     missing = [name for name in shape.required if name not in known]
     if not missing:
@@ -175,7 +185,7 @@ def _closed(shape: Shape, known: frozenset[str], convention: Convention) -> Conv
     return Unknown(f"it looks like {convention}, which gives no {', '.join(map(repr, missing))}")
 
 
-def _plain(shape: Shape) -> Convention | Unknown:
+def _plain(shape: CallableSignature) -> Convention | Unknown:
     positional = [p for p in shape.parameters if not p.keyword_only]
     if any(p.required and p.keyword_only for p in shape.parameters):
         return Unknown("it needs keyword arguments that no convention gives")
@@ -195,13 +205,13 @@ def _plain(shape: Shape) -> Convention | Unknown:
     return Convention.ITEM
 
 
-def of_object(target: Any) -> Shape:
+def of_object(target: Any) -> CallableSignature:
     """Of a function, or of the `__call__` of a class or an object."""
     call = functools.partial(target.__call__, None) if inspect.isclass(target) else target
     try:
         parameters = inspect.signature(call).parameters.values()
     except (TypeError, ValueError):
-        return Shape((), any_keyword=True)
+        return CallableSignature((), any_keyword=True)
     described = tuple(
         Parameter(
             p.name,
@@ -213,7 +223,7 @@ def of_object(target: Any) -> Shape:
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return Shape(described, any_keyword, _names_content(target))
+    return CallableSignature(described, any_keyword, _names_content(target))
 
 
 def _annotation(annotation: Any) -> str:
@@ -237,7 +247,7 @@ def _is_function(target: Any) -> bool:
     return inspect.isfunction(target) or inspect.ismethod(target)
 
 
-def of_source(body: Sequence[ast.stmt], attribute: str) -> Shape | None:
+def of_source(body: Sequence[ast.stmt], attribute: str) -> CallableSignature | None:
     """The same from a module's statements, without running them; None if the attribute is not a plain definition."""
     node = definition(body, attribute)
     if isinstance(node, ast.ClassDef):
@@ -299,7 +309,7 @@ def _flat(body: Sequence[ast.stmt]) -> list[ast.stmt]:
     return out
 
 
-def _of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, bound: int = 0) -> Shape:
+def _of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, bound: int = 0) -> CallableSignature:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
@@ -311,7 +321,7 @@ def _of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, bound: i
         for p, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     reads = any(isinstance(n, ast.Constant) and n.value == "content" for n in ast.walk(node))
-    return Shape(tuple(described), arguments.kwarg is not None, reads)
+    return CallableSignature(tuple(described), arguments.kwarg is not None, reads)
 
 
 def _text(annotation: ast.expr | None) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["BatchSpec", "FunctionSpec", "Takes", "Trust"]
+__all__ = ["FunctionBatchSpec", "FunctionSpec", "Takes", "Trust"]
 
 Takes = Literal[
     "auto",
@@ -31,7 +31,7 @@ Trust = Literal["trusted", "untrusted"]
 """Untrusted: it runs what the policy wrote. It then only runs inside a sandbox."""
 
 
-class BatchSpec(BaseModel):
+class FunctionBatchSpec(BaseModel):
     """Items of one call. A batch leaves when it is full or its oldest item has waited `max_wait_ms`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,7 +69,7 @@ class FunctionSpec(BaseModel):
     """Most workers at once; also the most calls in flight."""
     queue: int = Field(default=10_000, ge=1)
     """Most items that wait for a worker; one more is THROTTLED."""
-    batch: BatchSpec = BatchSpec()
+    batch: FunctionBatchSpec = FunctionBatchSpec()
     keep_alive_s: float = Field(default=60.0, ge=0.0)
     """An idle worker lives this long, then the function scales towards `warm`."""
     warm: int = Field(default=0, ge=0)

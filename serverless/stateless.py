@@ -26,30 +26,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serverless.scopes import (
+    AccessKind,
+    BindingKind,
     Def,
-    Function,
-    Holds,
-    Module,
-    Touch,
-    Way,
+    SourceFunction,
+    SourceModule,
+    StateAccess,
     ancestors,
     inside,
     loads,
     mentions,
     opened,
-    touches,
+    state_accesses,
     wrappers,
 )
 from serverless.signatures import definition
 
 if TYPE_CHECKING:
-    from serverless.deploy.sources import Definition
+    from serverless.deploy.sources import SourceDefinition
 
-__all__ = ["Reason", "Stateful", "Stateless", "inspect_source"]
+__all__ = ["StateFinding", "Stateful", "Stateless", "inspect_source"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class StateFinding:
     """One finding. `sure`: nothing else can be meant by it."""
 
     file: str
@@ -65,12 +65,12 @@ class Reason:
 class Stateless:
     """It may leave. `warnings` are about repeatability."""
 
-    warnings: tuple[Reason, ...] = ()
+    warnings: tuple[StateFinding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stateful:
-    reasons: tuple[Reason, ...]
+    reasons: tuple[StateFinding, ...]
 
     @property
     def sure(self) -> bool:
@@ -90,7 +90,7 @@ _ONCE = ("__init__", "__new__", "__post_init__", "load")
 
 
 def inspect_source(
-    found: Definition,
+    found: SourceDefinition,
     others: Iterable[tuple[pathlib.Path, ast.Module]] = (),
     *,
     deterministic: bool = True,
@@ -102,16 +102,16 @@ def inspect_source(
     `stateless` is the declaration of that name: it settles what the check is not sure of.
     """
     target = definition(found.body, found.name)
-    modules = [Module(found.path, found.body, closed=_factory(found, target))]
-    modules += [Module(path, tree.body) for path, tree in others]
+    modules = [SourceModule(found.path, found.body, closed=_factory(found, target))]
+    modules += [SourceModule(path, tree.body) for path, tree in others]
     functions = _reachable(modules, target)
     for function in list(functions):
         functions += wrappers(function.node, function.module, found.body if function.module is modules[0] else ())
     reasons = [
-        Reason(found.path.name, getattr(target, "lineno", 1), f"it needs {need!r}, which functions do not have")
+        StateFinding(found.path.name, getattr(target, "lineno", 1), f"it needs {need!r}, which functions do not have")
         for need in needs
     ]
-    uses = [touch for function in functions for touch in touches(function)]
+    uses = [touch for function in functions for touch in state_accesses(function)]
     reasons += [*_parameters(functions), *_judged(uses), *_indirect(functions)]
     reasons += [*_files(functions), *_databases(functions)]
     if reasons and not (stateless and not any(r.sure for r in reasons)):
@@ -119,7 +119,7 @@ def inspect_source(
     return Stateless(tuple(_random(functions, uses)) if deterministic else ())
 
 
-def _factory(found: Definition, target: ast.AST | None) -> Def | None:
+def _factory(found: SourceDefinition, target: ast.AST | None) -> Def | None:
     """The function around the reward, where a call of it made the reward (a closure)."""
     for node in found.body:
         if isinstance(node, ast.FunctionDef) and node is not target and target in list(ast.walk(node)):
@@ -127,17 +127,17 @@ def _factory(found: Definition, target: ast.AST | None) -> Def | None:
     return None
 
 
-def _reachable(modules: Sequence[Module], target: ast.AST | None) -> list[Function]:
+def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[SourceFunction]:
     """The reward and everything of ours that it may call: what its code names, and what that names, and so on."""
     home = modules[0]
-    found: dict[int, Function] = {}
-    pending: list[Function] = []
+    found: dict[int, SourceFunction] = {}
+    pending: list[SourceFunction] = []
     if isinstance(target, ast.ClassDef):
         home.lasting.add(target.name)
         call = home.methods(target.name).get("__call__") if target.name in home.classes else None
-        pending += [Function(call, home, owner=target.name, root=True)] if call is not None else []
+        pending += [SourceFunction(call, home, owner=target.name, root=True)] if call is not None else []
     elif isinstance(target, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        pending.append(Function(target, home, root=True))
+        pending.append(SourceFunction(target, home, root=True))
     named: set[str] = set()
     while pending:
         function = pending.pop()
@@ -156,7 +156,7 @@ def _reachable(modules: Sequence[Module], target: ast.AST | None) -> list[Functi
             }
             for node in (module.functions[name] for name in named & module.functions.keys()):
                 if id(node) not in found:
-                    pending.append(Function(node, module))
+                    pending.append(SourceFunction(node, module))
             for name in (named & module.classes.keys()) | module.lasting & (
                 {function.owner} if function.module is module else set()
             ):
@@ -165,16 +165,16 @@ def _reachable(modules: Sequence[Module], target: ast.AST | None) -> list[Functi
     return list(found.values())
 
 
-def _methods(module: Module, name: str, named: set[str]) -> list[Function]:
+def _methods(module: SourceModule, name: str, named: set[str]) -> list[SourceFunction]:
     owner = name if name in module.lasting else ""
     return [
-        Function(method, module, owner=owner)
+        SourceFunction(method, module, owner=owner)
         for method in module.methods(name).values()
         if method.name not in _ONCE and (method.name in named or method.name.startswith("__"))
     ]
 
 
-def _parameters(functions: Sequence[Function]) -> list[Reason]:
+def _parameters(functions: Sequence[SourceFunction]) -> list[StateFinding]:
     reasons = []
     for function in functions:
         if not function.root:
@@ -187,62 +187,70 @@ def _parameters(functions: Sequence[Function]) -> list[Reason]:
     return reasons
 
 
-def _judged(uses: Sequence[Touch]) -> list[Reason]:
-    groups: dict[tuple[int, str, str], list[Touch]] = {}
+def _judged(uses: Sequence[StateAccess]) -> list[StateFinding]:
+    groups: dict[tuple[int, str, str], list[StateAccess]] = {}
     for use in uses:
         owner = use.function.owner if use.name.startswith("self.") else ""
         groups.setdefault((id(use.function.module), owner, use.name), []).append(use)
-    reasons: list[Reason] = []
+    reasons: list[StateFinding] = []
     for group in groups.values():
-        writes = [use for use in group if use.way is not Way.READ]
+        writes = [use for use in group if use.way is not AccessKind.READ]
         if writes and not _is_memo(writes, group):
             reasons += [_write(write, group) for write in writes if not _is_once(write)]
     return reasons
 
 
-def _write(write: Touch, group: Sequence[Touch]) -> Reason:
+def _write(write: StateAccess, group: Sequence[StateAccess]) -> StateFinding:
     kind = _held(write)
-    read = any(u.way is Way.READ for u in group)
-    if kind is Holds.IMPORT:
+    read = any(u.way is AccessKind.READ for u in group)
+    if kind is BindingKind.IMPORT:
         return _foreign(write)
-    if write.way is Way.NEXT:
+    if write.way is AccessKind.NEXT:
         return _reason(write.function, write.node, f"{write.name} is an iterator that calls advance")
-    if write.way is Way.REBIND and write.name.startswith("self."):
+    if write.way is AccessKind.REBIND and write.name.startswith("self."):
         return _reason(write.function, write.node, f"a call sets {write.name}", sure=not _set_first(write, group))
-    if write.way is Way.REBIND:
+    if write.way is AccessKind.REBIND:
         scope = "closure variable" if write.function.module.closed is not None else "global"
         return _reason(write.function, write.node, f"a call writes the {scope} {write.name}")
-    if write.way is Way.METHOD:
-        sure = read and kind is not Holds.OBJECT
+    if write.way is AccessKind.METHOD:
+        sure = read and kind is not BindingKind.OBJECT
         return _reason(write.function, write.node, f"a call changes {write.name} ({write.method})", sure=sure)
-    counts = write.way is Way.AUGMENT
+    counts = write.way is AccessKind.AUGMENT
     text = f"a call counts in {write.name}" if counts else f"a call writes into {write.name}"
     return _reason(write.function, write.node, text, sure=read or counts)
 
 
-def _foreign(write: Touch) -> Reason:
+def _foreign(write: StateAccess) -> StateFinding:
     text = f"a call writes into the module {write.name}"
-    return _reason(write.function, write.node, text, sure=write.way is Way.AUGMENT)
+    return _reason(write.function, write.node, text, sure=write.way is AccessKind.AUGMENT)
 
 
-def _held(touch: Touch) -> Holds:
+def _held(touch: StateAccess) -> BindingKind:
     module = touch.function.module
     if touch.name.startswith("self."):
         kinds = module.attributes(touch.function.owner)
-        return kinds.get(touch.name.removeprefix("self."), Holds.OBJECT)
-    return module.names.get(touch.name, Holds.CONTAINER)
+        return kinds.get(touch.name.removeprefix("self."), BindingKind.OBJECT)
+    return module.names.get(touch.name, BindingKind.CONTAINER)
 
 
-def _is_once(write: Touch) -> bool:
+def _is_once(write: StateAccess) -> bool:
     """Loading at first use, a constant setting, or a method of a module or an object that only looks like a change."""
     kind = _held(write)
-    if kind is Holds.CODE and write.way is Way.METHOD:
+    if kind is BindingKind.CODE and write.way is AccessKind.METHOD:
         return True
-    if kind is Holds.IMPORT:
-        constant = isinstance(write.value, ast.Constant) and write.way is not Way.AUGMENT
+    if kind is BindingKind.IMPORT:
+        constant = isinstance(write.value, ast.Constant) and write.way is not AccessKind.AUGMENT
         setting = root_is_environ(write.node) and write.method in ("setdefault", "pop")
-        return constant or setting or (write.way in (Way.METHOD, Way.NEXT) and not root_is_environ(write.node))
-    if write.way not in (Way.REBIND, Way.ITEM) or write.value is None or mentions(write.value, write.name):
+        return (
+            constant
+            or setting
+            or (write.way in (AccessKind.METHOD, AccessKind.NEXT) and not root_is_environ(write.node))
+        )
+    if (
+        write.way not in (AccessKind.REBIND, AccessKind.ITEM)
+        or write.value is None
+        or mentions(write.value, write.name)
+    ):
         return False
     if write.key is not None and not isinstance(write.key, ast.Constant):
         return False  # a set of what was seen
@@ -255,7 +263,7 @@ def root_is_environ(node: ast.AST) -> bool:
     return "os.environ" in ast.unparse(node)
 
 
-def _guarded(write: Touch) -> bool:
+def _guarded(write: StateAccess) -> bool:
     """Under `if X is None`, `if not X`, `if k not in X`, or behind `if X is not None: return X`."""
     for node in ancestors(write.node, write.function):
         if isinstance(node, ast.If) and mentions(node.test, write.name):
@@ -266,18 +274,18 @@ def _guarded(write: Touch) -> bool:
     return any(any(isinstance(s, ast.Return) for s in n.body) for n in returns)
 
 
-def _is_memo(writes: Sequence[Touch], group: Sequence[Touch]) -> bool:
+def _is_memo(writes: Sequence[StateAccess], group: Sequence[StateAccess]) -> bool:
     """`X[key] = value` with a key of the item, a value that does not come from X, and a read of X[...]; X may be
     cleared or trimmed, but nobody looks at its size or its contents otherwise."""
-    trims = [w for w in writes if w.way is Way.METHOD and w.method in ("clear", "pop", "popitem")]
-    stores = [w for w in writes if w.way is Way.ITEM and w.value is not None]
+    trims = [w for w in writes if w.way is AccessKind.METHOD and w.method in ("clear", "pop", "popitem")]
+    stores = [w for w in writes if w.way is AccessKind.ITEM and w.value is not None]
     if not stores or len(trims) + len(stores) != len(writes):
         return False
     for store in stores:
         if isinstance(store.key, ast.Constant) or mentions(store.value, store.name):
             return False
     fetched = False
-    for use in (u for u in group if u.way is Way.READ):
+    for use in (u for u in group if u.way is AccessKind.READ):
         parent = use.function.parents.get(use.node)
         if isinstance(parent, ast.Subscript) and parent.value is use.node:
             fetched = True
@@ -292,11 +300,11 @@ def _is_memo(writes: Sequence[Touch], group: Sequence[Touch]) -> bool:
     return fetched
 
 
-def _set_first(write: Touch, group: Sequence[Touch]) -> bool:
+def _set_first(write: StateAccess, group: Sequence[StateAccess]) -> bool:
     """Whether the reward itself sets an attribute before anything reads it: each call may then stand alone."""
     parent = write.function.parents.get(write.node)
     straight = parent is not None and write.function.parents.get(parent) is write.function.node
-    reads = [u.node.lineno for u in group if u.way is Way.READ and u.function is write.function]  # type: ignore[attr-defined]
+    reads = [u.node.lineno for u in group if u.way is AccessKind.READ and u.function is write.function]  # type: ignore[attr-defined]
     line = getattr(write.node, "lineno", 0)
     value_reads = write.value is not None and mentions(write.value, write.name)
     return write.function.root and straight and not value_reads and all(r >= line for r in reads)
@@ -306,10 +314,10 @@ _SQL = re.compile(r"\s*(?:insert\s+(?:or\s+\w+\s+)?into|update\s+\w+\s+set|repla
 _SHELVES = frozenset({"shelve.open", "dbm.open", "diskcache.Cache", "Cache", "shelve.DbfilenameShelf"})
 
 
-def _files(functions: Sequence[Function]) -> list[Reason]:
+def _files(functions: Sequence[SourceFunction]) -> list[StateFinding]:
     """Files of a fixed name that are written and read; but not those written first and read after in one function."""
-    written: dict[str, list[tuple[Function, ast.Call, bool]]] = {}
-    read: dict[str, list[tuple[Function, ast.Call]]] = {}
+    written: dict[str, list[tuple[SourceFunction, ast.Call, bool]]] = {}
+    read: dict[str, list[tuple[SourceFunction, ast.Call]]] = {}
     for function in functions:
         for node in inside(function.node):
             if isinstance(node, ast.Call):
@@ -349,7 +357,7 @@ _CHANGES = frozenset(
 )
 
 
-def _indirect(functions: Sequence[Function]) -> list[Reason]:
+def _indirect(functions: Sequence[SourceFunction]) -> list[StateFinding]:
     """State that is written without its name: by `setattr`, through `globals()`, in an object that a cache returns."""
     cached = {
         f.node.name
@@ -382,7 +390,7 @@ def _changed(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _databases(functions: Sequence[Function]) -> list[Reason]:
+def _databases(functions: Sequence[SourceFunction]) -> list[StateFinding]:
     reasons = []
     for function in functions:
         for node in ast.walk(function.node):
@@ -403,9 +411,9 @@ _GENERATORS = re.compile(r"^(?:random\.Random|Random|(?:np|numpy)\.random\.(?:de
 _SEEDS = re.compile(r"^(?:random\.seed|(?:np|numpy)\.random\.seed|torch\.manual_seed|seed_everything|set_seed)$")
 
 
-def _random(functions: Sequence[Function], uses: Sequence[Touch]) -> list[Reason]:
+def _random(functions: Sequence[SourceFunction], uses: Sequence[StateAccess]) -> list[StateFinding]:
     """Draws that are not seeded in the call."""
-    warnings: list[Reason] = []
+    warnings: list[StateFinding] = []
     calls = [
         (f, node, ast.unparse(node.func)) for f in functions for node in ast.walk(f.node) if isinstance(node, ast.Call)
     ]
@@ -424,6 +432,6 @@ def _random(functions: Sequence[Function], uses: Sequence[Touch]) -> list[Reason
     return sorted(set(warnings), key=lambda r: (r.file, r.line))
 
 
-def _reason(function: Function, node: ast.AST, text: str, *, sure: bool = True) -> Reason:
+def _reason(function: SourceFunction, node: ast.AST, text: str, *, sure: bool = True) -> StateFinding:
     line = getattr(node, "lineno", getattr(function.node, "lineno", 0))
-    return Reason(function.module.path.name, line, text, sure)
+    return StateFinding(function.module.path.name, line, text, sure)

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from rollart.foreign import contain, foreign
+from rollart.foreign import UserCodeGuard, isolate_user_code
 
 
 def test_an_exit_is_the_callers_failure() -> None:
-    with pytest.raises(RuntimeError, match="it exited with 3"), foreign():
+    with pytest.raises(RuntimeError, match="it exited with 3"), UserCodeGuard():
         sys.exit(3)
-    with pytest.raises(ValueError, match="its own"), foreign():
+    with pytest.raises(ValueError, match="its own"), UserCodeGuard():
         raise ValueError("its own")
     with pytest.raises(SystemExit):
         sys.exit(3)
@@ -31,9 +31,9 @@ def test_an_exit_in_a_task_of_theirs_does_not_end_the_loop() -> None:
         return "never"
 
     async def main() -> None:
-        contain(asyncio.get_running_loop())
+        isolate_user_code(asyncio.get_running_loop())
         for start in (step, lambda: asyncio.gather(leaving()), lambda: asyncio.create_task(leaving(), name="theirs")):
-            with pytest.raises((RuntimeError, ExceptionGroup)) as found, foreign():
+            with pytest.raises((RuntimeError, ExceptionGroup)) as found, UserCodeGuard():
                 await start()
             error = found.value.exceptions[0] if isinstance(found.value, ExceptionGroup) else found.value
             assert str(error) == "it exited with 4"
@@ -48,7 +48,7 @@ def test_our_own_exits_still_end_it() -> None:
         sys.exit(5)
 
     async def main() -> None:
-        contain(asyncio.get_running_loop())
+        isolate_user_code(asyncio.get_running_loop())
         await asyncio.create_task(leaving())
 
     with pytest.raises(SystemExit, match="5"):
@@ -57,9 +57,9 @@ def test_our_own_exits_still_end_it() -> None:
 
 def test_a_task_of_theirs_that_is_cancelled_before_it_began_is_no_warning() -> None:
     async def main() -> None:
-        contain(asyncio.get_running_loop())
+        isolate_user_code(asyncio.get_running_loop())
         theirs = asyncio.sleep(1)
-        with foreign():
+        with UserCodeGuard():
             task = asyncio.get_running_loop().create_task(theirs)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

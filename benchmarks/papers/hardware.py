@@ -11,7 +11,7 @@ from rollart.sim import loop as virtual
 from rollart.sim.engines import ModelledEngine
 from rollart.sim.links import PUSH, RDMA, TCP, SharedLink
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import PRESETS, Generated
+from rollart.sim.workload import PRESETS, GeneratedWorkload
 
 __all__ = ["ROWS"]
 
@@ -67,7 +67,7 @@ async def _rate(kind: str, count: int, domain: str, in_flight: int) -> float:
     loop = asyncio.get_running_loop()
     engines = [ModelledEngine(f"{kind}-{i}", steps(kind, 1, "Qwen3-8B")) for i in range(count)]
     homes = dict.fromkeys(range(count), 0)
-    drawn, prompts = Generated(PRESETS[domain], 0, name=domain), iter(range(3 * in_flight))
+    drawn, prompts = GeneratedWorkload(PRESETS[domain], 0, name=domain), iter(range(3 * in_flight))
 
     async def slot() -> None:
         for prompt in prompts:

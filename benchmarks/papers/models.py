@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.hardware import device
 from placement.roofline import Roofline, RooflinePerformance
 from rollart.sim.steps import StepModel
@@ -98,7 +98,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 
 @cache
-def shape(model: str) -> Shape:
+def shape(model: str) -> DecoderShape:
     return shape_of(CONFIGS[model], name=model)
 
 

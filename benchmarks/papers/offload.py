@@ -6,8 +6,8 @@ import math
 
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
-from rollart.sim.workload import PRESETS, capped
-from serverless.replay import Call, dedicated, elastic
+from rollart.sim.workload import PRESETS, cap_answers
+from serverless.replay import ReplayedCall, replay_dedicated, replay_elastic
 
 __all__ = ["ROWS"]
 
@@ -21,26 +21,26 @@ has cost what a start does (ski rental)."""
 
 
 def _job(gpus: int, seed: int) -> Bed:
-    task = Task("math", capped(PRESETS["math_14b"], 16_384), BATCH, group=GROUP)
+    task = Task("math", cap_answers(PRESETS["math_14b"], 16_384), BATCH, group=GROUP)
     return Bed("Qwen3-8B", (task,), (Serving("H800", gpus),), ("H800", 8), "sync_plus", steps=3, seed=seed)
 
 
-def _calls(played: Played, job: int) -> list[Call]:
+def _calls(played: Played, job: int) -> list[ReplayedCall]:
     """A reward for each trajectory as it ends; jobs' steps do not begin together."""
     shift = job * played.step_s() / JOBS
-    return [Call(c.t1 + shift, JUDGE_S, c.t0 + shift, "math", f"job-{job}") for c in played.charges]
+    return [ReplayedCall(c.t1 + shift, JUDGE_S, c.t0 + shift, "math", f"job-{job}") for c in played.charges]
 
 
 def _rewards(seeds: int) -> Found:
     local = [play(_job(4, s)) for s in range(seeds)]
     freed = [play(_job(8, s)) for s in range(seeds)]
     before, after = (mean([p.rollout_s() for p in runs]) for runs in (local, freed))
-    own = dedicated(_calls(local[0], 0), JUDGES)
+    own = replay_dedicated(_calls(local[0], 0), JUDGES)
     used = own.busy_s / (JUDGES * local[0].seconds)
     calls = [c for job in range(JOBS) for c in _calls(play(_job(8, 100 + job)), job)]
     span = max(c.t for c in calls) - min(c.since or c.t for c in calls)
     few = math.ceil(sum(c.seconds for c in calls) / span)
-    pool = elastic(calls, cold_s=JUDGE_COLD_S, keep_s=JUDGE_COLD_S, most=few)
+    pool = replay_elastic(calls, cold_s=JUDGE_COLD_S, keep_s=JUDGE_COLD_S, most=few)
     figures = (
         Figure("rollout, 4 GPUs, s", 158.0, before),
         Figure("rollout, 8 GPUs, s", 77.0, after),

@@ -31,8 +31,8 @@ from placement.problem import Problem, Restriction
 from placement.roofline import is_moe
 from placement.solve import solve
 from placement.types import Deployment, Placement, Role
-from rollart.sim.workload import PRESETS, Generated
-from rollart.spec.planning import answer, question_of
+from rollart.sim.workload import PRESETS, GeneratedWorkload
+from rollart.spec.planning import planning_problem, solve_placement
 from rollart.spec.resolve import Specs, forecast, read_specs
 
 __all__ = ["SIGN", "Ratio", "Term", "mixed", "needed", "split", "splits_own"]
@@ -60,7 +60,7 @@ DRAWN = 2048
 
 @cache
 def _scripts(name: str) -> tuple[Values, ...]:
-    drawn = [Generated(PRESETS[name], 0, name=name).script(n, 0) for n in range(DRAWN)]
+    drawn = [GeneratedWorkload(PRESETS[name], 0, name=name).script(n, 0) for n in range(DRAWN)]
     return tuple(
         {
             "turns": s.turns,
@@ -211,8 +211,8 @@ def _given(specs: Specs, p: int, roles: tuple[Role, Role]) -> tuple[Placement, P
         Deployment("h20", roles[1], 4, 8 - 2 * p),
         Deployment("train", Role.TRAINER, 1, TRAINERS),
     ]
-    question = question_of(specs.run, specs.cluster, specs.prices, base=specs.base, fixed=fixed)
-    return answer(question), question.problem
+    question = planning_problem(specs.run, specs.cluster, specs.prices, base=specs.base, fixed=fixed)
+    return solve_placement(question), question.problem
 
 
 @cache

@@ -15,9 +15,9 @@ from functools import cache
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, mean, play
 from rollart.model import Trajectory
-from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, default_tp, observe
-from rollart.sim.draws import generator
-from rollart.sim.workload import PRESETS, capped
+from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
+from rollart.sim.draws import entity_generator
+from rollart.sim.workload import PRESETS, cap_answers
 
 __all__ = ["ROWS"]
 
@@ -47,7 +47,7 @@ class _Steps:
 def _played(model: str, gpus: int, eta: float | None, seed: int, stage_s: float, *, overlapped: bool = False) -> _Steps:
     """Five steps under tail batching at eta, or two of veRL. `overlapped`: rewards are computed as responses end."""
     cap, _, tp = SIZES[model]
-    answers = capped(PRESETS["math_14b"], cap)
+    answers = cap_answers(PRESETS["math_14b"], cap)
     bed = Bed(
         f"Qwen2.5-{model}",
         tuple(Task(name, answers, prompts * RESPONSES, RESPONSES) for name, prompts in MIX.items()),
@@ -72,7 +72,7 @@ def _reward_s(trajectory: Trajectory) -> float:
     """Of one reward: the tests of one code prompt in twenty hang until the limit; all else is quick."""
     if trajectory.domain != "code":
         return 0.0
-    hangs = generator("tests", trajectory.domain, trajectory.seed).random() < CODE_HANGS
+    hangs = entity_generator("tests", trajectory.domain, trajectory.seed).random() < CODE_HANGS
     return REWARD_S["code"] if hangs else 0.0
 
 
@@ -165,7 +165,7 @@ class _Rollouts:
 
 
 def _ramped(cap: int, tp: int, eta: float | None) -> Bed:
-    task = Task("math", capped(PRESETS["math_14b"], cap), 128 * RESPONSES, RESPONSES)
+    task = Task("math", cap_answers(PRESETS["math_14b"], cap), 128 * RESPONSES, RESPONSES)
     fleet = (Serving("H800", 32 // tp, tp, slots=2048),)
     return Bed("Qwen2.5-14B", (task,), fleet, ("H800", 32), steps=1 if eta is None else 5, tail=eta)
 
@@ -202,7 +202,7 @@ def _planner(seeds: int) -> Found:
         preempted += alone.preemptions
         for kind, rounds in (("short", 4), ("long", 1)):
             for _ in range(rounds):
-                states[kind], _why = observe(TP_RULE, states[kind], at[kind].preemptions // rounds)
+                states[kind], _why = next_tensor_parallelism(TP_RULE, states[kind], at[kind].preemptions // rounds)
     figures = (
         Figure("rollouts, planner over TP 1", 1.9, mean(gain)),
         Figure("short rounds, planner over TP 1", 1.11, mean(short), most=1.28),

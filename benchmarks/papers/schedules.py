@@ -7,12 +7,12 @@ from dataclasses import replace
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.tuned import SWE, SWE_BODY
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
-from rollart.sim.draws import Constant, Normal, Tailed, generator
-from rollart.sim.workload import PRESETS, Answers, Shape
+from rollart.sim.draws import Constant, Normal, ParetoTailed, entity_generator
+from rollart.sim.workload import PRESETS, AnswerLengths, WorkloadShape
 
 __all__ = ["ROWS"]
 
-assert isinstance(SWE.reset_s, Tailed)
+assert isinstance(SWE.reset_s, ParetoTailed)
 _FAILING = replace(SWE.reset_s, share=1 / 128)
 """One reset of an iteration, on average, is in the tail that RA-5 describes: minutes."""
 
@@ -75,7 +75,7 @@ def _batched(seeds: int) -> Found:
     over = []
     for seed in range(seeds):
         bed = _swe(seed, schedule="sync")
-        rng, task = generator(seed, "ideal"), bed.tasks[0]
+        rng, task = entity_generator(seed, "ideal"), bed.tasks[0]
         steady = Constant(mean([SWE.step_s.draw(rng) for _ in range(4096)]))
         ideal = replace(bed, tasks=(replace(task, shape=replace(task.shape, step_s=steady)),))
         over.append(play(bed).rollout_s() / play(ideal).rollout_s() - 1)
@@ -89,11 +89,11 @@ def _trajectories(seeds: int) -> Found:
     """N(10, sigma) seconds per step of the environment; rollout in lockstep over rollout per trajectory."""
     ratios = {}
     for sigma in (1, 10):
-        shape = Shape(
+        shape = WorkloadShape(
             turns=Constant(20),
             first=Constant(1_000),
             observation=Constant(400),
-            answers=Answers(150, 0.3, cap=4_096),
+            answers=AnswerLengths(150, 0.3, cap=4_096),
             step_s=Normal(10, sigma),
         )
         found = []

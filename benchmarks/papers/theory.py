@@ -12,10 +12,10 @@ from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, play
 from rollart.policy.bounds import makespan_bound, sample_bound
 from rollart.policy.dispatch import lpt, makespan
-from rollart.policy.pipeline import Pipeline, Stage, adapted_quotas
+from rollart.policy.pipeline import Pipeline, PipelineStage, adapted_quotas
 from rollart.policy.pipelining import planned, replayed
-from rollart.sim.draws import LogNormal, generator
-from rollart.sim.workload import PRESETS, Generated
+from rollart.sim.draws import LogNormal, entity_generator
+from rollart.sim.workload import PRESETS, GeneratedWorkload
 
 __all__ = ["ROWS"]
 
@@ -23,7 +23,7 @@ INSTANCES = 10_000
 
 
 def _adaptra(seeds: int) -> Found:
-    ten_ms = Pipeline((Stage(0.010, 0.010, 0.010),) * 4, (0.0, 0.0, 0.0), 12)
+    ten_ms = Pipeline((PipelineStage(0.010, 0.010, 0.010),) * 4, (0.0, 0.0, 0.0), 12)
     order = planned(ten_ms, (7, 5, 3, 1))
 
     def late(seconds: float) -> float:
@@ -43,7 +43,7 @@ def _flash(seeds: int) -> Found:
     """The bound of generation, per sample, on random instances of list scheduling."""
     broken, tightest = 0, 0.0
     for n in range(INSTANCES):
-        rng = generator("bound", n)
+        rng = entity_generator("bound", n)
         workers, samples, alpha = rng.randint(1, 64), rng.randint(1, 128), rng.randint(0, 4)
         sigma = rng.uniform(0.0, 2.0)
         times = [rng.lognormvariate(0.0, sigma) for _ in range(samples * (alpha + 1))]
@@ -60,7 +60,7 @@ def _flash(seeds: int) -> Found:
 def _lpt(seeds: int) -> Found:
     worst = 0.0
     for n in range(300):
-        rng = generator("lpt", n)
+        rng = entity_generator("lpt", n)
         workers = rng.randint(2, 3)
         lengths = [rng.uniform(1.0, 10.0) for _ in range(rng.randint(workers, 7))]
         took = max(sum(lengths[i] for i in one) for one in lpt(lengths, workers))
@@ -71,7 +71,7 @@ def _lpt(seeds: int) -> Found:
         worst = max(worst, took / best / (4 / 3 - 1 / (3 * workers)))
     random_, sorted_ = [], []
     for n in range(100):
-        rng = generator("order", n)
+        rng = entity_generator("order", n)
         lengths = [rng.lognormvariate(6.0, 1.0) for _ in range(128)]
         shuffled = random.Random(n).sample(lengths, len(lengths))
         random_.append(makespan(shuffled, 16))
@@ -102,10 +102,12 @@ def _lag(seeds: int) -> Found:
 
 
 def _lengths(seeds: int) -> Found:
-    drawn = Generated(PRESETS["math_14b"], 0, name="math")
+    drawn = GeneratedWorkload(PRESETS["math_14b"], 0, name="math")
     lengths = sorted(drawn.script(p, m).answers[0] for p in range(1_000) for m in range(8))
     usual = sorted(
-        Generated(replace(PRESETS["math_14b"], answers=replace(PRESETS["math_14b"].answers, runaways=0.0)), 0, name="m")
+        GeneratedWorkload(
+            replace(PRESETS["math_14b"], answers=replace(PRESETS["math_14b"].answers, runaways=0.0)), 0, name="m"
+        )
         .script(p, m)
         .answers[0]
         for p in range(1_000)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollart.sim.draws import LogNormal, Tailed
-from rollart.sim.workload import PRESETS, Answers
+from rollart.sim.draws import LogNormal, ParetoTailed
+from rollart.sim.workload import PRESETS, AnswerLengths
 
 __all__ = ["SWE", "SWE_BODY", "TRAIN_FIXED_S", "TRAIN_MFU"]
 
@@ -22,12 +22,12 @@ Tuned together, to RA-1's 84 s (8B, 3.9M tokens, 32 H800) and to RP-2's 23 % (14
 SWE = replace(
     PRESETS["swe"],
     observation=LogNormal(300, 0.7, high=8_000),
-    answers=Answers(290, 0.8, cap=4_096, prompt_share=0.3),
+    answers=AnswerLengths(290, 0.8, cap=4_096, prompt_share=0.3),
     step_s=LogNormal(0.4, 1.0, high=60.0),
 )
 """SWE with tokens of answers such that generation is 53.8 % of RA-1's step, and seconds of 40 environment steps such
 that they are the 8.5 % that are neither generation nor training nor resets. Neither was published."""
 
-assert isinstance(SWE.reset_s, Tailed)
+assert isinstance(SWE.reset_s, ParetoTailed)
 SWE_BODY = SWE.reset_s.body
 """Seconds of SWE's resets without their tail: what an iteration without failures has."""

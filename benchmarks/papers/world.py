@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
 from placement.hardware import device
-from rollart.fleet import EngineRole, Seat
+from rollart.fleet import EnginePlacement, EngineRole
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import Charge, MemoryRecorder
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
-from rollart.policy.pricing import RULES
-from rollart.policy.routing import Router
+from rollart.policy.pricing import PREFILL_RULES
+from rollart.policy.routing import RoutingPolicy
 from rollart.policy.schedules import resolve
 from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
@@ -32,15 +32,15 @@ from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim import loop as virtual
-from rollart.sim.disaggregated import HandoffEngine, KvFabric
+from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
 from rollart.sim.engines import EngineLimits, ModelledEngine
-from rollart.sim.environments import Host, ResetFaults, World
-from rollart.sim.jobs import Job
+from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
+from rollart.sim.jobs import SimulatedJob
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import Generated, Shape
+from rollart.sim.workload import GeneratedWorkload, WorkloadShape
 from rollart.sim.world import MemoryWeights
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
@@ -53,7 +53,7 @@ class Task:
     """A domain: `quota` trajectories of every batch, in groups of `group`."""
 
     name: str
-    shape: Shape
+    shape: WorkloadShape
     quota: int
     group: int = 8
 
@@ -232,7 +232,9 @@ def _settings(bed: Bed) -> ControlSettings:
         ),
         token_budget=bed.token_budget,
         overlap=bed.overlap,
-        router=Router(rule=RULES["remote" if any(s.role is EngineRole.PREFILL for s in bed.rollout) else "local"]),
+        router=RoutingPolicy(
+            rule=PREFILL_RULES["remote" if any(s.role is EngineRole.PREFILL for s in bed.rollout) else "local"]
+        ),
         waits=WaitLimits(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S, 1 << 40),
         gateway=GatewayLimits(generate_s=FOREVER_S, engine_s=FOREVER_S, sync_s=FOREVER_S),
         train_s=FOREVER_S,
@@ -255,19 +257,23 @@ def _join(
     limits = EngineLimits(slots=serving.slots)
     engine: ModelledEngine
     if serving.role is not EngineRole.ENGINE:
-        engine = HandoffEngine(name, model, fabric, limits=limits, load=load, returns=False)
+        engine = DisaggregatedEngine(name, model, fabric, limits=limits, load=load, returns=False)
     else:
         engine = (ModelledEngine if bed.prefix_cache else _Uncached)(name, model, limits=limits, load=load)
     shares = EngineShares(clock, clock=asyncio.get_running_loop().time)
-    seat = Seat(serving.kind, serving.kind, serving.role, serving.tp)
+    seat = EnginePlacement(serving.kind, serving.kind, serving.role, serving.tp)
     control.gateway.join(engine, version=0, shares=shares, seat=seat)
     return engine
 
 
 def _domain(bed: Bed, task: Task) -> Domain:
-    hosts = tuple(Host(f"host-{n}") for n in range(bed.hosts))
-    world = World(
-        Generated(task.shape, bed.seed, name=task.name), seed=bed.seed, name=task.name, faults=bed.faults, hosts=hosts
+    hosts = tuple(SimulatedHost(f"host-{n}") for n in range(bed.hosts))
+    world = SimulatedDomain(
+        GeneratedWorkload(task.shape, bed.seed, name=task.name),
+        seed=bed.seed,
+        name=task.name,
+        faults=bed.faults,
+        hosts=hosts,
     )
     return Domain(
         name=task.name,
@@ -295,5 +301,5 @@ class _Rewarder:
 class _Uncached(ModelledEngine):
     """Keeps no KV between turns."""
 
-    def _retain(self, job: Job, tokens: int) -> None:
+    def _retain(self, job: SimulatedJob, tokens: int) -> None:
         return None

@@ -15,32 +15,32 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LOST_S", "ask", "beats", "kept"]
+__all__ = ["HEARTBEAT_TIMEOUT_S", "send_request", "has_heartbeat", "heartbeat"]
 
 FILE, REQUESTS, ANSWER = "run.beat", "requests", "answer"
 
 SIGNALS = {"stop": signal.SIGTERM, "kill": signal.SIGKILL}
 """What may be asked of a controller, and the signal that it then sends itself."""
 
-BEAT_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 """Between two beats, at which requests are looked for as well."""
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """Between two looks at files of a controller."""
 
-LOST_S = 15.0
+HEARTBEAT_TIMEOUT_S = 15.0
 """Without a beat for as long, a controller is dead, or does not reach the directory. Shared file systems show what
 others wrote after seconds (NFS: 3 by default)."""
 
 
 @contextlib.contextmanager
-def kept(directory: Path, life: str) -> Iterator[None]:
+def heartbeat(directory: Path, life: str) -> Iterator[None]:
     """Beat and answer requests to this life until the end of the block."""
     done = threading.Event()
     shutil.rmtree(directory / REQUESTS, ignore_errors=True)  # to lives before
     with contextlib.suppress(OSError):  # the run's first write says what is wrong there
         (directory / REQUESTS).mkdir()
-    thread = threading.Thread(target=_keep, args=(directory, life, done), name="beat", daemon=True)
+    thread = threading.Thread(target=_heartbeat_loop, args=(directory, life, done), name="beat", daemon=True)
     thread.start()
     try:
         yield
@@ -52,17 +52,17 @@ def kept(directory: Path, life: str) -> Iterator[None]:
         shutil.rmtree(directory / REQUESTS, ignore_errors=True)
 
 
-def beats(directory: Path, life: str, *, lost_s: float = LOST_S) -> bool:
+def has_heartbeat(directory: Path, life: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
     """Whether this life shows itself; returns at its next beat, or after `lost_s`."""
     first = _read(directory / FILE)
-    for _ in _looks(lost_s):
+    for _ in _poll_ticks(lost_s):
         now = _read(directory / FILE)
         if now != first and now.startswith(f"{life} "):
             return True
     return False
 
 
-def ask(directory: Path, life: str, what: str, *, lost_s: float = LOST_S) -> bool:
+def send_request(directory: Path, life: str, what: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
     """Put a request (`stop` or `kill`) to this life; whether it has answered in time, or has ended. It acts right after
     its answer. OSError if the directory cannot be written."""
     requests = directory / REQUESTS
@@ -75,28 +75,28 @@ def ask(directory: Path, life: str, what: str, *, lost_s: float = LOST_S) -> boo
     unfinished.rename(request)
     try:
         # A controller that ends takes the requests with it.
-        return any(answer.exists() or not requests.exists() for _ in _looks(lost_s))
+        return any(answer.exists() or not requests.exists() for _ in _poll_ticks(lost_s))
     finally:
         for path in (request, answer):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
-def _keep(directory: Path, life: str, done: threading.Event) -> None:
+def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
     number = 0
     while True:
         with contextlib.suppress(OSError):  # a full disk, or a file system that is away: the next beat
             (directory / FILE).write_text(f"{life} {number}")
-            for what, path in _asked(directory, life):
+            for what, path in _pending_requests(directory, life):
                 path.with_suffix(f".{ANSWER}").touch()
                 path.unlink(missing_ok=True)
                 os.kill(os.getpid(), SIGNALS[what])
         number += 1
-        if done.wait(BEAT_S):
+        if done.wait(HEARTBEAT_INTERVAL_S):
             return
 
 
-def _asked(directory: Path, life: str) -> list[tuple[str, Path]]:
+def _pending_requests(directory: Path, life: str) -> list[tuple[str, Path]]:
     """Requests to this life: another's are for whoever it was."""
     found = [(path.suffix[1:], path) for path in sorted((directory / REQUESTS).glob("*.*"))]
     return [(what, path) for what, path in found if what in SIGNALS and _read(path) == life]
@@ -109,9 +109,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _looks(seconds: float) -> Iterator[None]:
+def _poll_ticks(seconds: float) -> Iterator[None]:
     """Looks over so many seconds, the first at once."""
     yield
-    for _ in range(max(1, round(seconds / LOOK_S))):
-        threading.Event().wait(LOOK_S)
+    for _ in range(max(1, round(seconds / POLL_INTERVAL_S))):
+        threading.Event().wait(POLL_INTERVAL_S)
         yield

@@ -10,7 +10,7 @@ import click
 
 from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option
 from rollart.cli.launch import split_arguments
-from rollart.cli.profiles import measure
+from rollart.cli.profiles import measured_profiles
 from rollart.errors import StorageFailed, UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def calibrate(
     from rollart.spec.resolve import resolve_files
 
     with native_output_to_stderr():
-        resolved = resolve_files(run_file, cluster, overrides, measure=measure)
+        resolved = resolve_files(run_file, cluster, overrides, measure=measured_profiles)
         if resolved.cluster.engines.kind == "vllm":
             raise UsageError(
                 "the engines are vLLM's, and calibrate probes the embedded engine (rule: engines.kind embedded)",
@@ -80,16 +80,16 @@ def calibrate(
 def _from_run(directory: Path, out: Path) -> None:
     import json
 
-    from rollart.compose.engine_fit import fitted_engines, fitted_publish, fitted_training
+    from rollart.compose.engine_fit import fit_engines, fit_publish, fit_training
     from rollart.spec.planning import PUBLISH
     from rollart.spec.resolve import resolve_saved
 
     with native_output_to_stderr():
-        resolved = resolve_saved(directory / RESOLVED, [], measure=measure)
-        fits, training = fitted_engines(resolved, directory), fitted_training(resolved, directory)
+        resolved = resolve_saved(directory / RESOLVED, [], measure=measured_profiles)
+        fits, training = fit_engines(resolved, directory), fit_training(resolved, directory)
         written: list[dict[str, object]] = [one.to_dict() for one in fits]
         written += [] if training is None else [{"training": training.to_dict()}]
-        speeds = fitted_publish(resolved, directory).stated()
+        speeds = fit_publish(resolved, directory).stated()
         written += [{PUBLISH: speeds}] if speeds else []
         try:
             out.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -37,10 +37,10 @@ __all__ = [
     "own_process",
     "run_argument",
     "runs_option",
-    "say",
-    "unused",
+    "print_stderr",
+    "create_ledger_directory",
     "width",
-    "writable",
+    "create_output_file",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -59,7 +59,7 @@ own_process: ContextVar[bool] = ContextVar("own_process", default=False)
 """True where this process is there for the command alone, and ends with it."""
 
 
-def say(line: str) -> None:
+def print_stderr(line: str) -> None:
     """A line on stderr. Where its reader has left (`2>&1 | head`, a terminal that was closed), this and all later ones
     go nowhere: the run does not end for it."""
     try:
@@ -169,7 +169,7 @@ def width() -> int:
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
 
 
-def writable(path: Path) -> Path:
+def create_output_file(path: Path) -> Path:
     """Creates the directory of a file that will be written, and the file. UsageError where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def writable(path: Path) -> Path:
     return path
 
 
-def unused(directory: Path) -> Path:
+def create_ledger_directory(directory: Path) -> Path:
     """Creates the directory of a ledger that will be written. UsageError where that is not possible, or one is there
     already: a run's ledger has one life."""
     try:

@@ -18,7 +18,7 @@ import click
 from rollart.cli.context import colour, output_option, runs_option, width
 from rollart.errors import RunFailed, UsageError
 
-__all__ = ["Check", "doctor"]
+__all__ = ["DoctorFinding", "doctor"]
 
 EXTRAS = {
     "torch": "local: the embedded engine and trainer",
@@ -35,7 +35,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorFinding:
     """One finding: `ok`, `missing` (something optional), `fails` (nothing will run)."""
 
     what: str
@@ -55,10 +55,10 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
     run cannot start without.
     """
     from rollart.report.render import render
-    from rollart.report.rows import Column, Report, Table
+    from rollart.report.rows import Report, Table, TableColumn
 
-    checks = [*_machine(runs_dir), *_sandboxes(), *_extras(), _vllm(), *_needs(arguments, cluster)]
-    columns = (Column("what"), Column("result"), Column("detail"))
+    checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
+    columns = (TableColumn("what"), TableColumn("result"), TableColumn("detail"))
     table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
     click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
     failed = [c.what for c in checks if c.result == "fails"]
@@ -66,83 +66,85 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
         raise RunFailed(f"this machine cannot run rollart: {', '.join(failed)}")
 
 
-def _sandboxes() -> Iterator[Check]:
+def _sandbox_findings() -> Iterator[DoctorFinding]:
     """Ways to run code that the policy wrote, best first; each is tried."""
     from serverless.sandbox import detect, required
 
     for rung in detect():
         use = "for untrusted rewards" if rung.name != "unsafe" else "no isolation: only where a spec allows it"
-        yield Check(f"sandbox {rung.name}", "ok" if rung.available else "missing", rung.why_not or use)
+        yield DoctorFinding(f"sandbox {rung.name}", "ok" if rung.available else "missing", rung.why_not or use)
     wall = bool(required.order("untrusted", allow_unsafe=False))
     has = "no network and no files of the host, also beside the sandbox"
     why = "they contain what they run in the sandbox, and only that"
-    yield Check("wall of untrusted workers", "ok" if wall else "missing", has if wall else why)
+    yield DoctorFinding("wall of untrusted workers", "ok" if wall else "missing", has if wall else why)
 
 
-def _machine(runs: Path) -> Iterator[Check]:
+def _machine(runs: Path) -> Iterator[DoctorFinding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Check("python", "ok" if sys.version_info >= (3, 11) else "fails", f"{version} (3.11 or later)")
-    yield Check("system", "ok" if sys.platform == "linux" else "fails", platform.platform())
+    yield DoctorFinding("python", "ok" if sys.version_info >= (3, 11) else "fails", f"{version} (3.11 or later)")
+    yield DoctorFinding("system", "ok" if sys.platform == "linux" else "fails", platform.platform())
     cores = len(os.sched_getaffinity(0))
-    yield Check("cores", "ok" if cores >= 2 else "missing", f"{cores} usable (the local cluster takes 2)")
+    yield DoctorFinding("cores", "ok" if cores >= 2 else "missing", f"{cores} usable (the local cluster takes 2)")
     memory = _memory_gib()
-    yield Check("memory", "ok" if memory >= 2 else "missing", f"{memory:.1f} GiB available (the quickstart takes 2)")
+    yield DoctorFinding(
+        "memory", "ok" if memory >= 2 else "missing", f"{memory:.1f} GiB available (the quickstart takes 2)"
+    )
     place = next(p for p in (runs, *runs.resolve().parents) if p.exists())
     free = shutil.disk_usage(place).free / 2**30
     writable = os.access(place, os.W_OK)
     detail = f"{free:.1f} GiB free{'' if writable else ', not writable'} at {place}"
-    yield Check("disk", "ok" if free >= 1 and writable else "fails", detail)
-    yield Check("sqlite", "ok" if sqlite3.sqlite_version_info >= (3, 35) else "fails", sqlite3.sqlite_version)
+    yield DoctorFinding("disk", "ok" if free >= 1 and writable else "fails", detail)
+    yield DoctorFinding("sqlite", "ok" if sqlite3.sqlite_version_info >= (3, 35) else "fails", sqlite3.sqlite_version)
     yield _loopback()
 
 
-def _loopback() -> Check:
+def _loopback() -> DoctorFinding:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            return Check("ports", "ok", f"127.0.0.1 can listen (tried {server.getsockname()[1]})")
+            return DoctorFinding("ports", "ok", f"127.0.0.1 can listen (tried {server.getsockname()[1]})")
     except OSError as error:
-        return Check("ports", "fails", f"127.0.0.1 cannot listen: {error.strerror}")
+        return DoctorFinding("ports", "fails", f"127.0.0.1 cannot listen: {error.strerror}")
 
 
-def _extras() -> Iterator[Check]:
+def _extras() -> Iterator[DoctorFinding]:
     for package, purpose in EXTRAS.items():
         try:
-            yield Check(package, "ok", f"{importlib.metadata.version(package)} ({purpose})")
+            yield DoctorFinding(package, "ok", f"{importlib.metadata.version(package)} ({purpose})")
         except importlib.metadata.PackageNotFoundError:
-            yield Check(package, "missing", f"not installed ({purpose})")
+            yield DoctorFinding(package, "missing", f"not installed ({purpose})")
 
 
-def _needs(arguments: tuple[str, ...], cluster: Path | None) -> Iterator[Check]:
+def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Iterator[DoctorFinding]:
     """What a run's spec asks for."""
     if not arguments and cluster is None:
         return
     from rollart.cli.launch import split_arguments
-    from rollart.compose.extras import needs
+    from rollart.compose.extras import requirements
     from rollart.spec.resolve import resolve_files
 
     run, overrides = split_arguments(arguments)
-    for need in needs(resolve_files(run, cluster, overrides)):
+    for need in requirements(resolve_files(run, cluster, overrides)):
         missing = "fails" if need.needed else "missing"
         detail = need.asked if need.here else f"{need.asked}: {need.remedy}"
-        yield Check(f"this run: {need.module}", "ok" if need.here else missing, detail)
+        yield DoctorFinding(f"this run: {need.module}", "ok" if need.here else missing, detail)
 
 
-def _vllm() -> Check:
+def _vllm() -> DoctorFinding:
     """It has an environment of its own."""
-    from rollart.compose.vllm_home import PYTHON, vllm_home
+    from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
 
-    python = os.environ.get(PYTHON)
+    python = os.environ.get(PYTHON_VARIABLE)
     if not python:
-        return Check("vllm", "missing", f"{PYTHON} names no interpreter (engines of kind vllm)")
+        return DoctorFinding("vllm", "missing", f"{PYTHON_VARIABLE} names no interpreter (engines of kind vllm)")
     try:
         home = vllm_home(python)
     except UsageError as error:
-        return Check("vllm", "missing", str(error))
+        return DoctorFinding("vllm", "missing", str(error))
     if not home.version:
-        return Check("vllm", "missing", f"not installed for {python}")
+        return DoctorFinding("vllm", "missing", f"not installed for {python}")
     plugin = "with rollart's plugin" if home.plugin else "without rollart's plugin (integrations/vllm)"
     nixl = "with nixl" if home.nixl else "without nixl (prefill and decode apart)"
-    return Check("vllm", "ok" if home.plugin else "missing", f"{home.version}, {plugin}, {nixl}: {python}")
+    return DoctorFinding("vllm", "ok" if home.plugin else "missing", f"{home.version}, {plugin}, {nixl}: {python}")
 
 
 def _memory_gib() -> float:

@@ -24,10 +24,10 @@ from rollart.cli.context import (
     find_run,
     native_output_to_stderr,
     own_process,
+    print_stderr,
     runs_option,
-    say,
 )
-from rollart.cli.profiles import measure
+from rollart.cli.profiles import measured_profiles
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ def launch(
     KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
     prefix `cluster.`.
     """
-    from rollart.compose.cautions import cautions
+    from rollart.compose.cautions import launch_warnings
     from rollart.compose.preflight import launchable
     from rollart.compose.resumed import refuse_changed
     from rollart.spec.resolve import read_specs, resolve_saved
-    from rollart.spec.where import Where
+    from rollart.spec.where import SpecSources
 
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
@@ -77,19 +77,19 @@ def launch(
     with native_output_to_stderr():
         if resume is not None:
             directory = find_run(resume, runs_dir)
-            where = Where.saved(directory / RESOLVED)
-            specs = resolve_saved(directory / RESOLVED, overrides, measure=measure)
+            where = SpecSources.saved(directory / RESOLVED)
+            specs = resolve_saved(directory / RESOLVED, overrides, measure=measured_profiles)
             for change in refuse_changed(specs, directory):
                 click.echo(f"this resume changes {change}", err=True)
         else:
             _refuse_directory(runs_dir, name)
-            specs = read_specs(run_file, cluster, overrides, measure=measure)
-            where = Where.files(run_file, cluster, overrides)
+            specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
+            where = SpecSources.files(run_file, cluster, overrides)
         resolved = launchable(specs, where, others=not dry_run)
     if dry_run:
         _show(resolved)
         return
-    for line in cautions(resolved):
+    for line in launch_warnings(resolved):
         click.echo(f"warning: {line}", err=True)
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved)
@@ -101,16 +101,16 @@ def launch(
 
 def _show(resolved: Resolved) -> None:
     """The dry run's page: specs and plan as YAML, the rest as comments."""
-    from rollart.compose.cautions import cautions
-    from rollart.compose.dry import commands
-    from rollart.compose.preflight import unasked
+    from rollart.compose.cautions import launch_warnings
+    from rollart.compose.dry import dry_run_lines
+    from rollart.compose.preflight import unchecked_remotes
 
     click.echo(resolved.to_yaml(), nl=False)
-    for line in commands(resolved):
+    for line in dry_run_lines(resolved):
         click.echo(f"# {line}")
-    for line in cautions(resolved):
+    for line in launch_warnings(resolved):
         click.echo(f"# warning: {line}")
-    for line in unasked(resolved):
+    for line in unchecked_remotes(resolved):
         click.echo(f"# not checked: {line}")
 
 
@@ -140,7 +140,7 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "rollart.cli.main", "launch", "--resume", str(directory), *overrides]
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    while pidfile.owner(directory) is None:
+    while pidfile.live_controller(directory) is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
             said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -151,7 +151,7 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
 def _refuse_running(directory: Path) -> None:
     from rollart.cli import pidfile
 
-    other = pidfile.owner(directory)
+    other = pidfile.live_controller(directory)
     if other is not None:
         where = "" if other.here else f" on {other.host}"
         raise UsageError(
@@ -173,8 +173,11 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         fresh = directory / f"{RESOLVED}.new"
         fresh.write_text(resolved.to_yaml())
         fresh.replace(directory / RESOLVED)
-        say(f"run {directory.name} in {directory}")
-        with contextlib.chdir("."), pidfile.hold(directory.absolute()):  # where an environment goes, no path changes
+        print_stderr(f"run {directory.name} in {directory}")
+        with (
+            contextlib.chdir("."),
+            pidfile.hold_run(directory.absolute()),
+        ):  # where an environment goes, no path changes
             since_s = pidfile.age_s() if own_process.get() else 0.0
             lines = ProgressLines(colour=colour(stream=sys.stderr))
             start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
@@ -236,7 +239,7 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
 
 def _show_reports(directory: Path) -> None:
     """What the run learned, cost and used, and where it lies."""
-    from rollart.cli.reports import show
+    from rollart.cli.reports import show_reports
     from rollart.report.curve import curve
     from rollart.report.summarize import cost
     from rollart.report.utilization import utilization
@@ -246,7 +249,7 @@ def _show_reports(directory: Path) -> None:
         report = curve(rows)
         return replace(report, tables=report.tables[:1], notes=("every point: rollart report curve",))
 
-    show(directory, [sparklines, cost, utilization])
+    show_reports(directory, [sparklines, cost, utilization])
     click.echo(f"\nrun directory: {directory}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from rollart.cli.context import INTERRUPTED
-from rollart.cli.reward_serve import loopback, token_in
+from rollart.cli.reward_serve import is_loopback, token_in
 from rollart.errors import UsageError
 
 __all__ = ["address", "key", "listen_option", "serve_until_stopped", "token_option"]
@@ -44,7 +44,7 @@ def address(listen: str) -> tuple[str, int]:
 def key(token_env: str | None, host: str) -> str:
     """The key that calls need; UsageError without one where others can call."""
     token = token_in(token_env)
-    if not token and not loopback(host):
+    if not token and not is_loopback(host):
         raise UsageError(
             f"--listen on {host} is reachable from elsewhere (rule: with a key, unless it is this machine alone)",
             remedy="name a variable with a key: --token-env VAR",

@@ -16,7 +16,7 @@ __all__ = ["LAUNCH", "logs"]
 LAUNCH = "launch"
 """The log of a detached run's controller."""
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 """Between two looks at the files while following."""
 
 
@@ -38,7 +38,7 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
 
     directory = find_run(run, runs_dir)
     found = _files(directory, role)
-    if not found and not (follow and pidfile.owner(directory)):
+    if not found and not (follow and pidfile.live_controller(directory)):
         known = ", ".join(sorted({path.stem for path in _files(directory, None)})) or "none yet"
         raise UsageError(
             f"run '{directory.name}' has no log of '{role}'" if role else f"run '{directory.name}' has no logs",
@@ -52,15 +52,15 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
         if 0 < lines < len(written):
             click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
         for line in written[-lines:] if lines else ():
-            _say(path, line)
+            _print_line(path, line)
     while follow:
-        ended = pidfile.owner(directory) is None
+        ended = pidfile.live_controller(directory) is None
         for path in _files(directory, role):
-            for line in _new(path, seen):
-                _say(path, line)
+            for line in _new_lines(path, seen):
+                _print_line(path, line)
         if ended:
             return
-        threading.Event().wait(LOOK_S)
+        threading.Event().wait(POLL_INTERVAL_S)
 
 
 def _files(directory: Path, role: str | None) -> list[Path]:
@@ -69,7 +69,7 @@ def _files(directory: Path, role: str | None) -> list[Path]:
     return [path for path in found if role is None or role in (path.stem, path.stem.rpartition("-")[0])]
 
 
-def _new(path: Path, seen: dict[Path, int]) -> Iterator[str]:
+def _new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
     """Lines that were ended since the last look."""
     with path.open("rb") as file:
         file.seek(seen.get(path, 0))
@@ -79,5 +79,5 @@ def _new(path: Path, seen: dict[Path, int]) -> Iterator[str]:
     yield from whole.decode(errors="replace").splitlines()
 
 
-def _say(path: Path, line: str) -> None:
+def _print_line(path: Path, line: str) -> None:
     click.echo(f"{path.stem}: {line}")

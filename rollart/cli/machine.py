@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollart.errors import SpecError
-from rollart.report.rows import Column, Table
+from rollart.report.rows import Table, TableColumn
 
 if TYPE_CHECKING:
     from placement.workload import DomainProfile
     from rollart.compose.calibrate import Machine
     from rollart.spec.resolve import Resolved, Specs
 
-__all__ = ["foretold", "machine_of", "played"]
+__all__ = ["predict_on_machine", "machine_of", "played_profiles"]
 
 
 def machine_of(specs: Specs) -> Machine | None:
@@ -41,7 +41,7 @@ def machine_of(specs: Specs) -> Machine | None:
     return None
 
 
-def foretold(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
+def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
     """The plan at the rate that this machine should reach, and the CPU time behind it."""
     from rollart.compose.predict import predict
     from rollart.spec.work import profiles_of
@@ -52,16 +52,16 @@ def foretold(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolv
     prediction = predict(replace(resolved, run=bare), profiles, machine)
     found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
     plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
-    columns = (Column("part"), Column("cpu_s_per_trajectory", "number"))
+    columns = (TableColumn("part"), TableColumn("cpu_s_per_trajectory", "number"))
     table = Table("cpu", "CPU time of a trained trajectory", columns, tuple(prediction.cpu.items()))
     notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
     return replace(resolved, plan=plan, problem=None, notes=notes), table
 
 
-def played(specs: Specs) -> tuple[DomainProfile, ...]:
+def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
     """Profiles from the environments themselves, played without a policy, for domains that have none."""
     from placement.types import Plan
-    from rollart.compose.play import play
+    from rollart.compose.play import profile_by_play
     from rollart.spec.resolve import Resolved
     from rollart.spec.rules import quotas
 
@@ -72,5 +72,5 @@ def played(specs: Specs) -> tuple[DomainProfile, ...]:
     nowhere = Plan((), {}, 0.0, "")
     bare = Resolved(specs.run, specs.cluster, nowhere, specs.prices, quotas(specs.run), {}, specs.base)
     with tempfile.TemporaryDirectory(prefix="rollart-play-") as directory:
-        found = asyncio.run(play(bare, Path(directory)))
+        found = asyncio.run(profile_by_play(bare, Path(directory)))
     return (*specs.measured, *(p for p in found if p.name not in known))

@@ -102,7 +102,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return UsageError.exit_code
     except click.ClickException as error:
-        return _tell(UsageError(error.format_message(), remedy=_usage_remedy(error)))
+        return _print_error(UsageError(error.format_message(), remedy=_usage_remedy(error)))
     except (click.Abort, KeyboardInterrupt):
         click.echo("rollart: interrupted", err=True)
         return INTERRUPTED
@@ -120,30 +120,30 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    leaves = _leaves(error)
+    leaves = _leaf_errors(error)
     ours = [leaf for leaf in leaves if isinstance(leaf, RollartError)]
     if ours and len(ours) == len([leaf for leaf in leaves if not isinstance(leaf, KeyboardInterrupt)]):
-        return _tell(max(ours, key=lambda leaf: leaf.exit_code))
+        return _print_error(max(ours, key=lambda leaf: leaf.exit_code))
     if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         click.echo("rollart: interrupted", err=True)
         return INTERRUPTED
     first = next(leaf for leaf in leaves if not isinstance(leaf, RollartError | KeyboardInterrupt))
     text = str(first).partition("\n")[0]
     click.echo(f"rollart: unexpected {type(first).__name__}{': ' + text if text else ''}", err=True)
-    click.echo(f"  remedy: report it with {_save(error)}", err=True)
+    click.echo(f"  remedy: report it with {_save_traceback(error)}", err=True)
     return 1
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def _leaf_errors(error: BaseException) -> list[BaseException]:
     """The errors inside task groups, in order."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+        return [leaf for part in error.exceptions for leaf in _leaf_errors(part)]
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
         return [error.__cause__]  # CPython 3.11 wraps an interrupt that meets `__set_name__`, so while classes are made
     return [error]
 
 
-def _tell(error: RollartError) -> int:
+def _print_error(error: RollartError) -> int:
     lines = error.message.splitlines() or [type(error).__name__]
     click.echo("\n".join(f"rollart: {line}" for line in lines), err=True)
     if error.remedy:
@@ -156,7 +156,7 @@ def _usage_remedy(error: click.ClickException) -> str:
     return f"see `{context.command_path} --help`" if context is not None else "see `rollart --help`"
 
 
-def _save(error: BaseException) -> Path:
+def _save_traceback(error: BaseException) -> Path:
     """Write the traceback into the run's directory, or a temporary one, and say where."""
     text = "".join(traceback.format_exception(error))
     directory = crash_directory.get()

@@ -11,7 +11,7 @@ import click
 
 from rollart.cli.context import colour, native_output_to_stderr, output_option, width
 from rollart.cli.launch import split_arguments
-from rollart.cli.profiles import measure
+from rollart.cli.profiles import measured_profiles
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,44 +112,46 @@ def read(run_file: Path | None, cluster: Path | None, overrides: Sequence[str], 
     """The specs, with measured or played work."""
     from rollart.spec.resolve import read_specs
 
-    specs = read_specs(run_file, cluster, overrides, measure=measure)
+    specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
     if not play:
         return specs
-    from rollart.cli.machine import played
+    from rollart.cli.machine import played_profiles
 
-    return replace(specs, measured=played(specs))
+    return replace(specs, measured=played_profiles(specs))
 
 
 def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
-    from rollart.cli.plan_tables import compared, described
+    from rollart.cli.plan_tables import comparison_report, plan_report
 
     before, extra = _forecast(specs)
     if not changes:
-        return described(before, fast=fast, extra=extra)
-    from rollart.spec.whatif import changed
+        return plan_report(before, fast=fast, extra=extra)
+    from rollart.spec.whatif import apply_changes
 
-    after, _ = _forecast(changed(specs, changes))
-    return compared(before, after, changes)
+    after, _ = _forecast(apply_changes(specs, changes))
+    return comparison_report(before, after, changes)
 
 
 def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
-    from rollart.cli.plan_simulated import simulated
-    from rollart.cli.plan_tables import described
+    from rollart.cli.plan_simulated import simulation_tables
+    from rollart.cli.plan_tables import plan_report
 
     resolved, extra = _forecast(specs)
-    table, notes = simulated(resolved, seeds=seeds, steps=steps)  # first: what cannot be simulated is told at once
-    report = described(resolved, fast=fast, extra=extra)
+    table, notes = simulation_tables(
+        resolved, seeds=seeds, steps=steps
+    )  # first: what cannot be simulated is told at once
+    report = plan_report(resolved, fast=fast, extra=extra)
     return replace(report, tables=(report.tables[0], table, *report.tables[1:]), notes=(*report.notes, *notes))
 
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
     """A plan with its rate; where the whole machine was measured, with all that its parts share."""
-    from rollart.cli.machine import foretold, machine_of
+    from rollart.cli.machine import machine_of, predict_on_machine
     from rollart.spec.resolve import forecast
 
     resolved = forecast(specs)
     machine = machine_of(specs) if specs.cluster.calibration else None
     if machine is None:
         return resolved, ()
-    resolved, table = foretold(resolved, specs, machine)
+    resolved, table = predict_on_machine(resolved, specs, machine)
     return resolved, (table,)

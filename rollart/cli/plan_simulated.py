@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 import click
 
 from placement.types import Placement, Role
-from rollart.compose.simulations import Task, simulate_all
+from rollart.compose.simulations import SimulationTask, simulate_all
 from rollart.compose.window import publish_paths
 from rollart.errors import SpecError
-from rollart.report.rows import Cell, Column, Table
-from rollart.report.simulation import FIGURES, Finding, interval
+from rollart.report.rows import Cell, Table, TableColumn
+from rollart.report.simulation import FIGURES, SimulationFigures, interval
 from rollart.spec.resolve import Resolved
 
-__all__ = ["beside", "simulated"]
+__all__ = ["comparison_table", "simulation_tables"]
 
 COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
-def simulated(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
+def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
     """Simulate the run's own schedule; the table and its notes. SpecError for what cannot be simulated."""
     found = resolved.plan.placement
     if found is not None and resolved.problem is None:
@@ -31,26 +31,28 @@ def simulated(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tup
         )
     name, first = resolved.run.schedule, resolved.run.seed
     findings = simulate_all(
-        [Task(resolved, name, seed, steps) for seed in range(first, first + seeds)],
+        [SimulationTask(resolved, name, seed, steps) for seed in range(first, first + seeds)],
         on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
     )
     assert found is not None, "what has no placement cannot be simulated"
     publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
-    return beside(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
+    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
 
 
-def beside(plan: Placement, batch: int, publish_s: float | None, findings: Sequence[Finding]) -> Table:
+def comparison_table(
+    plan: Placement, batch: int, publish_s: float | None, findings: Sequence[SimulationFigures]
+) -> Table:
     """Figure by figure: the plan's, the simulation's mean with half of its 95 % interval, and the second over the
     first. `publish_s`: the plan's, None where nothing is published. The plan takes trajectories to come as evenly as
     they are trained."""
     columns = (
-        Column("figure", people=False),
-        Column("what"),
-        Column("unit"),
-        Column("plan", "number"),
-        Column("simulated", "number"),
-        Column("±", "number"),
-        Column("ratio", "number"),
+        TableColumn("figure", people=False),
+        TableColumn("what"),
+        TableColumn("unit"),
+        TableColumn("plan", "number"),
+        TableColumn("simulated", "number"),
+        TableColumn("±", "number"),
+        TableColumn("ratio", "number"),
     )
     figures = {figure.key: figure for figure in FIGURES}
     planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
@@ -80,7 +82,7 @@ def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
     return found
 
 
-def _notes(findings: Sequence[Finding], schedule: str) -> tuple[str, ...]:
+def _notes(findings: Sequence[SimulationFigures], schedule: str) -> tuple[str, ...]:
     one = findings[0]
     said = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
     longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)

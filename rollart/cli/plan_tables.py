@@ -8,18 +8,18 @@ from dataclasses import replace
 
 from placement.baselines import Baseline, baselines, gain
 from placement.diff import MoveCosts, diff
-from placement.explain import NOTHING, Explanation, Marginal, explain
+from placement.explain import NEGLIGIBLE_GAIN, Explanation, Marginal, explain
 from placement.problem import Problem
 from placement.solve import solve
-from placement.training import layout, mfu
+from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Pool, Role
-from placement.window import Held
-from rollart.compose.window import in_time, publish_paths, recommended, sustained
-from rollart.report.rows import Cell, Column, Report, Table
+from placement.window import DomainWindow
+from rollart.compose.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
+from rollart.report.rows import Cell, Report, Table, TableColumn
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
-__all__ = ["compared", "described"]
+__all__ = ["comparison_report", "plan_report"]
 
 Row = tuple[Cell, ...]
 
@@ -30,7 +30,7 @@ REACHED = 0.01
 """A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
 
 
-def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
+def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
     """One plan. `fast` leaves out what takes further solutions; `extra` tables come before the last one."""
     found, problem = resolved.plan.placement, resolved.problem
     tables = [_pools(resolved)]
@@ -39,7 +39,7 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         tables.insert(0, _parts(resolved))
         notes.append(f"binds: {resolved.plan.binds}")
     else:
-        held, binds = sustained(resolved), found.binds
+        held, binds = sustained_slots(resolved), found.binds
         tables = [
             _totals(found),
             *_stages(found),
@@ -70,9 +70,14 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
     return Report("plan", resolved.run.name, tuple(tables), (*notes, *resolved.notes))
 
 
-def compared(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
+def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
     """Two plans side by side, and the moves from one to the other."""
-    columns = (Column("figure"), Column("now", "number"), Column("what_if", "number"), Column("change"))
+    columns = (
+        TableColumn("figure"),
+        TableColumn("now", "number"),
+        TableColumn("what_if", "number"),
+        TableColumn("change"),
+    )
     tables = [
         Table("totals", f"What if {' '.join(changes)}", columns, tuple(_both(old, new))),
         Table("instances", "Instances", _SIDE, tuple(_instances(old, new))),
@@ -88,18 +93,18 @@ def compared(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
     return Report("plan", new.run.name, tuple(tables), tuple(notes))
 
 
-def _window(held: Sequence[Held]) -> Iterator[Table]:
+def _window(held: Sequence[DomainWindow]) -> Iterator[Table]:
     """Seconds that slots are held, and what that leaves of the rate."""
     if held:
         columns = (
-            Column("domain"),
-            Column("seconds", "number"),
-            Column("longest_of_group_s", "number"),
-            Column("training_s", "number"),
-            Column("publish_s", "number"),
-            Column("slots", "count"),
-            Column("held_s", "number"),
-            Column("trajectories_per_s", "number"),
+            TableColumn("domain"),
+            TableColumn("seconds", "number"),
+            TableColumn("longest_of_group_s", "number"),
+            TableColumn("training_s", "number"),
+            TableColumn("publish_s", "number"),
+            TableColumn("slots", "count"),
+            TableColumn("held_s", "number"),
+            TableColumn("trajectories_per_s", "number"),
         )
         rows = tuple(
             (h.domain, h.seconds, h.longest_s, h.train_s, h.publish_s, round(h.slots), h.held_s, h.rate) for h in held
@@ -112,14 +117,14 @@ def _publishing(resolved: Resolved) -> Iterator[Table]:
     paths = publish_paths(resolved)
     if paths:
         columns = (
-            Column("engines_on"),
-            Column("transport"),
-            Column("gb", "number"),
-            Column("push_gb_per_s", "number"),
-            Column("pull_gb_per_s", "number"),
-            Column("load_gb_per_s", "number"),
-            Column("seconds", "number"),
-            Column("limited_by"),
+            TableColumn("engines_on"),
+            TableColumn("transport"),
+            TableColumn("gb", "number"),
+            TableColumn("push_gb_per_s", "number"),
+            TableColumn("pull_gb_per_s", "number"),
+            TableColumn("load_gb_per_s", "number"),
+            TableColumn("seconds", "number"),
+            TableColumn("limited_by"),
         )
         rows = tuple(
             (
@@ -144,7 +149,7 @@ def _cost_of_publishing(why: Explanation, found: Placement) -> list[str]:
     return [
         f"publishing costs {m.gain * found.best_rate:.2g} trajectories/s: {m.amount:.3g} s a version"
         for m in why.marginals
-        if m.what == "publish" and m.gain >= NOTHING
+        if m.what == "publish" and m.gain >= NEGLIGIBLE_GAIN
     ]
 
 
@@ -158,10 +163,10 @@ def _tail(resolved: Resolved, *, fast: bool) -> list[str]:
     notes = [
         f"staleness: at this rate {bound} keeps {one.share:.0%} of {one.domain}'s groups "
         "(paced waits for the others, rollart drops them)"
-        for one in in_time(resolved)
+        for one in fresh_group_shares(resolved)
         if one.share < KEPT
     ]
-    if not fast and (asked := recommended(resolved)) is not None:
+    if not fast and (asked := recommended_staleness(resolved)) is not None:
         notes.append(
             f"staleness: {asked.staleness} is recommended: the least at which a plan for `paced` keeps 99 % of every "
             f"domain's groups at 90 % of the best rate, {asked.rate:.3g} of {asked.best:.3g} trajectories/s"
@@ -185,7 +190,7 @@ def _guessed(resolved: Resolved) -> list[str]:
     ]
 
 
-def _out_of_reach(held: Sequence[Held], found: Placement) -> list[str]:
+def _out_of_reach(held: Sequence[DomainWindow], found: Placement) -> list[str]:
     least = min(held, key=lambda h: h.rate, default=None)
     if least is None or least.rate >= found.rate * (1 - REACHED):
         return []
@@ -199,23 +204,23 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
     """What one device of the trainer holds, and how much of its peak it reaches."""
     train, pools = problem.train, {p.name: p for p in problem.pools}
     for d in found.of(Role.TRAINER):
-        how = "given" if train is None else layout(problem, pools[d.pool], train)
+        how = "given" if train is None else training_layout(problem, pools[d.pool], train)
         if train is None or isinstance(how, str) or pools[d.pool].device.is_cpu:
             continue
         held = how.memory(d.devices)
         columns = (
-            Column("pool"),
-            Column("devices", "count"),
-            Column("least", "count"),
-            Column("most_useful", "count"),
-            Column("sequence_split", "count"),
-            Column("recompute"),
-            Column("state_gb", "number"),
-            Column("activations_gb", "number"),
-            Column("logits_gb", "number"),
-            Column("reserve_gb", "number"),
-            Column("device_gb", "number"),
-            Column("mfu", "share"),
+            TableColumn("pool"),
+            TableColumn("devices", "count"),
+            TableColumn("least", "count"),
+            TableColumn("most_useful", "count"),
+            TableColumn("sequence_split", "count"),
+            TableColumn("recompute"),
+            TableColumn("state_gb", "number"),
+            TableColumn("activations_gb", "number"),
+            TableColumn("logits_gb", "number"),
+            TableColumn("reserve_gb", "number"),
+            TableColumn("device_gb", "number"),
+            TableColumn("mfu", "share"),
         )
         row = (
             d.pool,
@@ -239,7 +244,7 @@ def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> 
     """What the plan's trainer has to do that the spec does not ask the embedded one for, or that it cannot."""
     train, pools = problem.train, {p.name: p for p in problem.pools}
     for d in found.of(Role.TRAINER):
-        how = "" if train is None else layout(problem, pools[d.pool], train)
+        how = "" if train is None else training_layout(problem, pools[d.pool], train)
         if isinstance(how, str) or pools[d.pool].device.is_cpu:
             continue
         if how.recompute and not resolved.cluster.trainer.activation_checkpointing:
@@ -253,21 +258,21 @@ def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> 
             yield f"placement.train.devices is {train.devices}: more than {how.most} shorten a step little"
 
 
-_SIDE = (Column("what"), Column("now", "count"), Column("what_if", "count"), Column("change"))
+_SIDE = (TableColumn("what"), TableColumn("now", "count"), TableColumn("what_if", "count"), TableColumn("change"))
 
 
 def _totals(found: Placement) -> Table:
     bound, limit = _bound(found)
     columns = (
-        Column("trajectories_per_s", "number"),
-        Column("from", "number"),
-        Column("to", "number"),
+        TableColumn("trajectories_per_s", "number"),
+        TableColumn("from", "number"),
+        TableColumn("to", "number"),
         bound,
-        Column("gap", "share"),
-        Column("usd_per_hour_used", "usd"),
-        Column("usd_per_hour_all", "usd"),
-        Column("usd_per_1k", "usd"),
-        Column("usd_per_1k_all", "usd"),
+        TableColumn("gap", "share"),
+        TableColumn("usd_per_hour_used", "usd"),
+        TableColumn("usd_per_hour_all", "usd"),
+        TableColumn("usd_per_1k", "usd"),
+        TableColumn("usd_per_1k_all", "usd"),
     )
     rate, band = found.rate, found.band
     per_thousand = (found.usd_per_thousand, found.usd_per_thousand_all) if rate > 0 else (None, None)
@@ -288,31 +293,35 @@ def _stages(found: Placement) -> Iterator[Table]:
     """The plan of the best rate beside the one that gave some of it up for dollars."""
     first = found.first
     if first is not None and first.rate > found.rate * (1 + 1e-6):
-        columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"))
+        columns = (
+            TableColumn("plan"),
+            TableColumn("trajectories_per_s", "number"),
+            TableColumn("usd_per_hour_used", "usd"),
+        )
         rows = (("best rate", first.rate, first.usd_per_hour), ("this plan", found.rate, found.usd_per_hour))
         yield Table("stages", "Given up for dollars (placement.rate_tolerance)", columns, rows)
 
 
-def _bound(found: Placement) -> tuple[Column, float]:
+def _bound(found: Placement) -> tuple[TableColumn, float]:
     """The best that any plan could have, in the unit of the objective, which its name says where it is not the rate."""
     match found.objective:
         case Objective.MIN_COST:
-            return Column("bound_usd_per_hour", "usd"), found.bound
+            return TableColumn("bound_usd_per_hour", "usd"), found.bound
         case Objective.MAX_THROUGHPUT_PER_DOLLAR:
-            return Column("bound_trajectories_per_usd", "number"), found.bound * 3600.0
+            return TableColumn("bound_trajectories_per_usd", "number"), found.bound * 3600.0
         case _:
-            return Column("bound", "number"), found.bound
+            return TableColumn("bound", "number"), found.bound
 
 
 def _pools(resolved: Resolved) -> Table:
     columns = (
-        Column("pool"),
-        Column("device"),
-        Column("devices", "count"),
-        Column("used", "count"),
-        Column("idle", "count"),
-        Column("by_role"),
-        Column("usd_per_hour", "usd"),
+        TableColumn("pool"),
+        TableColumn("device"),
+        TableColumn("devices", "count"),
+        TableColumn("used", "count"),
+        TableColumn("idle", "count"),
+        TableColumn("by_role"),
+        TableColumn("usd_per_hour", "usd"),
     )
     rows = []
     for pool in _fleet(resolved):
@@ -342,14 +351,14 @@ def _by_role(resolved: Resolved, pool: str) -> str:
 
 def _deployments(found: Placement) -> Table:
     columns = (
-        Column("role"),
-        Column("pool"),
-        Column("tp", "count"),
-        Column("replicas", "count"),
-        Column("devices", "count"),
-        Column("batch", "number"),
-        Column("utilisation", "share"),
-        Column("kv", "share"),
+        TableColumn("role"),
+        TableColumn("pool"),
+        TableColumn("tp", "count"),
+        TableColumn("replicas", "count"),
+        TableColumn("devices", "count"),
+        TableColumn("batch", "number"),
+        TableColumn("utilisation", "share"),
+        TableColumn("kv", "share"),
     )
     rows = []
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
@@ -376,13 +385,13 @@ _SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 def _flows(found: Placement) -> Table:
     """Flows of a domain on the same pools and with the same fate of the KV are one row, whatever the tp."""
     columns = (
-        Column("domain"),
-        Column("prefill"),
-        Column("decode"),
-        Column("kv"),
-        Column("share", "share"),
-        Column("trajectories_per_s", "number"),
-        Column("seconds", "seconds"),
+        TableColumn("domain"),
+        TableColumn("prefill"),
+        TableColumn("decode"),
+        TableColumn("kv"),
+        TableColumn("share", "share"),
+        TableColumn("trajectories_per_s", "number"),
+        TableColumn("seconds", "seconds"),
     )
     rate: dict[tuple[str, str, str, str], float] = {}
     time: dict[tuple[str, str, str, str], float] = {}
@@ -409,11 +418,11 @@ def _others(problem: Problem) -> Sequence[Baseline]:
 def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
     """`ratio`: how many times as good this plan is, by its objective."""
     columns = (
-        Column("plan"),
-        Column("trajectories_per_s", "number"),
-        Column("usd_per_hour_used", "usd"),
-        Column("usd_per_1k", "usd"),
-        Column("ratio", "number"),
+        TableColumn("plan"),
+        TableColumn("trajectories_per_s", "number"),
+        TableColumn("usd_per_hour_used", "usd"),
+        TableColumn("usd_per_1k", "usd"),
+        TableColumn("ratio", "number"),
     )
     rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
     for other in others:
@@ -442,7 +451,7 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
         if not m.solved and m.devices == 1 and size > 1:
             amount, gain = size, m.gain * size
             what = words.removeprefix("one").rpartition(":")[0]
-            words = f"{size}{what}: " + ("nothing" if gain < NOTHING else f"{_percent(gain)} trajectories/s")
+            words = f"{size}{what}: " + ("nothing" if gain < NEGLIGIBLE_GAIN else f"{_percent(gain)} trajectories/s")
         rows.append((m, amount, gain, words))
     rows.sort(key=lambda row: (row[0].solved, -row[2], row[0].what))
     for m, amount, gain, words in rows:
@@ -452,15 +461,21 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
 def _reasons(why: Explanation, problem: Problem, found: Placement) -> Iterator[Table]:
     if why.marginals and problem.fixed is None:
         columns = (
-            Column("what"),
-            Column("amount", "number"),
-            Column("gain", "share"),
-            Column("how"),
-            Column("in_words"),
+            TableColumn("what"),
+            TableColumn("amount", "number"),
+            TableColumn("gain", "share"),
+            TableColumn("how"),
+            TableColumn("in_words"),
         )
         yield Table("marginals", "What more would buy", columns, tuple(_marginals(why, found)))
     if why.affinities:
-        columns = (Column("domain"), Column("phase"), Column("best"), Column("factor", "number"), Column("in_words"))
+        columns = (
+            TableColumn("domain"),
+            TableColumn("phase"),
+            TableColumn("best"),
+            TableColumn("factor", "number"),
+            TableColumn("in_words"),
+        )
         yield Table(
             "affinities",
             "Which device suits what (this model, these prices)",
@@ -473,13 +488,13 @@ def _rewards(found: Placement) -> Iterator[Table]:
     if not found.rewards:
         return
     columns = (
-        Column("domain"),
-        Column("where"),
-        Column("trajectories_per_s", "number"),
-        Column("usd_per_1k", "usd"),
-        Column("dedicated_wins_above", "share"),
-        Column("dedicated_devices_busy", "number"),
-        Column("note"),
+        TableColumn("domain"),
+        TableColumn("where"),
+        TableColumn("trajectories_per_s", "number"),
+        TableColumn("usd_per_1k", "usd"),
+        TableColumn("dedicated_wins_above", "share"),
+        TableColumn("dedicated_devices_busy", "number"),
+        TableColumn("note"),
     )
     rows = tuple(
         (r.domain, r.where, r.rate, r.usd_per_thousand, r.break_even_utilisation, r.dedicated_utilisation, r.note)
@@ -490,11 +505,11 @@ def _rewards(found: Placement) -> Iterator[Table]:
 
 def _parts(resolved: Resolved) -> Table:
     columns = (
-        Column("part"),
-        Column("pool"),
-        Column("devices", "count"),
-        Column("which"),
-        Column("usd_per_hour", "usd"),
+        TableColumn("part"),
+        TableColumn("pool"),
+        TableColumn("devices", "count"),
+        TableColumn("which"),
+        TableColumn("usd_per_hour", "usd"),
     )
     rows = tuple(
         (a.name, a.pool, len(a.devices), _indices(a.devices), len(a.devices) * resolved.usd_per_device_hour[a.pool])
@@ -511,7 +526,7 @@ def _indices(devices: Sequence[int]) -> str:
 
 
 def _batch(resolved: Resolved) -> Table:
-    columns = (Column("domain"), Column("trajectories", "count"))
+    columns = (TableColumn("domain"), TableColumn("trajectories", "count"))
     return Table("batch", "Trajectories per step", columns, tuple(resolved.quotas.items()))
 
 
@@ -565,7 +580,12 @@ def _moves(old: Resolved, new: Resolved) -> Table | None:
     moves = diff(a.deployments, b.deployments, costs=costs)
     if not moves:
         return None
-    columns = (Column("move"), Column("what"), Column("device_seconds", "count"), Column("usd", "usd"))
+    columns = (
+        TableColumn("move"),
+        TableColumn("what"),
+        TableColumn("device_seconds", "count"),
+        TableColumn("usd", "usd"),
+    )
     rows = tuple((str(m.kind), m.words, m.device_seconds, m.usd) for m in moves)
     return Table("moves", "Moves, in order", columns, rows)
 

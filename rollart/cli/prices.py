@@ -13,7 +13,7 @@ import click
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, output_option, width
 
 if TYPE_CHECKING:
-    from rollart.compose.price_files import Change
+    from rollart.compose.price_files import PriceChange
 
 __all__ = ["prices"]
 
@@ -54,19 +54,19 @@ def writing_options(command: Command) -> Command:
 @output_option
 def list_(cluster: Path | None, output: str) -> None:
     """Every price that a run would go by, with its source and age."""
-    from rollart.compose.price_files import in_effect
+    from rollart.compose.price_files import effective_prices
     from rollart.report.render import render
-    from rollart.report.rows import Column, Report, Table
+    from rollart.report.rows import Report, Table, TableColumn
     from rollart.spec.prices import STALE_DAYS
 
-    today, found = dt.date.today(), in_effect(cluster)
+    today, found = dt.date.today(), effective_prices(cluster)
     columns = (
-        Column("name"),
-        Column("unit"),
-        Column("usd", "text"),
-        Column("date"),
-        Column("age_days", "count"),
-        Column("source", wrap=True),
+        TableColumn("name"),
+        TableColumn("unit"),
+        TableColumn("usd", "text"),
+        TableColumn("date"),
+        TableColumn("age_days", "count"),
+        TableColumn("source", wrap=True),
     )
     rows = tuple(
         (p.name, p.unit, _usd(p.usd) if output in FOR_PEOPLE else p.usd, str(p.date), p.age_days(today), p.source)
@@ -117,7 +117,7 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
     """
     from rollart.compose.price_files import base_list, merge_into
     from rollart.compose.price_refresh import SOURCES
-    from rollart.compose.price_refresh import refresh as ask
+    from rollart.compose.price_refresh import refresh_prices as ask
     from rollart.spec.load import load_prices
 
     chosen = _chosen(providers, SOURCES)
@@ -136,10 +136,10 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
 
 
 def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
-    from rollart.compose.providers import canonical
+    from rollart.compose.providers import canonical_provider
     from rollart.errors import UsageError
 
-    names = list(dict.fromkeys(canonical(name) for name in given)) or list(sources)
+    names = list(dict.fromkeys(canonical_provider(name) for name in given)) or list(sources)
     if unknown := [name for name in names if name not in sources]:
         raise UsageError(
             f"'{unknown[0]}' tells no prices (rule: one of {', '.join(sources)})",
@@ -148,16 +148,16 @@ def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
     return names
 
 
-def _show(changed: Sequence[Change], into: Path, output: str) -> None:
+def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
     from rollart.report.render import render
-    from rollart.report.rows import Column, Report, Table
+    from rollart.report.rows import Report, Table, TableColumn
 
     columns = (
-        Column("name"),
-        Column("unit"),
-        Column("before", "text"),
-        Column("after", "text"),
-        Column("source", wrap=True),
+        TableColumn("name"),
+        TableColumn("unit"),
+        TableColumn("before", "text"),
+        TableColumn("after", "text"),
+        TableColumn("source", wrap=True),
     )
     people = output in FOR_PEOPLE
     rows = tuple(

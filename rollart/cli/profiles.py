@@ -11,10 +11,10 @@ from rollart.errors import SpecError
 if TYPE_CHECKING:
     from placement.workload import DomainProfile
 
-__all__ = ["measure"]
+__all__ = ["measured_profiles"]
 
 
-def measure(directory: Path) -> Sequence[DomainProfile]:
+def measured_profiles(directory: Path) -> Sequence[DomainProfile]:
     """Profiles of the run in a directory. SpecError if there is none."""
     from rollart.report.profile import profiles_of
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import say
+from rollart.cli.context import print_stderr
 from rollart.ports import RunEvent
 
 if TYPE_CHECKING:
-    from rollart.compose.simulations import Progress
+    from rollart.compose.simulations import TaskProgress
 
-__all__ = ["ProgressLines", "SimulationProgress", "tidy"]
+__all__ = ["ProgressLines", "SimulationProgress", "strip_log_prefix"]
 
 EVERY_S = 10.0
 """Seconds between two lines about simulations where they stay, as in a log."""
@@ -62,7 +62,7 @@ class ProgressLines:
         else:
             lines = self._counted() if event.t - self._counted_from >= EVERY_S else []
         for line in filter(None, lines):
-            say(f"{event.t - self._t0:6.1f}s  {line}")
+            print_stderr(f"{event.t - self._t0:6.1f}s  {line}")
 
     def _first(self, event: RunEvent) -> bool:
         """True for the first with its values of what it is counted by; others are counted."""
@@ -110,7 +110,7 @@ class ProgressLines:
                     f"({fields['why']})"
                 )
             case "engine_starting":
-                return f"{event.subject} starts ({fields['seconds']:.0f} s): {tidy(str(fields['said']))}"
+                return f"{event.subject} starts ({fields['seconds']:.0f} s): {strip_log_prefix(str(fields['said']))}"
             case "engine_started":
                 return f"{event.subject} serves v{fields['version']}"
             case "join":
@@ -145,7 +145,7 @@ class ProgressLines:
         return click.style(text, fg="yellow") if self._colour else text
 
 
-def tidy(line: str) -> str:
+def strip_log_prefix(line: str) -> str:
     """A line of a log without what stands before its words: process, level, time and place."""
     words = line.rpartition("] ")[2].strip() or line.strip()
     return words if len(words) <= LINE else words[: LINE - 1] + "…"
@@ -166,17 +166,17 @@ class SimulationProgress:
 
     def __init__(self, names: Sequence[str], steps: int) -> None:
         self._names, self._steps = names, steps
-        self._seen: dict[int, Progress] = {}
+        self._seen: dict[int, TaskProgress] = {}
         self._began = self._told = _now()
         self._terminal = sys.stderr.isatty()
         self._drawn = 0
         self._lock = threading.RLock()
 
-    def __call__(self, said: Progress) -> None:
+    def __call__(self, said: TaskProgress) -> None:
         with self._lock:
             self._say(said)
 
-    def _say(self, said: Progress) -> None:
+    def _say(self, said: TaskProgress) -> None:
         self._seen[said.task] = said
         now = _now()
         if now - self._told < (REDRAWN_S if self._terminal else EVERY_S):

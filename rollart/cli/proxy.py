@@ -78,14 +78,14 @@ def proxy(
     Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
     /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
     """
-    from rollart.compose.proxy import Limits, ProxySettings, proxying
+    from rollart.compose.proxy import ProxySettings, SessionLimits, serve_proxy
 
     host, port = address(listen)
     token = key(token_env, host)
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
-    limits = Limits(**{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
+    limits = SessionLimits(**{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
     settings = ProxySettings(
         engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name, limits=limits
     )
     hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
-    serve_until_stopped(proxying(settings), as_json=as_json, hint=hint)
+    serve_until_stopped(serve_proxy(settings), as_json=as_json, hint=hint)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from rollart.cli.context import colour, find_run, native_output_to_stderr, width
-from rollart.cli.profiles import measure
+from rollart.cli.profiles import measured_profiles
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
-    from rollart.compose.simulate import Replay
+    from rollart.compose.simulate import ReplayPlan
     from rollart.spec.faults import FaultPlanSpec
     from rollart.spec.resolve import Resolved
 
-__all__ = ["check_run", "named_run", "prepared", "read_faults"]
+__all__ = ["check_run", "named_run", "prepare_replay", "read_faults"]
 
 
 def named_run(run: Path | None, runs: Path) -> Path | None:
@@ -28,16 +28,16 @@ def named_run(run: Path | None, runs: Path) -> Path | None:
     return None
 
 
-def prepared(
+def prepare_replay(
     recorded: Path | None,
     run: Path | None,
     cluster: Path | None,
     overrides: list[str],
     replay: Path | None,
     resample: bool,
-) -> tuple[Resolved, Replay | None, str]:
+) -> tuple[Resolved, ReplayPlan | None, str]:
     """The run, what it replays if anything, and what the report's foot says of it."""
-    from rollart.compose.replay import of_a_run, of_a_spec
+    from rollart.compose.replay import prepare_from_run, prepare_from_spec
     from rollart.spec.resolve import forecast, read_specs
 
     if recorded is not None and replay is not None:
@@ -45,35 +45,35 @@ def prepared(
     if resample and recorded is None and replay is None:
         raise UsageError("--resample without a recorded run (rule: there is something to draw from)")
     if recorded is not None:
-        found = of_a_run(recorded, cluster, overrides, resample=resample)
+        found = prepare_from_run(recorded, cluster, overrides, resample=resample)
         return found.resolved, found.replay, found.note
-    specs = read_specs(run, cluster, overrides, measure=measure)
+    specs = read_specs(run, cluster, overrides, measure=measured_profiles)
     if replay is not None:
-        found = of_a_spec(specs, replay, resample=resample)
+        found = prepare_from_spec(specs, replay, resample=resample)
         return found.resolved, found.replay, found.note
     resolved = forecast(specs)
     return resolved, None, f"plan: {resolved.plan.binds}"
 
 
-def read_faults(path: Path, resolved: Resolved, replay: Replay | None) -> FaultPlanSpec:
+def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> FaultPlanSpec:
     """A fault plan whose names are parts and functions of this run."""
-    from rollart.compose.faults import parts_of
-    from rollart.compose.simulated_functions import behaviours
+    from rollart.compose.faults import fault_targets
+    from rollart.compose.simulated_functions import function_behaviours
     from rollart.spec.load import load_faults
 
     if resolved.problem is None:
         functions = []  # the simulation says what is missing
     else:
-        functions = [b.spec.name for b in behaviours(resolved, None if replay is None else replay.recording)]
-    return load_faults(path, list(parts_of(resolved)), functions)
+        functions = [b.spec.name for b in function_behaviours(resolved, None if replay is None else replay.recording)]
+    return load_faults(path, list(fault_targets(resolved)), functions)
 
 
 def check_run(recorded: Path, output: str) -> None:
-    from rollart.compose.replay import check, of_a_run
-    from rollart.report.check import checked
+    from rollart.compose.replay import check_replay, prepare_from_run
+    from rollart.report.check import check_report
     from rollart.report.render import render
 
     with native_output_to_stderr():
-        found = of_a_run(recorded)
-    report = checked(recorded.name, check(found), (found.note,))
+        found = prepare_from_run(recorded)
+    report = check_report(recorded.name, check_replay(found), (found.note,))
     click.echo(render(report, output, width=width(), colour=colour()), nl=False)

@@ -13,7 +13,7 @@ from rollart.cli.context import colour, find_run, output_option, run_argument, r
 if TYPE_CHECKING:
     from rollart.report.rows import Report, RunRows
 
-__all__ = ["report", "show"]
+__all__ = ["report", "show_reports"]
 
 
 @click.group()
@@ -51,13 +51,13 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
 @runs_option
 def timeline(run: str | None, output: str, runs_dir: Path) -> None:
     """Show who was busy, waiting or syncing when: devices by role and pool, trajectories, and calls of functions."""
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.run_page import timeline_page
     from rollart.report.timeline import timeline as found_in
     from rollart.report.timeline import timeline_report
 
     directory = find_run(run, runs_dir)
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         found = found_in(reader)
     _print(timeline_report(directory.resolve().name, found), output, page=lambda told: timeline_page(told, found))
 
@@ -92,14 +92,14 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
 )
 def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
     """Show what the run's function calls would have cost on dedicated workers, and on functions scaled otherwise."""
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.offload import offload as replay
-    from rollart.report.offload import trace
+    from rollart.report.offload import read_trace
 
     directory = find_run(run, runs_dir)
     rows = _collect(directory)
-    with Reader(directory) as reader:
-        found = trace(reader)
+    with LedgerReader(directory) as reader:
+        found = read_trace(reader)
     _print(replay(rows, found, wait_s=wait_s), output)
 
 
@@ -110,17 +110,17 @@ def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None
 def bias(run: str | None, output: str, runs_dir: Path) -> None:
     """Show whether what was trained is what was drawn, and what was lost to which reason: length, turns, difficulty and
     reward per domain, each with a two-sample test. Of a real run, or of a simulation kept by `simulate --keep`."""
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.bias import bias as summarize
-    from rollart.report.bias import drawn
+    from rollart.report.bias import read_attempts
 
     directory = find_run(run, runs_dir)
-    with Reader(directory) as reader:
-        found, prompts = drawn(reader)
+    with LedgerReader(directory) as reader:
+        found, prompts = read_attempts(reader)
     _print(summarize(directory.resolve().name, found, prompts), output)
 
 
-def show(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
+def show_reports(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
     """Print several reports of one run as tables."""
     rows = _collect(directory)
     for summarize in summaries:
@@ -133,19 +133,19 @@ def _rows(run: str | None, runs: Path) -> RunRows:
 
 
 def _collect(directory: Path) -> RunRows:
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.rows import collect
 
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         return collect(reader, directory.resolve().name)
 
 
 def _with_timeline(report: Report, directory: Path) -> str:
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.run_page import timeline_page
     from rollart.report.timeline import timeline as found_in
 
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         return timeline_page(report, found_in(reader))
 
 

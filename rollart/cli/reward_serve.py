@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollart.addresses import loopback
+from rollart.addresses import is_loopback
 from rollart.cli.context import INTERRUPTED, cluster_functions, json_option
 from rollart.errors import ProviderError, UsageError
 
 if TYPE_CHECKING:
     from serverless.deploy.package import Package
 
-__all__ = ["loopback", "serve", "token_in"]
+__all__ = ["is_loopback", "serve", "token_in"]
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
@@ -41,10 +41,10 @@ def serve(
     A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
     200 while it serves.
     """
-    from rollart.compose.providers import packages_in, translated
+    from rollart.compose.providers import packages_in, translated_errors
 
     token = token_in(token_env)
-    if not token and not loopback(host):
+    if not token and not is_loopback(host):
         raise UsageError(
             f"--host {host} is reachable from elsewhere (rule: with a token, unless it is this machine alone)",
             remedy="name a variable with a token: --token-env VAR",
@@ -52,7 +52,7 @@ def serve(
     packages = packages_in(source)
     functions = cluster_functions(cluster)
     settings, unsafe = functions.settings("local"), allow_unsafe or functions.allow_unsafe
-    with translated():
+    with translated_errors():
         asyncio.run(
             _serve(
                 packages,
@@ -79,7 +79,7 @@ async def _serve(
 ) -> None:
     """Until SIGINT or SIGTERM; workers and calls in flight then end within bounded time."""
     from rollart.compose.providers import backend
-    from serverless.backends.front import Front
+    from serverless.backends.front import FunctionHttpServer
 
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ async def _serve(
         place = await stack.enter_async_context(backend("local", settings, allow_unsafe=allow_unsafe))
         for package in packages:
             await place.deploy(package)
-        front = Front(place, host=host, port=port, token=token)
+        front = FunctionHttpServer(place, host=host, port=port, token=token)
         try:
             await stack.enter_async_context(front)
         except OSError as error:

@@ -10,11 +10,11 @@ import click
 
 from rollart.cli.context import FOR_PEOPLE, colour, width
 from rollart.report.render import render
-from rollart.report.rows import Cell, Column, Report, Table
+from rollart.report.rows import Cell, Report, Table, TableColumn
 
 if TYPE_CHECKING:
-    from rollart.compose.providers import Trial
-    from serverless.backends.base import Change, Deployed, LogLine
+    from rollart.compose.providers import DeploymentTrial
+    from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
     from serverless.rehearse import Rehearsal
 
 __all__ = ["show_changes", "show_costs", "show_deployed", "show_logs", "show_rehearsals", "trial_line"]
@@ -43,13 +43,26 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
         costs = tuple((c.provider, c.usd_single, c.usd_batched, c.note) for c in one.costs)
         tables = (
             Table(
-                "cases", "Cases", (Column("case"), Column("result"), Column("outcome"), Column("ms", "number")), cases
+                "cases",
+                "Cases",
+                (TableColumn("case"), TableColumn("result"), TableColumn("outcome"), TableColumn("ms", "number")),
+                cases,
             ),
-            Table("measured", "Measured here", (Column("what"), Column("unit"), Column("value", "number")), facts),
+            Table(
+                "measured",
+                "Measured here",
+                (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
+                facts,
+            ),
             Table(
                 "costs",
                 "US dollars per million items",
-                (Column("provider"), Column("one_by_one", "usd"), Column("in_batches", "usd"), Column("note")),
+                (
+                    TableColumn("provider"),
+                    TableColumn("one_by_one", "usd"),
+                    TableColumn("in_batches", "usd"),
+                    TableColumn("note"),
+                ),
                 costs,
             ),
         )
@@ -57,15 +70,20 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
         _show(Report("test", one.function, tables, notes), output)
 
 
-def show_changes(found: Sequence[Change], output: str, notes: Sequence[str] = ()) -> None:
+def show_changes(found: Sequence[DeploymentChange], output: str, notes: Sequence[str] = ()) -> None:
     nothing = ("nothing: this version is current",)
     rows = [(c.function, c.provider, line) for c in found for line in (c.lines or nothing)]
-    table = Table("changes", "Would change", (Column("function"), Column("provider"), Column("change")), tuple(rows))
+    table = Table(
+        "changes",
+        "Would change",
+        (TableColumn("function"), TableColumn("provider"), TableColumn("change")),
+        tuple(rows),
+    )
     _show(Report("deploy", "functions", (table,), tuple(notes)), output)
 
 
 def show_deployed(
-    found: Sequence[Deployed], output: str, notes: Sequence[str] = (), trials: Sequence[Trial] = ()
+    found: Sequence[DeployedFunction], output: str, notes: Sequence[str] = (), trials: Sequence[DeploymentTrial] = ()
 ) -> None:
     """Functions or versions. `notes` go to the foot; `trials` are the calls that deploying them took."""
     people = output in FOR_PEOPLE
@@ -85,17 +103,17 @@ def show_deployed(
         )
         for d in found
     )
-    columns: tuple[Column, ...] = (
-        Column("function"),
-        Column("provider"),
-        Column("version"),
-        Column("number"),
-        Column("current"),
-        Column("created"),
-        Column("MB", "count"),
-        Column("warm", "count"),
-        Column("most", "count"),
-        Column("endpoint", people=False),
+    columns: tuple[TableColumn, ...] = (
+        TableColumn("function"),
+        TableColumn("provider"),
+        TableColumn("version"),
+        TableColumn("number"),
+        TableColumn("current"),
+        TableColumn("created"),
+        TableColumn("MB", "count"),
+        TableColumn("warm", "count"),
+        TableColumn("most", "count"),
+        TableColumn("endpoint", people=False),
     )
     tables = [Table("functions", "Functions", columns, rows)]
     if people:
@@ -105,26 +123,26 @@ def show_deployed(
     _show(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
 
 
-def _deployment_note(one: Deployed) -> str:
+def _deployment_note(one: DeployedFunction) -> str:
     if one.problem:
         return f"version {one.version[:DIGEST]} is current, but its scale could not be read: {one.problem}"
     return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
 
 
-def _trials(trials: Sequence[Trial]) -> Table:
+def _trials(trials: Sequence[DeploymentTrial]) -> Table:
     columns = (
-        Column("function"),
-        Column("provider"),
-        Column("status"),
-        Column("billed_s", "seconds"),
-        Column("MB", "count"),
-        Column("usd", "usd"),
+        TableColumn("function"),
+        TableColumn("provider"),
+        TableColumn("status"),
+        TableColumn("billed_s", "seconds"),
+        TableColumn("MB", "count"),
+        TableColumn("usd", "usd"),
     )
     rows = tuple((t.function, t.provider, t.status, t.billed_s, t.memory_mb, t.usd) for t in trials)
     return Table("trials", "Trial calls", columns, rows)
 
 
-def trial_line(trial: Trial) -> str:
+def trial_line(trial: DeploymentTrial) -> str:
     failed = "" if trial.status == "ok" else f" ({trial.status})"
     usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
     return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
@@ -136,7 +154,7 @@ def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
         rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
         click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
     elif output in ("csv", "html"):
-        columns = (Column("t"), Column("source"), Column("text"))
+        columns = (TableColumn("t"), TableColumn("source"), TableColumn("text"))
         cells = tuple((line.t, line.source, line.text) for line in lines)
         _show(Report("logs", function, (Table("lines", "Lines", columns, cells),)), output)
     else:
@@ -162,13 +180,13 @@ def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | N
             month = None if run is None else run * runs
             rows.append((one.function, c.provider, c.usd_batched, run, month, more, c.note))
     columns = (
-        Column("function"),
-        Column("provider"),
-        Column("usd_per_million", "usd"),
-        Column("usd_per_run", "usd"),
-        Column("usd_per_month", "usd"),
-        Column("month_against_now", "usd"),
-        Column("note"),
+        TableColumn("function"),
+        TableColumn("provider"),
+        TableColumn("usd_per_million", "usd"),
+        TableColumn("usd_per_run", "usd"),
+        TableColumn("usd_per_month", "usd"),
+        TableColumn("month_against_now", "usd"),
+        TableColumn("note"),
     )
     notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
     notes += [

@@ -62,10 +62,10 @@ def rewards() -> None:
 @json_option
 def init(directory: Path, name: str | None, as_json: bool) -> None:
     """Write a reward that works, with cases that it passes, into DIRECTORY."""
-    from rollart.compose.providers import translated
+    from rollart.compose.providers import translated_errors
     from serverless.deploy import template
 
-    with translated():
+    with translated_errors():
         written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
@@ -105,14 +105,14 @@ def deploy(
 ) -> None:
     """Deploy rewards to a provider. A version that is there already changes nothing."""
     from rollart.cli.reward_tables import show_changes, show_deployed, trial_line
-    from rollart.compose.price_files import in_effect
-    from rollart.compose.providers import Trials, packages_in
+    from rollart.compose.price_files import effective_prices
+    from rollart.compose.providers import TrialMeter, packages_in
     from rollart.ledger.prices import PriceBook
     from rollart.spec.prices import PriceList
 
     packages = packages_in(source, name=name)
     notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
-    trials = Trials(PriceBook(PriceList(prices=in_effect(cluster))))
+    trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
     done: list[Any] = []
 
     async def main(place: Deployer) -> None:
@@ -173,10 +173,10 @@ def invoke(
     NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
     if it is not there; the current version stays current. With --json the bill is printed with the answer.
     """
-    from rollart.compose.providers import attach, backend, canonical, translated
+    from rollart.compose.providers import attach_function, backend, canonical_provider, translated_errors
 
     event = _event(sys.stdin.read() if item is None else item)
-    name, functions = canonical(provider), cluster_functions(cluster)
+    name, functions = canonical_provider(provider), cluster_functions(cluster)
     package = None if _is_name(source) else _single(source)
     function = source if package is None else package.spec.name
 
@@ -184,12 +184,12 @@ def invoke(
         settings, unsafe = functions.settings(name), functions.allow_unsafe
         async with backend(name, settings, root=root, allow_unsafe=unsafe) as place:
             if package is None:
-                await attach(place, name, function, root=root)
+                await attach_function(place, name, function, root=root)
             else:
                 await place.deploy(package)
             return await place.invoke(function, event, deadline_s=seconds)
 
-    with translated():
+    with translated_errors():
         reply = asyncio.run(main())
     if reply.fault is not None:
         if as_json:
@@ -274,9 +274,9 @@ def rollback(function: str, version: str, provider: str, cluster: Path | None, r
 @json_option
 def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool, as_json: bool) -> None:
     """Remove a function with all its versions from a provider."""
-    from rollart.compose.providers import canonical
+    from rollart.compose.providers import canonical_provider
 
-    canonical(provider)  # before anybody is asked
+    canonical_provider(provider)  # before anybody is asked
     if not yes:
         try:
             if not click.confirm(f"delete '{function}' and all its versions on {provider}?", err=True):
@@ -293,7 +293,7 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 
     _with(provider, cluster, root, main)
     if as_json:
-        click.echo(json.dumps({"schema_version": 1, "deleted": function, "provider": canonical(provider)}))
+        click.echo(json.dumps({"schema_version": 1, "deleted": function, "provider": canonical_provider(provider)}))
     click.echo(f"{function} is deleted on {provider}", err=True)
 
 
@@ -307,9 +307,9 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
     """What rewards would cost per run and month on each provider, and against the one they are on."""
     from rollart.cli.reward_tables import show_costs
-    from rollart.compose.providers import canonical
+    from rollart.compose.providers import canonical_provider
 
-    now = None if before is None else canonical(before)
+    now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
     show_costs(found, items, runs_per_month, now, output)
 
@@ -319,12 +319,12 @@ rewards.add_command(serve)
 
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:
     """Every reward of FILE run on the cases, those beside it if none are given."""
-    from rollart.compose.providers import backend, packages_in, translated, units_by_provider
+    from rollart.compose.providers import backend, packages_in, translated_errors, units_by_provider
     from serverless.rehearse import read_cases, rehearse
 
     packages = packages_in(source)
     path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
-    with translated():
+    with translated_errors():
         items = read_cases(path)
 
         async def all_of_them() -> list[Rehearsal]:
@@ -344,16 +344,16 @@ def _with(
     meter: MeterSink | None = None,
 ) -> T:
     """Open the provider's control plane, do something, and close it."""
-    from rollart.compose.providers import canonical, deployer, translated
+    from rollart.compose.providers import canonical_provider, deployer, translated_errors
 
-    name, functions = canonical(provider), cluster_functions(cluster)
+    name, functions = canonical_provider(provider), cluster_functions(cluster)
 
     async def main() -> T:
         settings, unsafe = functions.settings(name), functions.allow_unsafe
         async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as place:
             return await do(place)
 
-    with translated():
+    with translated_errors():
         return asyncio.run(main())
 
 

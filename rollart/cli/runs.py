@@ -17,12 +17,12 @@ from rollart.cli.context import colour, find_run, output_option, run_argument, r
 from rollart.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from rollart.cli.pidfile import Owner
-    from rollart.ledger.reader import Reader
+    from rollart.cli.pidfile import ControllerProcess
+    from rollart.ledger.reader import LedgerReader
 
 __all__ = ["status", "stop"]
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """Between two looks whether a controller on another machine has let go of its run."""
 
 
@@ -37,13 +37,13 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     """
     from rollart.cli import pidfile
     from rollart.ledger.database import FILE as LEDGER
-    from rollart.ledger.reader import Reader
+    from rollart.ledger.reader import LedgerReader
     from rollart.report.render import render
-    from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, Table, collect
+    from rollart.report.rows import ENGINE_ROLES, Cell, Report, Table, TableColumn, collect
     from rollart.report.summarize import cost_lines
 
     directory = find_run(run, runs_dir)
-    owner = pidfile.owner(directory)
+    owner = pidfile.live_controller(directory)
     if not (directory / LEDGER).is_file():
         began: list[tuple[Cell, ...]] = [
             ("state", "starting" if owner else "stopped"),
@@ -54,11 +54,11 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         report = Report(
             "status",
             directory.name,
-            (Table("status", "Status", (Column("what"), Column("value", "number")), tuple(began)),),
+            (Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), tuple(began)),),
         )
         click.echo(render(report, output, width=width(), colour=colour()), nl=False)
         return
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
         engines = _parts(reader, ENGINE_ROLES) if owner else []
         hosts = _parts(reader, ("environment",)) if owner else []
@@ -75,7 +75,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
         ("plan", plan or None),
-        ("outside_trainer", _outside(directory) if owner else None),
+        ("outside_trainer", _external_trainer_status(directory) if owner else None),
         ("starting", "; ".join(starting) or None),
         ("environment_hosts", " ".join(hosts) or None),
         ("function_hosts", " ".join(workers) or None),
@@ -90,11 +90,11 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("dropped_groups", rows.facts.dropped_groups),
         ("usd", sum(line.usd for line in cost_lines(rows))),
     ]
-    table = Table("status", "Status", (Column("what"), Column("value", "number")), tuple(values))
+    table = Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), tuple(values))
     click.echo(render(Report("status", rows.run, (table,)), output, width=width(), colour=colour()), nl=False)
 
 
-def _outside(directory: Path) -> str | None:
+def _external_trainer_status(directory: Path) -> str | None:
     """How the trainer stands that is not ours (`trainer.external`)."""
     try:
         note = json.loads((directory / "service.json").read_text())
@@ -117,7 +117,7 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     from rollart.cli import pidfile
 
     directory = find_run(run, runs_dir)
-    owner = pidfile.noted(directory)
+    owner = pidfile.recorded_controller(directory)
     if owner is None or (owner.here and not owner.alive):
         raise UsageError(f"run '{directory.name}' is not running")
     if not owner.here:
@@ -128,14 +128,16 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     except ProcessLookupError:
         return
     try:
-        if pidfile.noted(directory) != owner or not owner.alive:  # the id changed hands before it was pinned
+        if (
+            pidfile.recorded_controller(directory) != owner or not owner.alive
+        ):  # the id changed hands before it was pinned
             return
         signal.pidfd_send_signal(process, signal.SIGTERM)
-        if _ended(process, wait_s):
+        if _wait_for_exit(process, wait_s):
             click.echo(f"run {directory.name} stopped", err=True)
         elif kill:
             signal.pidfd_send_signal(process, signal.SIGKILL)
-            _ended(process, wait_s)
+            _wait_for_exit(process, wait_s)
             click.echo(f"run {directory.name} killed", err=True)
         else:
             raise RunFailed(
@@ -148,23 +150,23 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
         os.close(process)
 
 
-def _stop_elsewhere(directory: Path, owner: Owner, wait_s: float, kill: bool) -> None:
+def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, kill: bool) -> None:
     """Of a run whose controller is on another machine: asked through the run's directory."""
     from rollart.cli import beat
 
     who = f"process {owner.pid} on {owner.host}"
     try:
-        answered = beat.beats(directory, owner.life) and beat.ask(directory, owner.life, "stop")
-        if not answered and _held(directory, owner):
+        answered = beat.has_heartbeat(directory, owner.life) and beat.send_request(directory, owner.life, "stop")
+        if not answered and _is_held(directory, owner):
             raise RunFailed(
                 f"run '{directory.name}' is of {who}, which gives no sign of life: it is dead, or does not reach "
                 f"{directory}",
                 remedy=f"`rollart stop` on {owner.host}; if that machine is gone, `rollart launch --resume` continues",
             )
-        if _let_go(directory, owner, wait_s):
+        if _wait_until_released(directory, owner, wait_s):
             click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
         elif kill:
-            if not beat.ask(directory, owner.life, "kill"):
+            if not beat.send_request(directory, owner.life, "kill"):
                 raise RunFailed(f"{who} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
             click.echo(f"run {directory.name} killed on {owner.host}", err=True)
         else:
@@ -179,20 +181,20 @@ def _stop_elsewhere(directory: Path, owner: Owner, wait_s: float, kill: bool) ->
         ) from None
 
 
-def _held(directory: Path, owner: Owner) -> bool:
+def _is_held(directory: Path, owner: ControllerProcess) -> bool:
     from rollart.cli import pidfile
 
-    noted = pidfile.noted(directory)
+    noted = pidfile.recorded_controller(directory)
     return noted is not None and noted.life == owner.life
 
 
-def _let_go(directory: Path, owner: Owner, wait_s: float) -> bool:
+def _wait_until_released(directory: Path, owner: ControllerProcess, wait_s: float) -> bool:
     """Whether the controller lets go of the run in time."""
-    looks = max(1, round(wait_s / LOOK_S))
-    return any(not _held(directory, owner) or threading.Event().wait(LOOK_S) for _ in range(looks))
+    looks = max(1, round(wait_s / POLL_INTERVAL_S))
+    return any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(looks))
 
 
-def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
+def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
     """Parts of these roles that a running run has now, in the order that they came."""
     from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 
@@ -201,20 +203,20 @@ def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
     return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
 
 
-def _starting(reader: Reader, engines: Collection[str]) -> list[str]:
+def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
     """Engines that are not there yet, since when, and what their logs say."""
-    from rollart.cli.progress import tidy
+    from rollart.cli.progress import strip_log_prefix
 
     last = {event.subject: event for event in reader.events("engine_starting")}
     over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
     return [
-        f"{name} {last[name].fields['seconds']:.0f} s: {tidy(str(last[name].fields['said']))}"
+        f"{name} {last[name].fields['seconds']:.0f} s: {strip_log_prefix(str(last[name].fields['said']))}"
         for name in engines
         if name in last and last[name].t > over.get(name, -1.0)
     ]
 
 
-def _plan(reader: Reader, engines: list[str], config: Mapping[str, Any]) -> str:
+def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -> str:
     """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
     from collections import Counter
 
@@ -232,7 +234,7 @@ def _plan(reader: Reader, engines: list[str], config: Mapping[str, Any]) -> str:
     return "; ".join(f"{pool}: {', '.join(parts)}" for pool, parts in pools.items())
 
 
-def _ended(process: int, wait_s: float) -> bool:
+def _wait_for_exit(process: int, wait_s: float) -> bool:
     """Whether the process of this pidfd ends in time."""
     poll = select.poll()
     poll.register(process, select.POLLIN)

@@ -27,8 +27,8 @@ def service(listen: str, token_env: str | None, data: Path | None, as_json: bool
 
     For trainers, engines and rewards that are not ours; `rollart.service` is the Python client.
     """
-    from rollart.compose.service import offering
+    from rollart.compose.service import serve_service
 
     host, port = address(listen)
-    server = offering(host=host, port=port, token=key(token_env, host), data=data)
+    server = serve_service(host=host, port=port, token=key(token_env, host), data=data)
     serve_until_stopped(server, as_json=as_json, hint='from rollart.service import Service; Service("{url}")')

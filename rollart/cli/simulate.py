@@ -11,22 +11,22 @@ import click
 
 from rollart.cli.context import (
     colour,
+    create_ledger_directory,
+    create_output_file,
     find_run,
     native_output_to_stderr,
     output_option,
     runs_option,
-    unused,
     width,
-    writable,
 )
 from rollart.cli.launch import split_arguments
 from rollart.cli.progress import SimulationProgress
-from rollart.cli.replays import check_run, named_run, prepared, read_faults
+from rollart.cli.replays import check_run, named_run, prepare_replay, read_faults
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
-    from rollart.compose.simulations import Progress, Task
-    from rollart.report.simulation import Finding
+    from rollart.compose.simulations import SimulationTask, TaskProgress
+    from rollart.report.simulation import SimulationFigures
 
 __all__ = ["simulate"]
 
@@ -82,7 +82,7 @@ def simulate(
     Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
     or with other keys, policies, prices or another cluster.
     """
-    from rollart.compose.simulations import Task
+    from rollart.compose.simulations import SimulationTask
 
     run, overrides = split_arguments(arguments)
     recorded = named_run(run, runs_dir)
@@ -95,16 +95,16 @@ def simulate(
         return check_run(recorded, output)
     of = None if replay is None else find_run(replay, runs_dir)
     with native_output_to_stderr():
-        resolved, replayed, note = prepared(recorded, run, cluster, overrides, of, resample)
+        resolved, replayed, note = prepare_replay(recorded, run, cluster, overrides, of, resample)
         plan = None if faults is None else read_faults(faults, resolved, replayed)
     if steps is None:
         asked = any(key.partition("=")[0] == "steps" for key in overrides)
         steps = resolved.run.steps if asked else STEPS if replayed is None else replayed.recording.seen.steps
     drawn = output == "html" or html is not None
     if html is not None:
-        writable(html)  # told now, and not after the work
+        create_output_file(html)  # told now, and not after the work
     tasks = [
-        Task(
+        SimulationTask(
             resolved,
             name,
             seed,
@@ -120,11 +120,11 @@ def simulate(
     ]
     for task in tasks:
         if task.keep is not None:
-            unused(task.keep)
+            create_ledger_directory(task.keep)
     _play(tasks, note, workers=workers, html=html, output=output)
 
 
-def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path | None, output: str) -> None:
+def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, html: Path | None, output: str) -> None:
     from rollart.compose.simulations import simulate_all
     from rollart.report.render import render
     from rollart.report.simulation import simulation
@@ -133,12 +133,12 @@ def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path |
     watching = SimulationProgress([f"{t.schedule}, seed {t.seed}" for t in tasks], tasks[0].steps or 0)
     quiet = output in ("json", "csv") and not sys.stderr.isatty()
 
-    def done(one: Finding) -> None:
+    def done(one: SimulationFigures) -> None:
         watching.over(next(n for n, t in enumerate(tasks) if (t.schedule, t.seed) == (one.schedule, one.seed)))
         seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"  # of a tiny model
         click.echo(f"{one.schedule}, seed {one.seed}: {one.steps} steps in {seconds} virtual seconds", err=True)
 
-    watch: Callable[[Progress], None] = (lambda _: None) if quiet else watching
+    watch: Callable[[TaskProgress], None] = (lambda _: None) if quiet else watching
     try:
         found = simulate_all(tasks, workers=workers, on_done=done, on_progress=watch)
     finally:
@@ -152,11 +152,11 @@ def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path |
     click.echo(page if output == "html" else render(report, output, width=width(), colour=colour()), nl=False)
 
 
-def _left_out(tasks: Sequence[Task]) -> list[str]:
+def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:
     """What of the spec the other schedules do not have, a line for each."""
-    from rollart.spec.other_schedule import under
+    from rollart.spec.other_schedule import adapt_to_schedule
 
-    left = {task.schedule: under(task.resolved.run, task.schedule)[1] for task in tasks}
+    left = {task.schedule: adapt_to_schedule(task.resolved.run, task.schedule)[1] for task in tasks}
     return [f"{name}: without {', '.join(keys)}, which it does not have" for name, keys in left.items() if keys]
 
 

@@ -32,7 +32,7 @@ def validate(files: tuple[str, ...]) -> None:
         try:
             spec = load_file(path)
             if isinstance(spec, RunSpec):
-                _look(path, clusters)
+                _check_run(path, clusters)
         except RollartError as error:
             errors.append(error)
         else:
@@ -57,26 +57,26 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _look(run: str, clusters: list[str]) -> None:
+def _check_run(run: str, clusters: list[str]) -> None:
     """`RollartError` for what a launch of the run would refuse."""
-    from rollart.cli.profiles import measure
-    from rollart.compose.cautions import cautions
-    from rollart.compose.preflight import for_plans, launchable, refuse_files, unasked
+    from rollart.cli.profiles import measured_profiles
+    from rollart.compose.cautions import launch_warnings
+    from rollart.compose.preflight import is_plan_only, launchable, refuse_files, unchecked_remotes
     from rollart.spec.resolve import read_specs
-    from rollart.spec.where import Where
+    from rollart.spec.where import SpecSources
 
     every: list[str | None] = [*clusters] or [None]
     for cluster in every:
         with native_output_to_stderr():
-            specs = read_specs(run, cluster, measure=measure)
-            where = Where.files(run, cluster)
-            if for_plans(specs) or len(every) > 1:
+            specs = read_specs(run, cluster, measure=measured_profiles)
+            where = SpecSources.files(run, cluster)
+            if is_plan_only(specs) or len(every) > 1:
                 refuse_files(specs, where)
                 notes = ["what a launch would start"]
-                notes[0] += ": the model has no weights" if for_plans(specs) else ": give one cluster file"
+                notes[0] += ": the model has no weights" if is_plan_only(specs) else ": give one cluster file"
             else:
-                notes = list(unasked(launchable(specs, where, others=False)))
-        for line in (*(f"warning: {one}" for one in cautions(specs)), *(f"not checked: {one}" for one in notes)):
+                notes = list(unchecked_remotes(launchable(specs, where, others=False)))
+        for line in (*(f"warning: {one}" for one in launch_warnings(specs)), *(f"not checked: {one}" for one in notes)):
             click.echo(f"{run}: {line}", err=True)
 
 

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from placement.types import Assignment, Role
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.compose.dtypes import engine_dtype, probe_tolerance, vllm_dtype
-from rollart.compose.outside import bridge_start
-from rollart.compose.routing import SERVING
-from rollart.compose.stored import place_of
+from rollart.compose.outside import bridge_command
+from rollart.compose.routing import SERVING_ROLES
+from rollart.compose.stored import weight_store_location
 from rollart.compose.vllm import CONNECTOR, VllmCommand, vllm_command
 from rollart.compose.vllm_home import vllm_python
 from rollart.errors import SpecError
@@ -28,28 +28,28 @@ from rollart.spec.fleet import pool_labels
 from rollart.spec.resolve import Resolved
 
 __all__ = [
-    "attached",
+    "attached_urls",
     "engine_actor",
     "engine_command",
-    "engine_needs",
+    "required_vllm_options",
     "engine_tolerance",
-    "hosts",
-    "nodes",
+    "host_nodes",
+    "pool_nodes",
     "part_clock",
-    "part_room",
-    "pool_of_cores",
-    "resource",
-    "selector",
+    "part_resources",
+    "cpu_pool",
+    "resource_kind",
+    "node_selector",
     "torch_device",
-    "TrainerShare",
+    "TrainerHostPart",
     "trainer_actor",
     "trainer_actors",
     "trainer_ranks",
-    "trainer_shares",
-    "unused_clock",
+    "trainer_host_parts",
+    "idle_devices_clock",
 ]
 
-ALIAS = "vllm-model"
+VLLM_MODEL_ALIAS = "vllm-model"
 """Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
 
 PROGRAM_CALLS = 7
@@ -57,15 +57,15 @@ PROGRAM_CALLS = 7
 its process, and the pull of a version, by the engine that loads it and ahead of it."""
 
 
-def nodes(resolved: Resolved) -> list[Node]:
+def pool_nodes(resolved: Resolved) -> list[Node]:
     """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
     return [
-        Node(pool.name, pool_labels(pool), {resource(resolved, pool): float(pool.count)}, {})
+        Node(pool.name, pool_labels(pool), {resource_kind(resolved, pool): float(pool.count)}, {})
         for pool in resolved.cluster.pools
     ]
 
 
-def hosts(resolved: Resolved) -> list[Node]:
+def host_nodes(resolved: Resolved) -> list[Node]:
     """Every host of each pool that the run begins with is a node; a pool that knows no hosts is one. Those of plain
     cores come first."""
     found = []
@@ -73,43 +73,43 @@ def hosts(resolved: Resolved) -> list[Node]:
         size = min(pool.devices_per_host or pool.count, pool.count)
         first = pool.count if pool.min is None else pool.min
         for number, start in enumerate(range(0, first, size)):
-            total = {resource(resolved, pool): float(min(size, pool.count - start))}
+            total = {resource_kind(resolved, pool): float(min(size, pool.count - start))}
             found.append(Node(f"{pool.name}-{number}", pool_labels(pool), total, {}))
     return found
 
 
-def selector(resolved: Resolved, pool: PoolSpec) -> dict[str, str]:
+def node_selector(resolved: Resolved, pool: PoolSpec) -> dict[str, str]:
     """Labels that say where a pool's parts may run: on a cluster of others, those that the pool is given."""
     if resolved.cluster.runtime.backend == "local" or not pool.labels:
         return {"pool": pool.name}
     return dict(pool.labels)
 
 
-def resource(resolved: Resolved, pool: PoolSpec) -> str:
+def resource_kind(resolved: Resolved, pool: PoolSpec) -> str:
     """What a device of the pool counts as: a type of one's own of generation `cpu` is a core as well."""
     cores = {"cpu", *(device.name for device in resolved.cluster.devices if device.generation == "cpu")}
     return "CPU" if pool.device in cores else "GPU"
 
 
-def pool_of_cores(resolved: Resolved, wanted: str | None) -> PoolSpec:
+def cpu_pool(resolved: Resolved, wanted: str | None) -> PoolSpec:
     """The pool whose machines run what needs no device of its own: the one that is asked for, else the first of cores,
     those that stand for nothing else before others."""
     pools = resolved.cluster.pools
     if wanted is not None:
         return next(pool for pool in pools if pool.name == wanted)
-    cores = [pool for pool in pools if resource(resolved, pool) == "CPU"]
+    cores = [pool for pool in pools if resource_kind(resolved, pool) == "CPU"]
     return next((pool for pool in cores if pool.device == "cpu"), (cores or pools)[0])
 
 
-def part_room(resolved: Resolved, assignment: Assignment) -> tuple[dict[str, float], dict[str, str]]:
+def part_resources(resolved: Resolved, assignment: Assignment) -> tuple[dict[str, float], dict[str, str]]:
     """What a part takes of a node, and the labels of nodes that it may run on."""
     pool = _pool(resolved, assignment)
-    return {resource(resolved, pool): float(len(assignment.devices))}, selector(resolved, pool)
+    return {resource_kind(resolved, pool): float(len(assignment.devices))}, node_selector(resolved, pool)
 
 
 def torch_device(resolved: Resolved, assignment: Assignment) -> str:
     """What a part computes on, in torch's words: the device of the pool that the plan put it in."""
-    return "cpu" if resource(resolved, _pool(resolved, assignment)) == "CPU" else "cuda"
+    return "cpu" if resource_kind(resolved, _pool(resolved, assignment)) == "CPU" else "cuda"
 
 
 def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> ResourceClock:
@@ -124,7 +124,7 @@ def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> Re
     )
 
 
-def unused_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) -> ResourceClock:
+def idle_devices_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) -> ResourceClock:
     """The clock of a pool's devices that nothing runs on and that are paid."""
     return ResourceClock(
         role="unused",
@@ -139,7 +139,7 @@ def unused_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerShare:
+class TrainerHostPart:
     """What of the trainer is on one host: `ranks` of them, from number `first` on."""
 
     name: str
@@ -152,8 +152,8 @@ def trainer_ranks(resolved: Resolved) -> int:
     """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or of cores one per host that
     they are on. SpecError if the plan's devices do not allow it."""
     assignment, given = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.ranks
-    devices, gpus = len(assignment.devices), resource(resolved, _pool(resolved, assignment)) == "GPU"
-    over = len(_by_host(resolved, assignment))
+    devices, gpus = len(assignment.devices), resource_kind(resolved, _pool(resolved, assignment)) == "GPU"
+    over = len(_devices_by_host(resolved, assignment))
     ranks = given or (devices if gpus else over)
     if not over <= ranks <= devices or (gpus and ranks != devices):
         rule = "the number of its GPUs" if gpus else "at most its cores"
@@ -172,10 +172,10 @@ def trainer_ranks(resolved: Resolved) -> int:
     return ranks
 
 
-def trainer_shares(resolved: Resolved) -> list[TrainerShare]:
+def trainer_host_parts(resolved: Resolved) -> list[TrainerHostPart]:
     """The trainer by host, rank 0's first. On one machine, or where a host has enough devices, it is one."""
     assignment, ranks = resolved.plan.of(Role.TRAINER)[0], trainer_ranks(resolved)
-    parts = _by_host(resolved, assignment)
+    parts = _devices_by_host(resolved, assignment)
     # A rank for every device, or as many on each host as on the others; a last host of fewer devices takes no more.
     most = [len(part) for part in parts]
     here = [ranks * (n + 1) // len(parts) - ranks * n // len(parts) for n in range(len(parts))]
@@ -188,16 +188,16 @@ def trainer_shares(resolved: Resolved) -> list[TrainerShare]:
         )
     names = [assignment.name, *(f"{assignment.name}-host-{number}" for number in range(1, len(parts)))]
     firsts = [sum(here[:n]) for n in range(len(parts))]
-    return [TrainerShare(*one) for one in zip(names, parts, firsts, here, strict=True)]
+    return [TrainerHostPart(*one) for one in zip(names, parts, firsts, here, strict=True)]
 
 
 def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[ActorSpec]:
     """One program per host; one in all where the trainer is somebody else's."""
     assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
     if external is not None:
-        arguments, env = bridge_start(resolved, directory, config)
+        arguments, env = bridge_command(resolved, directory, config)
         return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments, env=env)]
-    shares, actors = trainer_shares(resolved), []
+    shares, actors = trainer_host_parts(resolved), []
     for share in shares:
         arguments = ["--config", str(config)]
         if len(shares) > 1:
@@ -244,7 +244,7 @@ def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
     )
 
 
-def engine_needs(resolved: Resolved, assignment: Assignment) -> VllmOptions:
+def required_vllm_options(resolved: Resolved, assignment: Assignment) -> VllmOptions:
     """What a server that runs already must have been started with to be the plan's engine."""
     spec = resolved.cluster.engines.vllm
     return VllmOptions(
@@ -262,9 +262,9 @@ def engine_tolerance(resolved: Resolved) -> float:
     return probe_tolerance(resolved, torch_device(resolved, resolved.plan.of(Role.TRAINER)[0]))
 
 
-def attached(resolved: Resolved) -> dict[str, str]:
+def attached_urls(resolved: Resolved) -> dict[str, str]:
     """URLs of the servers that run already, by the name of the engine that each is."""
-    names = [a.name for role in SERVING for a in resolved.plan.of(role)]
+    names = [a.name for role in SERVING_ROLES for a in resolved.plan.of(role)]
     return dict(zip(names, resolved.cluster.engines.attach, strict=False))
 
 
@@ -274,22 +274,22 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
         "--python",
         vllm_python(resolved),
         "--log",
-        str(_log(directory, assignment.name)),
+        str(_log_path(directory, assignment.name)),
         "--args",
         json.dumps(command.args),
     ]
     if assignment.role in (Role.PREFILL, Role.DECODE):
-        place = place_of(resolved, directory)
-        arguments += ["--alias", str((directory / "weights" if place is None else Path(place.root)) / ALIAS)]
+        place = weight_store_location(resolved, directory)
+        arguments += ["--alias", str((directory / "weights" if place is None else Path(place.root)) / VLLM_MODEL_ALIAS)]
     module = "rollart.adapters.engines.vllm_server"
     return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
 
 
-def _visible(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
+def _visible_devices(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
     """Which of this machine's GPUs a pool's `devices` are: pools take them one after the other, of those that this
     process was given (by a job queue, say). SpecError if it was given fewer."""
     before = itertools.takewhile(lambda other: other.name != pool.name, resolved.cluster.pools)
-    first = sum(other.count for other in before if resource(resolved, other) == "GPU")
+    first = sum(other.count for other in before if resource_kind(resolved, other) == "GPU")
     numbers, given = [first + number for number in devices], os.environ.get("CUDA_VISIBLE_DEVICES")
     if not given:
         return ",".join(map(str, numbers))
@@ -303,7 +303,7 @@ def _visible(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
     return ",".join(names[number] for number in numbers)
 
 
-def _by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]]:
+def _devices_by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]]:
     """The trainer's devices in hosts' worths, where no single host of the pool has as many."""
     size, devices = _pool(resolved, assignment).devices_per_host, assignment.devices
     spread = resolved.cluster.runtime.backend != "local" and resolved.cluster.trainer.external is None
@@ -312,7 +312,7 @@ def _by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]
     return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
-def _log(directory: Path, name: str) -> Path:
+def _log_path(directory: Path, name: str) -> Path:
     return directory / "logs" / f"{name}.log"
 
 
@@ -334,8 +334,8 @@ def _program(
 ) -> ActorSpec:
     """`together`: the program can use several GPUs. `called`: its name, if not the assignment's."""
     name, devices = called or assignment.name, len(assignment.devices)
-    pool, (room, labels) = _pool(resolved, assignment), part_room(resolved, assignment)
-    kind = resource(resolved, pool)
+    pool, (room, labels) = _pool(resolved, assignment), part_resources(resolved, assignment)
+    kind = resource_kind(resolved, pool)
     on_ray = resolved.cluster.runtime.backend == "ray"
     threads = str(max(1, devices // processes))
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **env}
@@ -347,11 +347,11 @@ def _program(
                 remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
         if not on_ray:  # which sets it to the devices that it grants
-            env["CUDA_VISIBLE_DEVICES"] = _visible(resolved, pool, assignment.devices)
+            env["CUDA_VISIBLE_DEVICES"] = _visible_devices(resolved, pool, assignment.devices)
     spec = ActorSpec(
         name=name,
         factory="rollart.adapters.clusters.program:Program",
-        args=(name, module, arguments, str(_log(directory, name))),
+        args=(name, module, arguments, str(_log_path(directory, name))),
         kwargs={"env": env},
         resources=room,
         labels=labels,

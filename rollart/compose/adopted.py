@@ -11,21 +11,21 @@ from typing import Any
 
 from placement.types import Assignment, Deployment, Infeasible, Pool, Role
 from rollart.compose.devices import free_devices
-from rollart.compose.planner import measured
-from rollart.compose.routing import SERVING
+from rollart.compose.planner import with_measured_work
+from rollart.compose.routing import SERVING_ROLES
 from rollart.errors import UsageError
 from rollart.fleet import DomainWork, EngineRole
 from rollart.ledger.clock import RESOURCE_OPENED
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.runtime.rebalance import ADOPTED
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Start", "start_from"]
+__all__ = ["RunStart", "resolve_start"]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """A resolved run as it starts. `roles` of engines that were given another since they were named; `names` that parts
     of earlier lives had. `moved`: its plan is one that the run moved to; `why_not`: why it is not, though it did."""
 
@@ -37,40 +37,40 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
+class _AdoptedEngine:
     name: str
     pool: str
     role: EngineRole
     tp: int
 
 
-def start_from(resolved: Resolved, directory: Path) -> Start:
+def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     """For a resume: the engines of the plan that was adopted last, under their names, if the specs that it came from
     still hold and their devices are there; else what the specs say."""
     try:
-        reader = Reader(directory)
+        reader = LedgerReader(directory)
     except UsageError:
-        return Start(resolved)  # it never came to a ledger
+        return RunStart(resolved)  # it never came to a ledger
     with reader:
         names = frozenset(event.subject for event in reader.events(RESOURCE_OPENED))
         adopted = reader.events(ADOPTED)
         before = reader.config()
-    start = Start(resolved, names=names)
+    start = RunStart(resolved, names=names)
     if not adopted or resolved.cluster.engines.fixed or resolved.problem is None:
         return start
-    changed = _changed(before, resolved.to_dict())
+    changed = _changed_section(before, resolved.to_dict())
     if changed:
         return replace(start, why_not=f"{changed} changed since it was adopted")
     told = adopted[-1].fields
-    engines = [_Engine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(told["engines"]))]
+    engines = [_AdoptedEngine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(told["engines"]))]
     work = {domain: DomainWork(**seen) for domain, seen in json.loads(str(told["work"])).items()}
-    found = _with(resolved, engines, work)
+    found = _with_engines(resolved, engines, work)
     if isinstance(found, str):
         return replace(start, why_not=found)
     return replace(start, resolved=found, roles={e.name: e.role for e in engines}, moved=True)
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _changed_section(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The part of the specs that a plan depends on and that is not as it was; '' if all are."""
     parts = {"cluster": before.get("cluster") != now["cluster"]}
     for key in ("placement", "hw_affinity", "model"):
@@ -78,7 +78,9 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return next((part for part, differs in parts.items() if differs), "")
 
 
-def _with(resolved: Resolved, engines: Sequence[_Engine], work: Mapping[str, DomainWork]) -> Resolved | str:
+def _with_engines(
+    resolved: Resolved, engines: Sequence[_AdoptedEngine], work: Mapping[str, DomainWork]
+) -> Resolved | str:
     """The run with these engines instead of its plan's, for the work that was measured; why not, in words, if they
     cannot be."""
     from placement.solve import solve
@@ -87,17 +89,17 @@ def _with(resolved: Resolved, engines: Sequence[_Engine], work: Mapping[str, Dom
     assert problem is not None
     assert plan.placement is not None
     pools = {p.name: p for p in pools_of(resolved.cluster, resolved.prices)}
-    others = [a for a in plan.assignments if a.role not in SERVING]
-    placed = _placed(pools, others, engines)
+    others = [a for a in plan.assignments if a.role not in SERVING_ROLES]
+    placed = _assign_devices(pools, others, engines)
     if isinstance(placed, str):
         return placed
     counts = Counter((e.pool, Role(e.role), e.tp) for e in engines)
-    kept = [d for d in plan.placement.deployments if d.role not in SERVING]
+    kept = [d for d in plan.placement.deployments if d.role not in SERVING_ROLES]
     fixed = (*(Deployment(*key, n) for key, n in sorted(counts.items())), *kept)
     train, trainer = problem.train, next((d for d in kept if d.role is Role.TRAINER), None)
     if train is not None and trainer is not None:
         train = replace(train, pool=trainer.pool, devices=trainer.devices)
-    problem = replace(problem, domains=measured(problem.domains, work), fixed=fixed, train=train)
+    problem = replace(problem, domains=with_measured_work(problem.domains, work), fixed=fixed, train=train)
     found = solve(problem)
     if isinstance(found, Infeasible):
         return found.message
@@ -117,8 +119,8 @@ def _with(resolved: Resolved, engines: Sequence[_Engine], work: Mapping[str, Dom
     )
 
 
-def _placed(
-    pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Sequence[_Engine]
+def _assign_devices(
+    pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Sequence[_AdoptedEngine]
 ) -> list[Assignment] | str:
     """Devices for engines beside the other parts, the largest first; which one has none, if they do not fit."""
     taken: dict[str, set[int]] = {name: set() for name in pools}

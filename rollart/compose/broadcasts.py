@@ -10,9 +10,9 @@ from typing import Any
 
 from placement.types import Role
 from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.trainers.http import HttpTrainer, Sent
+from rollart.adapters.trainers.http import BroadcastResult, HttpTrainer
 from rollart.compose.actors import torch_device
-from rollart.compose.routing import SERVING
+from rollart.compose.routing import SERVING_ROLES
 from rollart.errors import EngineError, LeaseExpired, SpecError, TrainerError
 from rollart.model import EngineId
 from rollart.policy.lease import Expiry
@@ -20,31 +20,31 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Broadcasts", "backend_of", "broadcasts"]
+__all__ = ["WeightBroadcaster", "collective_backend", "weight_broadcaster"]
 
-ASKED_S = 10.0
+JOIN_TIMEOUT_S = 10.0
 """An engine says at once that it takes part; one that has not within these seconds is left out."""
 
 
-def broadcasts(resolved: Resolved, leases: Leases, recorder: Recorder) -> Broadcasts | None:
+def weight_broadcaster(resolved: Resolved, leases: Leases, recorder: Recorder) -> WeightBroadcaster | None:
     """None: engines read files."""
     spec = resolved.run.weights.collective
     if spec is None:
         return None
-    return Broadcasts(
+    return WeightBroadcaster(
         leases,
         recorder,
-        backend=backend_of(resolved),
+        backend=collective_backend(resolved),
         bucket_bytes=spec.bucket_mb * 10**6,
         send_s=resolved.run.leases.publish_s / 2,
     )
 
 
-def backend_of(resolved: Resolved) -> str:
+def collective_backend(resolved: Resolved) -> str:
     """NCCL between GPUs, gloo where any part computes on cores. SpecError for NCCL without GPUs."""
     spec, plan = resolved.run.weights.collective, resolved.plan
     assert spec is not None, "asked of runs that broadcast"
-    cores = [a for role in (Role.TRAINER, *SERVING) for a in plan.of(role) if torch_device(resolved, a) == "cpu"]
+    cores = [a for role in (Role.TRAINER, *SERVING_ROLES) for a in plan.of(role) if torch_device(resolved, a) == "cpu"]
     if spec.backend == "nccl" and cores:
         raise SpecError(
             f"weights.collective.backend is nccl, and {cores[0].name} runs on cores of pool '{cores[0].pool}' (rule: "
@@ -57,7 +57,7 @@ def backend_of(resolved: Resolved) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _BroadcastGroup:
     """Who meets: made anew whenever that changes, and after a broadcast that somebody missed."""
 
     name: str
@@ -75,7 +75,7 @@ class _Group:
         return 1 + sum(workers for *_, workers in self.members)
 
 
-class Broadcasts:
+class WeightBroadcaster:
     """Called by the engines' parts (`join`, `leave`) and by the trainer's (`send`, one at a time, beside the write of
     the same version). Nobody waits for an engine: who does not take part, dies or hangs meanwhile, or gets something
     wrong loads the version from files as it would without this, and the next broadcast is among those that are there.
@@ -87,7 +87,7 @@ class Broadcasts:
         self._leases, self._recorder = leases, recorder
         self._backend, self._bucket_bytes, self._send_s = backend, bucket_bytes, send_s
         self._engines: dict[EngineId, HttpEngine] = {}
-        self._group: _Group | None = None
+        self._group: _BroadcastGroup | None = None
 
     @property
     def any(self) -> bool:
@@ -131,7 +131,7 @@ class Broadcasts:
         else:
             self._event("weights_sent", f"v{version}", bytes=sent.bytes, engines=len(group.members), seconds=seconds)
 
-    async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _Group | None:
+    async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _BroadcastGroup | None:
         """All who take part have been told to; who did not say so is left out."""
         engines = list(self._engines.values())
         while engines:
@@ -139,7 +139,7 @@ class Broadcasts:
             if group is None or not group.is_of(trainer, engines):
                 group, missing = await self._formed(trainer, engines)
             if not missing:
-                missing = await _ask(
+                missing = await _call_all(
                     {e: e.take_part(self._order(group, version, stamp, first)) for e, first, _ in group.members}
                 )
             if not missing:
@@ -153,21 +153,21 @@ class Broadcasts:
 
     async def _formed(
         self, trainer: HttpTrainer, engines: Sequence[HttpEngine]
-    ) -> tuple[_Group, dict[HttpEngine, str]]:
+    ) -> tuple[_BroadcastGroup, dict[HttpEngine, str]]:
         address, lanes = await trainer.meet()
         workers: dict[HttpEngine, int] = {}
 
         async def count(engine: HttpEngine) -> None:
             workers[engine] = await engine.members()
 
-        missing = await _ask({engine: count(engine) for engine in engines})
+        missing = await _call_all({engine: count(engine) for engine in engines})
         members, first = [], 1
         for engine in engines:
             members.append((engine, first, workers.get(engine, 0)))
             first += workers.get(engine, 0)
-        return _Group(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
+        return _BroadcastGroup(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
 
-    def _order(self, group: _Group, version: int, stamp: str, first: int) -> dict[str, object]:
+    def _order(self, group: _BroadcastGroup, version: int, stamp: str, first: int) -> dict[str, object]:
         """`rollart.collective.Order`, which is not imported here: it loads torch."""
         return {
             "address": group.address,
@@ -181,7 +181,7 @@ class Broadcasts:
             "first": first,
         }
 
-    def _received(self, group: _Group, version: int, stamp: str, sent: Sent) -> bool:
+    def _received(self, group: _BroadcastGroup, version: int, stamp: str, sent: BroadcastResult) -> bool:
         """Whether every engine has it, all of its workers."""
         whole = 0 not in sent.errors
         for engine, first, workers in group.members:
@@ -205,18 +205,18 @@ class Broadcasts:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
 
-async def _ask(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
+async def _call_all(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
     """All at once; who failed, or did not answer in time, and why."""
     missing: dict[HttpEngine, str] = {}
 
     async def one(engine: HttpEngine, call: Coroutine[Any, Any, None]) -> None:
         try:
-            async with asyncio.timeout(ASKED_S):
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
                 await call
         except EngineError as error:
             missing[engine] = error.message
         except TimeoutError:
-            missing[engine] = f"it has not answered for {ASKED_S:g} s"
+            missing[engine] = f"it has not answered for {JOIN_TIMEOUT_S:g} s"
 
     async with asyncio.TaskGroup() as tasks:
         for engine, call in asked.items():

@@ -24,20 +24,20 @@ from placement.constants import Constants
 from placement.types import Role
 from placement.workload import DomainProfile
 from rollart.compose.launch import launch
-from rollart.compose.probe import PASSES, TrainRow, cpu_of, cpu_of_reaped, probe
+from rollart.compose.probe import PASSES, TrainingMeasurement, probe, process_cpu_s, reaped_children_cpu_s
 from rollart.errors import UsageError
-from rollart.ledger.intervals import State
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import LedgerReader
 from rollart.ports import RunEvent
 from rollart.report.profile import profiles_of
 from rollart.spec.planning import problem_of, run_shape
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Machine", "Measured", "calibrate", "fitted", "mean_of", "measure"]
+__all__ = ["Machine", "SteadyStateMeasurement", "calibrate", "fit_machine", "mix_mean", "measure"]
 
 SCHEMA = 1
 
-SETTLE = 3
+WARMUP_STEPS = 3
 """Steps at the start of a run that its rate leaves out: engines, workers and caches warm up, the pipeline fills."""
 
 CONTROLLER_PRIOR = (4e-4, 1.6e-4, 3e-6)
@@ -47,16 +47,16 @@ of 5 turns alone: 1.2 ms, words of 20 tokens alone: 0.57 ms). Only their proport
 PRIOR_WEIGHT = 0.1
 """Of a measurement, where it is believed to 7 % and the prior to a factor of two."""
 
-ENGINE_FREE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
+FITTED_CONSTANTS = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
 
-ENGINE_START = Constants(
+INITIAL_CONSTANTS = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
 )
 """Where the fit begins: the order of magnitude of one server core under PyTorch with a model of 0.2 M parameters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SteadyStateMeasurement:
     """A real run in its steady state. Rates in trained trajectories/s, CPU in core-seconds per trained trajectory by
     part, the rest in means per training step.
 
@@ -70,7 +70,7 @@ class Measured:
     seconds: float
     publish_s: float
     handover_s: float
-    train: TrainRow
+    train: TrainingMeasurement
     reward_latency_s: float
     cpu: Mapping[str, float]
     profiles: tuple[DomainProfile, ...]
@@ -121,13 +121,14 @@ class Machine:
     def controller_s(self, domains: Sequence[DomainProfile]) -> float:
         """CPU-seconds of the controller for a trajectory of the mix."""
         return sum(
-            w * f for w, f in zip((self.trajectory_s, self.turn_s, self.said_s), shape_of_mix(domains), strict=True)
+            w * f
+            for w, f in zip((self.trajectory_s, self.turn_s, self.said_s), controller_features(domains), strict=True)
         )
 
 
 def calibrate(
     probed: Resolved, references: Sequence[Resolved], *, out: str | Path | None = None, passes: int = PASSES
-) -> tuple[Machine, list[Measured]]:
+) -> tuple[Machine, list[SteadyStateMeasurement]]:
     """Probe the parts of `probed`, run the `references`, fit, and write the machine to `out` as JSON.
 
     References are short runs of the same model, with different turns and lengths, bound by their trainer; three tell
@@ -138,13 +139,13 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="rollart-calibrate-") as directory:
         rows, steps = asyncio.run(probe(probed, Path(directory), passes=passes))
     runs = [measure(run) for run in references]
-    machine = fitted(probed, rows, steps, runs)
+    machine = fit_machine(probed, rows, steps, runs)
     if out is not None:
         Path(out).write_text(json.dumps(machine.to_dict(), indent=2) + "\n", encoding="utf-8")
     return machine, runs
 
 
-def measure(resolved: Resolved, run_dir: str | Path | None = None) -> Measured:
+def measure(resolved: Resolved, run_dir: str | Path | None = None) -> SteadyStateMeasurement:
     """Run to the end, in `run_dir` or in a temporary directory, and look at the steady part."""
     if run_dir is None:
         with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
@@ -156,10 +157,12 @@ def measure(resolved: Resolved, run_dir: str | Path | None = None) -> Measured:
             marks.append((event.t, _cpu_by_part()))
 
     launch(resolved, run_dir=run_dir, on_progress=watch)
-    return _steady(resolved, Path(run_dir), marks)
+    return _measure_steady_state(resolved, Path(run_dir), marks)
 
 
-def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], runs: Sequence[Measured]) -> Machine:
+def fit_machine(
+    probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainingMeasurement], runs: Sequence[SteadyStateMeasurement]
+) -> Machine:
     """The machine that explains what was measured. Deterministic."""
     problem = problem_of(probed.run, probed.cluster, probed.prices, base=probed.base)
     devices = {pool.device.name: pool.device for pool in problem.pools}
@@ -168,17 +171,17 @@ def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], run
         rows,
         shape,
         devices,
-        free=ENGINE_FREE,
-        start=ENGINE_START,
+        free=FITTED_CONSTANTS,
+        start=INITIAL_CONSTANTS,
         engine="rollart.engine",
         source="probe of the local machine",
     )
-    alone = _explained([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
+    alone = _fit_weights([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
     # Beside an engine the same work takes longer: caches and memory are shared.
-    beside = _average([r.train.cpu_s / _explains(alone, r.train) for r in runs])
+    beside = _average([r.train.cpu_s / _predicted_cpu_s(alone, r.train) for r in runs])
     update, token, action = (beside * weight for weight in alone)
-    trajectory, turn, said = _explained(
-        [shape_of_mix(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
+    trajectory, turn, said = _fit_weights(
+        [controller_features(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
     )
     return Machine(
         engine=engine,
@@ -196,38 +199,41 @@ def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], run
     )
 
 
-def _steady(resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]) -> Measured:
-    """What a finished run did between its first `SETTLE` steps and those that admission had begun to run dry for."""
+def _measure_steady_state(
+    resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]
+) -> SteadyStateMeasurement:
+    """What a finished run did between its first `WARMUP_STEPS` steps and those that admission had begun to run dry
+    for."""
     last = len(marks) - 1 - (resolved.run.staleness + 1)
-    if last <= SETTLE:
-        raise UsageError(f"{len(marks)} steps are too few to measure (rule: more than {SETTLE + 2} + staleness)")
-    with Reader(run_dir) as reader:
+    if last <= WARMUP_STEPS:
+        raise UsageError(f"{len(marks)} steps are too few to measure (rule: more than {WARMUP_STEPS + 2} + staleness)")
+    with LedgerReader(run_dir) as reader:
         done = reader.events("step")
         cpu_s = {v.step: v.metrics.get("cpu_seconds", 0.0) for v in reader.versions()}
         trainer = [i for i in reader.intervals() if i.role == Role.TRAINER]
         calls = [c for c in reader.invocation_sums() if c.status == "ok"]
-    window = done[SETTLE + 1 : last + 1]
-    (t0, before), (t1, after) = marks[SETTLE], marks[last]
+    window = done[WARMUP_STEPS + 1 : last + 1]
+    (t0, before), (t1, after) = marks[WARMUP_STEPS], marks[last]
     batch = resolved.run.batch.trajectories
     trained = batch * len(window)
     own = _average([cpu_s[int(_number(e.fields["step"]))] for e in window])
-    span = (done[SETTLE].t, done[last].t)
+    span = (done[WARMUP_STEPS].t, done[last].t)
     spent = {
         state: sum(max(0.0, min(i.t1, span[1]) - max(i.t0, span[0])) for i in trainer if i.state == state) / len(window)
-        for state in (State.BUSY, State.SYNC)
+        for state in (ResourceState.BUSY, ResourceState.SYNC)
     }
     waits = {name: spec.batch.max_wait_ms / 1e3 for name, spec in resolved.functions.items()}
     profiles, training = profiles_of(run_dir), resolved.run.training
-    return Measured(
+    return SteadyStateMeasurement(
         rate=trained / (t1 - t0),
         batch=batch,
         steps=len(window),
         seconds=t1 - t0,
-        publish_s=spent[State.SYNC],
-        handover_s=max(0.0, spent[State.BUSY] - own),
-        train=TrainRow(
-            tokens=batch * mean_of(profiles, lambda p: p.total_tokens),
-            actions=batch * mean_of(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
+        publish_s=spent[ResourceState.SYNC],
+        handover_s=max(0.0, spent[ResourceState.BUSY] - own),
+        train=TrainingMeasurement(
+            tokens=batch * mix_mean(profiles, lambda p: p.total_tokens),
+            actions=batch * mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
             epochs=training.epochs,
             minibatches=training.minibatches,
             cpu_s=own,
@@ -248,7 +254,7 @@ def _cpu_by_part() -> dict[str, float]:
             except OSError:
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    spent = {"controller": cpu_of(os.getpid())}
+    spent = {"controller": process_cpu_s(os.getpid())}
     waiting = [os.getpid()]
     while waiting:
         for pid in children.get(waiting.pop(), []):
@@ -257,17 +263,17 @@ def _cpu_by_part() -> dict[str, float]:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
                 continue
-            part = next((p for p, mark in MARKS.items() if mark in command), "functions")
+            part = next((p for p, mark in COMMAND_MARKS.items() if mark in command), "functions")
             # Function workers come and go: what those did that have ended is their zygote's.
-            own = cpu_of(pid) + (cpu_of_reaped(pid) if part == "functions" else 0.0)
+            own = process_cpu_s(pid) + (reaped_children_cpu_s(pid) if part == "functions" else 0.0)
             spent[part] = spent.get(part, 0.0) + own
     return spent
 
 
-MARKS = {"engine": b"rollart.engine", "trainer": b"rollart.train"}
+COMMAND_MARKS = {"engine": b"rollart.engine", "trainer": b"rollart.train"}
 
 
-def _explained(
+def _fit_weights(
     features: Sequence[Sequence[float]], seconds: Sequence[float], *, prior: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Non-negative weights of the features that explain the seconds best, relative errors counting alike. With a
@@ -285,18 +291,18 @@ def _explained(
     return tuple(float(w) for w in weights)
 
 
-def _explains(weights: Sequence[float], row: TrainRow) -> float:
+def _predicted_cpu_s(weights: Sequence[float], row: TrainingMeasurement) -> float:
     update, token, action = weights
     return row.epochs * (row.minibatches * update + row.tokens * token + row.actions * action)
 
 
-def shape_of_mix(profiles: Sequence[DomainProfile]) -> tuple[float, float, float]:
+def controller_features(profiles: Sequence[DomainProfile]) -> tuple[float, float, float]:
     """What the controller's work grows with: one per trajectory, its turns, its sampled tokens. Means over the mix."""
-    turns = mean_of(profiles, lambda p: p.turns.mean)
-    return 1.0, turns, mean_of(profiles, lambda p: p.turns.mean * p.output_tokens.mean)
+    turns = mix_mean(profiles, lambda p: p.turns.mean)
+    return 1.0, turns, mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean)
 
 
-def mean_of(profiles: Sequence[DomainProfile], of: Callable[[DomainProfile], float]) -> float:
+def mix_mean(profiles: Sequence[DomainProfile], of: Callable[[DomainProfile], float]) -> float:
     """Mean over the mix."""
     total = sum(p.weight for p in profiles)
     return float(sum(p.weight * of(p) for p in profiles) / total)

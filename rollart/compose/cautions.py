@@ -11,35 +11,35 @@ import sys
 from collections.abc import Collection, Iterator
 
 from rollart.compose.extras import CPU_INDEX, torch_build
-from rollart.compose.rewards import packed
+from rollart.compose.rewards import function_packages
 from rollart.errors import RollartError
 from rollart.spec.resolve import Resolved, Specs
 from serverless.deploy.package import Package
 
-__all__ = ["cautions"]
+__all__ = ["launch_warnings"]
 
-LAMBDA_MB = 250
+LAMBDA_PACKAGE_MB = 250
 """Unpacked size of a function's zip on AWS Lambda."""
 
-LARGE = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
+LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
 """Distributions that alone are larger than that."""
 
-LONG_RUN = 200
+LONG_RUN_STEPS = 200
 """Steps past which a run is worth more than its two last versions. A guess: hours on GPUs, minutes here."""
 
-ENVIRONMENT = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
+ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
-def cautions(specs: Resolved | Specs) -> list[str]:
+def launch_warnings(specs: Resolved | Specs) -> list[str]:
     """One line each; none of a run that has no use for them."""
-    found = [*_exposed(specs), *_two_versions(specs), *_unused_cuda(specs)]
+    found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
     with contextlib.suppress(RollartError):  # what cannot be packed is refused elsewhere
-        for package in packed(specs, {}):
-            found += (f"function '{package.spec.name}': {text}" for text in _function(package, specs))
+        for package in function_packages(specs, {}):
+            found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
     return found
 
 
-def _exposed(specs: Resolved | Specs) -> Iterator[str]:
+def _unauthenticated_services(specs: Resolved | Specs) -> Iterator[str]:
     cluster = specs.cluster
     if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
         yield (
@@ -48,8 +48,8 @@ def _exposed(specs: Resolved | Specs) -> Iterator[str]:
         )
 
 
-def _two_versions(specs: Resolved | Specs) -> Iterator[str]:
-    if specs.run.steps >= LONG_RUN:
+def _few_kept_versions(specs: Resolved | Specs) -> Iterator[str]:
+    if specs.run.steps >= LONG_RUN_STEPS:
         yield (
             f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
             "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
@@ -66,7 +66,7 @@ def _unused_cuda(specs: Resolved | Specs) -> Iterator[str]:
         )
 
 
-def _function(package: Package, specs: Resolved | Specs) -> Iterator[str]:
+def _package_warnings(package: Package, specs: Resolved | Specs) -> Iterator[str]:
     yield from package.warnings
     remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
     if not remote:
@@ -79,19 +79,20 @@ def _function(package: Package, specs: Resolved | Specs) -> Iterator[str]:
                 f"requirement {line} is a local build, which no package index has: {where} cannot install it; "
                 f"require the released version"
             )
-    if "aws_lambda" in remote and (large := sorted(LARGE & pinned.keys())):
-        yield f"{large[0]} is larger than the {LAMBDA_MB} MB that AWS Lambda unpacks: use another provider for it"
-    trees = list(_trees(package))
+    if "aws_lambda" in remote and (large := sorted(LARGE_DISTRIBUTIONS & pinned.keys())):
+        limit = f"the {LAMBDA_PACKAGE_MB} MB that AWS Lambda unpacks"
+        yield f"{large[0]} is larger than {limit}: use another provider for it"
+    trees = list(_syntax_trees(package))
     for name in sorted({name for tree in trees for name in _imports(tree)}):
-        if not _provided(name, package, pinned.keys()):
+        if not _is_provided(name, package, pinned.keys()):
             yield f"it imports {name}, which is neither packed nor in its requirements: on {where} the import may fail"
-    for variable in sorted({name for tree in trees for name in _variables(tree)}):
+    for variable in sorted({name for tree in trees for name in _environment_variables(tree)}):
         yield (
             f"it reads the environment variable {variable}, and functions on {where} are given no variables or secrets"
         )
 
 
-def _trees(package: Package) -> Iterator[ast.Module]:
+def _syntax_trees(package: Package) -> Iterator[ast.Module]:
     for name, data in package.files.items():
         if name.startswith("function/") and name.endswith(".py"):
             yield ast.parse(data)
@@ -106,13 +107,13 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _variables(tree: ast.Module) -> Iterator[str]:
+def _environment_variables(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT.match(ast.unparse(node))):
+        if isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT_VARIABLE.match(ast.unparse(node))):
             yield match[1]
 
 
-def _provided(name: str, package: Package, pinned: Collection[str]) -> bool:
+def _is_provided(name: str, package: Package, pinned: Collection[str]) -> bool:
     if name in sys.stdlib_module_names or name in ("rollart", "serverless"):
         return True
     prefix = f"function/{name}"

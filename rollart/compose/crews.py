@@ -13,10 +13,10 @@ from rollart.runtime.hosting import HostFleet
 from rollart.runtime.nodes import Nodes
 from rollart.spec.resolve import Resolved
 
-__all__ = ["keepers"]
+__all__ = ["host_count_keepers"]
 
 
-def keepers(
+def host_count_keepers(
     wanted: Resolved,
     nodes: Nodes | None,
     environments: HostFleet | None,

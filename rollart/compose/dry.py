@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from placement.types import Role
-from rollart.compose.actors import attached, engine_command, torch_device
-from rollart.compose.broadcasts import backend_of
+from rollart.compose.actors import attached_urls, engine_command, torch_device
+from rollart.compose.broadcasts import collective_backend
 from rollart.compose.dtypes import engine_dtype, trainer_dtype
-from rollart.compose.functions import function_actor, function_hosts
-from rollart.compose.routing import SERVING
+from rollart.compose.functions import function_actor, initial_function_hosts
+from rollart.compose.routing import SERVING_ROLES
 from rollart.spec.resolve import Resolved
 
-__all__ = ["commands"]
+__all__ = ["dry_run_lines"]
 
 
-def commands(resolved: Resolved) -> Iterator[str]:
+def dry_run_lines(resolved: Resolved) -> Iterator[str]:
     """A line per engine and one of the trainer; none for parts of ours in float32 on cores. One of broadcasts, and one
     per host of function workers."""
-    ours, urls = resolved.cluster.engines.kind != "vllm", attached(resolved)
-    for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
+    ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
+    for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
         if ours:
             device = torch_device(resolved, assignment)
-            yield from _computes(assignment.name, device, engine_dtype(resolved, device))
+            yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
             continue
         command = engine_command(resolved, assignment)
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
@@ -35,19 +35,19 @@ def commands(resolved: Resolved) -> Iterator[str]:
     for assignment in resolved.plan.of(Role.TRAINER):
         if resolved.cluster.trainer.external is None:
             device = torch_device(resolved, assignment)
-            yield from _computes(assignment.name, device, trainer_dtype(resolved, device))
+            yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
     if resolved.run.weights.collective is not None:
-        yield f"weights: broadcast over {backend_of(resolved)}"
-    yield from _function_hosts(resolved)
+        yield f"weights: broadcast over {collective_backend(resolved)}"
+    yield from _function_host_lines(resolved)
 
 
-def _computes(name: str, device: str, dtype: str) -> Iterator[str]:
+def _dtype_line(name: str, device: str, dtype: str) -> Iterator[str]:
     if (device, dtype) != ("cpu", "float32"):
         yield f"{name}: computes in {dtype} on {device}"
 
 
-def _function_hosts(resolved: Resolved) -> Iterator[str]:
-    for name in function_hosts(resolved):
+def _function_host_lines(resolved: Resolved) -> Iterator[str]:
+    for name in initial_function_hosts(resolved):
         actor = function_actor(resolved, Path(), name, "")
         labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
         room = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())

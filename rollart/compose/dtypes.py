@@ -8,11 +8,11 @@ from rollart.spec.resolve import Resolved
 
 __all__ = ["engine_dtype", "probe_tolerance", "trainer_dtype", "vllm_dtype"]
 
-EXACT = 0.01
+FLOAT32_TOLERANCE = 0.01
 """Mean difference of log-probabilities at which two sides that compute in float32 do not have the same weights: 0.0001
 is usual, and a sum of other order gives no tenfold of it."""
 
-ROUNDED = 0.2
+HALF_TOLERANCE = 0.2
 """The same where one of them computes in bfloat16 or float16: 0.05 is usual."""
 
 
@@ -45,4 +45,4 @@ def probe_tolerance(resolved: Resolved, trainer_device: str) -> float:
     if given is not None:
         return given
     both = {vllm_dtype(resolved), trainer_dtype(resolved, trainer_device)}
-    return EXACT if both == {"float32"} else ROUNDED
+    return FLOAT32_TOLERANCE if both == {"float32"} else HALF_TOLERANCE

@@ -8,70 +8,70 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from placement.diff import MoveCosts, diff
-from placement.problem import Running
+from placement.problem import RunningPlan
 from placement.types import Assignment, Deployment, Plan, Role
 from rollart.adapters.clusters.labels import matches
-from rollart.compose.actors import resource, selector
-from rollart.compose.planner import PlacementPlanner, fleet_move, planner
-from rollart.compose.routing import SERVING
+from rollart.compose.actors import node_selector, resource_kind
+from rollart.compose.planner import PlacementPlanner, fleet_move, placement_planner
+from rollart.compose.routing import SERVING_ROLES
 from rollart.errors import UsageError
-from rollart.fleet import EngineKind, EngineRole, Node, Observed, Proposal, Routes
+from rollart.fleet import EngineKind, EngineRole, FleetObservation, Node, Proposal, Routes
 from rollart.model import EngineId
-from rollart.policy.presence import PresenceSettings
+from rollart.policy.presence import AvailabilitySettings
 from rollart.ports import Planner, Recorder, RunEvent, Runtime
 from rollart.runtime.nodes import Nodes
-from rollart.sim.machines import Machines
+from rollart.sim.machines import MachineInventory
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
 __all__ = [
-    "GivenPlanner",
+    "FixedCountPlanner",
     "elastic_planner",
-    "fitting",
-    "follow",
-    "modelled_nodes",
-    "nodes_of",
-    "on_node",
-    "present",
+    "fit_to_devices",
+    "follow_nodes",
+    "simulated_nodes",
+    "elastic_nodes",
+    "node_devices",
+    "fit_to_nodes",
     "present_devices",
-    "there",
+    "devices_by_pool",
 ]
 
 
-def nodes_of(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
+def elastic_nodes(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
     """None where the plan does not follow nodes."""
     spec = resolved.cluster.runtime.elastic
     if spec is None:
         return None
     most = {p.name: p.count for p in resolved.cluster.pools}
-    return Nodes(PresenceSettings(settle_s=spec.settle_s), where, most, patience_s=spec.wait_s)
+    return Nodes(AvailabilitySettings(settle_s=spec.settle_s), where, most, patience_s=spec.wait_s)
 
 
-def on_node(resolved: Resolved, node: Node) -> dict[str, int]:
+def node_devices(resolved: Resolved, node: Node) -> dict[str, int]:
     """Devices that a node has, by pool."""
     found = {
-        pool.name: int(node.total.get(resource(resolved, pool), 0.0))
+        pool.name: int(node.total.get(resource_kind(resolved, pool), 0.0))
         for pool in resolved.cluster.pools
-        if matches(selector(resolved, pool), node.labels)
+        if matches(node_selector(resolved, pool), node.labels)
     }
     return {pool: devices for pool, devices in found.items() if devices}
 
 
-def there(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]:
+def devices_by_pool(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]:
     """Devices by pool, at most as many as the spec gives it."""
     total: Counter[str] = Counter()
     for node in nodes:
-        total.update(on_node(resolved, node))
+        total.update(node_devices(resolved, node))
     return {pool.name: min(pool.count, total[pool.name]) for pool in resolved.cluster.pools}
 
 
-async def follow(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
+async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
     """Tell what happens to nodes, for as long as the runtime runs."""
-    nodes.found((n.id, on_node(resolved, n)) for n in runtime.nodes())
+    nodes.found((n.id, node_devices(resolved, n)) for n in runtime.nodes())
     async for event in runtime.events():
         here = {node.id: node for node in runtime.nodes()}
         if event.kind == "node_up" and event.subject in here:
-            nodes.joined(event.subject, on_node(resolved, here[event.subject]))
+            nodes.joined(event.subject, node_devices(resolved, here[event.subject]))
         elif event.kind == "node_leaving":
             nodes.leaving(event.subject)
         elif event.kind == "node_down":  # another one of its name may be there by now, which is told next
@@ -79,11 +79,11 @@ async def follow(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
 
 
-def modelled_nodes(resolved: Resolved, machines: Machines, recorder: Recorder) -> Nodes | None:
+def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> Nodes | None:
     """The same over modelled machines, which tell the recorder too."""
     now = asyncio.get_running_loop().time
     machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
-    machines.nodes = nodes = nodes_of(resolved, machines.where)
+    machines.nodes = nodes = elastic_nodes(resolved, machines.where)
     if nodes is not None:
         nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
     return nodes
@@ -93,38 +93,38 @@ def present_devices(resolved: Resolved, runtime: Runtime) -> dict[str, int] | No
     """By pool, on the nodes that are there; None where these do not come and go."""
     if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
         return None
-    return there(resolved, runtime.nodes())
+    return devices_by_pool(resolved, runtime.nodes())
 
 
-def present(resolved: Resolved, runtime: Runtime) -> Resolved:
+def fit_to_nodes(resolved: Resolved, runtime: Runtime) -> Resolved:
     """The run as it can begin on the nodes that are there."""
     devices = present_devices(resolved, runtime)
-    return resolved if devices is None else fitting(resolved, devices)
+    return resolved if devices is None else fit_to_devices(resolved, devices)
 
 
-def fitting(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
+def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
     """The run with those parts of its plan that so many devices hold: first those that must be there, then environment
     hosts and engines in their order. `UsageError` if no engine fits."""
     left, kept = dict(devices), list[Assignment]()
-    later = (Role.ENVIRONMENT, *SERVING)
-    parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in SERVING))  # stable
+    later = (Role.ENVIRONMENT, *SERVING_ROLES)
+    parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in SERVING_ROLES))  # stable
     for part in parts:
         if part.role not in later or len(part.devices) <= left.get(part.pool, 0):
             left[part.pool] = left.get(part.pool, 0) - len(part.devices)
             kept.append(part)
     if len(kept) == len(parts):
         return resolved
-    if not any(part.role in SERVING for part in kept):
+    if not any(part.role in SERVING_ROLES for part in kept):
         raise UsageError(
             f"no engine of the plan fits on the nodes that are there ({dict(devices)} devices by pool)",
             remedy="start more nodes, or set a pool's min so that the run waits for them",
         )
     names = {part.name for part in kept}
     assignments = tuple(a for a in resolved.plan.assignments if a.name in names)
-    return replace(resolved, plan=_shrunk(resolved, assignments))
+    return replace(resolved, plan=_plan_with(resolved, assignments))
 
 
-def _shrunk(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
+def _plan_with(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
     used = Counter(a.pool for a in assignments for _ in a.devices)
     pools = pools_of(resolved.cluster, resolved.prices)
     return replace(
@@ -137,13 +137,13 @@ def _shrunk(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
 
 def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:
     """Who plans for a run: `wanted` is what its specs ask for, `running` what of it fits on the nodes at the start."""
-    inner = planner(running)
+    inner = placement_planner(running)
     if wanted.cluster.runtime.elastic is None or not wanted.cluster.engines.fixed:
         return inner
-    return GivenPlanner(wanted, inner)
+    return FixedCountPlanner(wanted, inner)
 
 
-class GivenPlanner:
+class FixedCountPlanner:
     """Implements `Planner` where the spec gives the numbers of engines: as many of them as the nodes hold. Those that
     serve stay where they are, missing ones go to the pools with the most free devices (ties: the first named). Prices
     and flows are `inner`'s, if there is one. One caller at a time: the rebalancer."""
@@ -153,28 +153,28 @@ class GivenPlanner:
         self._pools = pools_of(wanted.cluster, wanted.prices)
         self._settings = wanted.run.placement.rebalance
         parts = wanted.plan.assignments
-        self._wanted = Counter(a.role for a in parts if a.role in SERVING)
-        self._sizes = {a.role: len(a.devices) for a in parts if a.role in SERVING}
-        self._others = Counter(a.pool for a in parts if a.role not in SERVING for _ in a.devices)
+        self._wanted = Counter(a.role for a in parts if a.role in SERVING_ROLES)
+        self._sizes = {a.role: len(a.devices) for a in parts if a.role in SERVING_ROLES}
+        self._others = Counter(a.pool for a in parts if a.role not in SERVING_ROLES for _ in a.devices)
         device = {p.name: p.device for p in wanted.cluster.pools}
-        types = {device[a.pool] for a in parts if a.role in SERVING}
+        types = {device[a.pool] for a in parts if a.role in SERVING_ROLES}
         self._serve = [p.name for p in self._pools if device[p.name] in types]
         """Pools of the device types that the spec's plan puts engines on."""
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         return Routes() if self._inner is None else await self._inner.reprice(observed)
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         return Routes() if self._inner is None else await self._inner.reflow(observed)
 
     def adopt(self, proposal: Proposal) -> None:
         if self._inner is not None:
             self._inner.adopt(proposal)
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         have = Counter({kind: load.healthy for kind, load in observed.load.items() if load.healthy})
         want = self._filled(have, self._devices(observed))
-        costs = MoveCosts.of(self._pools, Running((), restart_s=self._settings.restart_s))
+        costs = MoveCosts.of(self._pools, RunningPlan((), restart_s=self._settings.restart_s))
         moves = diff(_deployments(have), _deployments(want), costs=costs)
         if moves:
             now, after = self._rate(have), self._rate(want)
@@ -185,7 +185,7 @@ class GivenPlanner:
             return None
         return await self._inner.replan(replace(observed, movable=False), reason)
 
-    def _devices(self, observed: Observed) -> dict[str, int]:
+    def _devices(self, observed: FleetObservation) -> dict[str, int]:
         there = {p.name: p.count for p in self._pools} if observed.devices is None else observed.devices
         return {p.name: min(p.count, there.get(p.name, 0)) - self._others[p.name] for p in self._pools}
 
@@ -204,7 +204,7 @@ class GivenPlanner:
                 want[EngineKind(pool, engine_role, size)] += 1
         for role in self._wanted:
             if not any(n for kind, n in want.items() if kind.role == EngineRole(role)):
-                _take_over(want, EngineRole(role))
+                _reassign_engine(want, EngineRole(role))
         return +want
 
     def _rate(self, engines: Counter[EngineKind]) -> float:
@@ -214,7 +214,7 @@ class GivenPlanner:
         return float(sum(engines.values()))
 
 
-def _take_over(engines: Counter[EngineKind], role: EngineRole) -> None:
+def _reassign_engine(engines: Counter[EngineKind], role: EngineRole) -> None:
     """One engine of the role that has the most, if it has two."""
     most = max(engines, key=lambda kind: (engines[kind], kind), default=None)
     if most is not None and sum(n for kind, n in engines.items() if kind.role is most.role) > 1:

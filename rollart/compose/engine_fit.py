@@ -11,41 +11,43 @@ from pathlib import Path
 from placement.calibrate import FREE, Fit, Row, fit
 from placement.constants import TrainingConstants
 from placement.publish import PublishSpeeds
-from placement.training import fitted
+from placement.training import fit_training_constants
 from placement.types import Device, Role
-from rollart.compose.calibrate import ENGINE_FREE, ENGINE_START
-from rollart.compose.routing import SERVING
+from rollart.compose.calibrate import FITTED_CONSTANTS, INITIAL_CONSTANTS
+from rollart.compose.routing import SERVING_ROLES
 from rollart.errors import UsageError
 from rollart.ledger.clock import ENGINE_DID
-from rollart.ledger.intervals import State
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import LedgerReader
 from rollart.ports import RunEvent
 from rollart.report.engines import engine_rows
 from rollart.report.rows import ENGINE_ROLES
 from rollart.spec.planning import problem_of, run_shape
 from rollart.spec.resolve import Resolved
 
-__all__ = ["fitted_engines", "fitted_publish", "fitted_training"]
+__all__ = ["fit_engines", "fit_publish", "fit_training"]
 
-LEAST_ROWS = 4
+MIN_ROWS = 4
 """Of a device: of fewer, none could be held out."""
 
 
-def fitted_engines(resolved: Resolved, directory: Path) -> list[Fit]:
+def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     """One per type of device that has enough intervals. UsageError if none has."""
     pools = {pool.name: pool.device for pool in problem_of(resolved.run, resolved.cluster, resolved.prices).pools}
-    placed = {a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in SERVING}
+    placed = {
+        a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in SERVING_ROLES
+    }
     devices: dict[str, Device] = {device.name: device for device in pools.values()}
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         rows = engine_rows(reader.events(ENGINE_DID), placed)
     by_device: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_device[row.device].append(row)
-    enough = {name: own for name, own in by_device.items() if len(own) >= LEAST_ROWS}
+    enough = {name: own for name, own in by_device.items() if len(own) >= MIN_ROWS}
     if not enough:
         most = max(map(len, by_device.values()), default=0)
         raise UsageError(
-            f"{directory}: {most} intervals with enough steps on one type of device (rule: {LEAST_ROWS})",
+            f"{directory}: {most} intervals with enough steps on one type of device (rule: {MIN_ROWS})",
             remedy="a longer run, or one whose engines do more",
         )
     engines = resolved.cluster.engines
@@ -53,12 +55,12 @@ def fitted_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     source = f"counters of run {directory.name}"
     fits = []
     for name, own in sorted(enough.items()):
-        free, start = (ENGINE_FREE, ENGINE_START) if devices[name].is_cpu else (FREE, None)
+        free, start = (FITTED_CONSTANTS, INITIAL_CONSTANTS) if devices[name].is_cpu else (FREE, None)
         fits.append(fit(own, shape, devices, free=free, start=start, engine=kind, source=source))
     return fits
 
 
-def fitted_training(resolved: Resolved, directory: Path) -> TrainingConstants | None:
+def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | None:
     """The trainer's constants from the seconds of its steps and, on GPUs, the memory that it reached. None where no
     data sheet states its device, or where it took no step."""
     problem = problem_of(resolved.run, resolved.cluster, resolved.prices, base=resolved.base)
@@ -66,8 +68,8 @@ def fitted_training(resolved: Resolved, directory: Path) -> TrainingConstants | 
     if trainer is None or problem.train is None:
         return None
     pool = next(p for p in problem.pools if p.name == trainer.pool)
-    with Reader(directory) as reader:
-        busy = sum(i.t1 - i.t0 for i in reader.intervals() if i.role == Role.TRAINER and i.state == State.BUSY)
+    with LedgerReader(directory) as reader:
+        busy = sum(i.t1 - i.t0 for i in reader.intervals() if i.role == Role.TRAINER and i.state == ResourceState.BUSY)
         steps = [v for v in reader.versions() if v.tokens]
     tokens = sum(v.tokens for v in steps)
     if pool.device.tflops_bf16 is None or not tokens or busy <= 0:
@@ -75,16 +77,18 @@ def fitted_training(resolved: Resolved, directory: Path) -> TrainingConstants | 
     peaks = [(m["peak_gb"], m["largest_microbatch"]) for v in steps if "peak_gb" in (m := v.metrics)]
     devices = len(trainer.devices)
     train = replace(problem.train, pool=pool.name, devices=devices, recompute=bool(problem.train.recompute), split=1)
-    return fitted(problem, pool, train, seconds_per_token=busy * devices / tokens, peak=max(peaks, default=None))
+    return fit_training_constants(
+        problem, pool, train, seconds_per_token=busy * devices / tokens, peak=max(peaks, default=None)
+    )
 
 
-def fitted_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
+def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
     """Medians over a run's versions. A pull that goes on beside its push is no faster than that."""
     engines = resolved.cluster.engines
     gb = run_shape(resolved.run, resolved.base, engines.dtype).weight_bytes / 1e9
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         events = {kind: reader.events(kind) for kind in ("weights_pushed", "weights_pulled", "weights_sent")}
-        syncs = [i for i in reader.intervals() if i.state == State.SYNC]
+        syncs = [i for i in reader.intervals() if i.state == ResourceState.SYNC]
         versions = len(reader.events("step"))
     loads: dict[str, float] = defaultdict(float)
     for interval in syncs:
@@ -93,7 +97,8 @@ def fitted_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
     written = math.fsum(i.seconds for i in syncs if i.role == "trainer")
     sent = bool(events["weights_sent"])
     return PublishSpeeds(
-        _median(_speeds(events["weights_pushed"], "sent_bytes")) or (None if sent else _over(gb * versions, written)),
+        _median(_speeds(events["weights_pushed"], "sent_bytes"))
+        or (None if sent else _rate_or_none(gb * versions, written)),
         _median(_speeds(events["weights_pulled"], "received_bytes")),
         None if sent else _median(gb * versions / seconds for seconds in loads.values() if seconds > 0),
         _median(_speeds(events["weights_sent"], "bytes")),
@@ -107,7 +112,7 @@ def _speeds(events: Iterable[RunEvent], field: str) -> Iterator[float]:
             yield moved / 1e9 / seconds
 
 
-def _over(gb: float, seconds: float) -> float | None:
+def _rate_or_none(gb: float, seconds: float) -> float | None:
     return gb / seconds if gb > 0 and seconds > 0 else None
 
 

@@ -17,11 +17,11 @@ from placement.types import Assignment, Role
 from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
 from rollart.adapters.envs.worked import WORKED
-from rollart.compose.actors import part_room, pool_of_cores, selector
-from rollart.compose.clusters import ended, placed
+from rollart.compose.actors import cpu_pool, node_selector, part_resources
+from rollart.compose.clusters import exit_cause, place_actor
 from rollart.compose.elastic import present_devices
-from rollart.compose.routing import SERVING
-from rollart.compose.weights import nodes_patience_s
+from rollart.compose.routing import SERVING_ROLES
+from rollart.compose.weights import node_wait_s
 from rollart.errors import SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
@@ -34,7 +34,7 @@ from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
 from rollart.spec.environments import UNLESS_QUICK, EnvironmentsSpec
-from rollart.spec.places import episodes
+from rollart.spec.places import concurrent_episodes
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
@@ -42,26 +42,26 @@ from rollart.spec.run_parts import DomainSpec
 __all__ = [
     "ROLE",
     "HostProgram",
-    "Rooms",
+    "HostAssignments",
     "environment_fleet",
-    "examples_of",
+    "worked_example_factory",
     "fitting_hosts",
-    "hook",
+    "image_hook_config",
     "host_actor",
     "host_count",
-    "hosted",
+    "hosted_environment_factory",
     "import_paths",
-    "made_by_hosts",
+    "hosted_domains",
     "memory_rules",
-    "on_hosts",
+    "environment_host_names",
     "watch_memory",
     "write_domains",
 ]
 
 ROLE = "environment"
-HOST = "rollart.adapters.envs.host"
+HOST_MODULE = "rollart.adapters.envs.host"
 
-CONTROLLER_S = 5.0
+MEMORY_POLL_S = 5.0
 """Between two looks at the controller's memory."""
 
 PROGRAM_CALLS = 4
@@ -85,12 +85,12 @@ def environment_fleet(
     if not count:
         return None
     domains = write_domains(resolved, directory)
-    token, rooms = secrets.token_hex(16), Rooms(resolved, wanted or resolved)
+    token, rooms = secrets.token_hex(16), HostAssignments(resolved, wanted or resolved)
 
     async def make(name: str) -> HostProgram:
         with rooms.given(name, fleet.where(), present_devices(resolved, runtime)) as given:
             actor = host_actor(resolved, directory, name, domains, token, given=given)
-            program = await placed(resolved, runtime, actor)
+            program = await place_actor(resolved, runtime, actor)
         return HostProgram(name, program, runtime, _clock(resolved, name, recorder, given), token)
 
     numbers = [int(n.rpartition("-")[2]) for n in used if n.startswith(f"{ROLE}-") and n.rpartition("-")[2].isdecimal()]
@@ -105,7 +105,7 @@ def environment_fleet(
             start_s=spec.start_s,
             call_s=waits.env_step_s,
             pull_s=spec.pull_s,
-            patience_s=nodes_patience_s(resolved),
+            patience_s=node_wait_s(resolved),
             memory=memory_rules(spec),
         ),
         later=max([rooms.later, *(n + 1 for n in numbers)]),
@@ -122,7 +122,7 @@ async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None
     rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
     bound = rules.bound(machine, 1)
     while True:
-        await asyncio.sleep(CONTROLLER_S)
+        await asyncio.sleep(MEMORY_POLL_S)
         grown = resident_bytes(below=False) - before
         if grown > bound:
             say(
@@ -136,7 +136,7 @@ async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None
             bound = 2 * grown
 
 
-class Rooms:
+class HostAssignments:
     """What the plan gave to environments, for the hosts of a run as they come: each has its own, or none."""
 
     def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
@@ -184,9 +184,9 @@ def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> 
     pool = _pool(resolved)
     cores = pool.count if devices is None else devices.get(pool.name, 0)
     return hosts_for(
-        cores=here * BUSY if given else _cores(resolved),
+        cores=here * BUSY if given else _expected_busy_cores(resolved),
         most=here if given else cores,
-        episodes=episodes(run).most,
+        episodes=concurrent_episodes(run).most,
         per_host=spec.per_worker,
     )
 
@@ -197,7 +197,9 @@ def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
     given = resolved.plan.of(Role.ENVIRONMENT)
     if devices is None:
         return len(given)
-    fixed = {a.name: a for a in resolved.plan.assignments if a.role not in SERVING and a.role is not Role.ENVIRONMENT}
+    fixed = {
+        a.name: a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.role is not Role.ENVIRONMENT
+    }
     left = {pool: n - sum(len(a.devices) for a in fixed.values() if a.pool == pool) for pool, n in devices.items()}
     found = 0
     for assignment in given:
@@ -206,13 +208,13 @@ def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
     return found
 
 
-def on_hosts(resolved: Resolved) -> frozenset[str]:
+def environment_host_names(resolved: Resolved) -> frozenset[str]:
     """The plan's parts that are environment hosts, whose time these account for."""
     count = host_count(resolved)
     return frozenset(a.name for a in resolved.plan.of(Role.ENVIRONMENT) if a.replica < count)
 
 
-def _cores(resolved: Resolved) -> float:
+def _expected_busy_cores(resolved: Resolved) -> float:
     """Cores that environments keep busy at the rate that is predicted; 0 where nothing says so."""
     rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
     if resolved.problem is None:
@@ -224,17 +226,17 @@ def _cores(resolved: Resolved) -> float:
     )
 
 
-def examples_of(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+def worked_example_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
     """What gives a domain's worked examples as episodes where environments live on hosts."""
-    return None if fleet is None else lambda domain: fleet.environment(worked_by(domain.name))
+    return None if fleet is None else lambda domain: fleet.environment(worked_example_domain(domain.name))
 
 
-def hosted(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+def hosted_environment_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
     """What gives a domain its environments where they live on hosts."""
     return None if fleet is None else lambda domain: fleet.environment(domain.name)
 
 
-def made_by_hosts(run: RunSpec) -> dict[str, Any]:
+def hosted_domains(run: RunSpec) -> dict[str, Any]:
     """What hosts can make: nothing else can be asked of them."""
     return {
         d.name: {"environment": d.environment, "arguments": dict(d.environment_args)}
@@ -245,10 +247,10 @@ def made_by_hosts(run: RunSpec) -> dict[str, Any]:
 
 def write_domains(resolved: Resolved, directory: Path) -> Path:
     """The file that says so, with the worked examples that a warm start asks for."""
-    path, domains = directory / "environments.json", made_by_hosts(resolved.run)
+    path, domains = directory / "environments.json", hosted_domains(resolved.run)
     warm = resolved.run.warm_start
     worked = {
-        worked_by(n): {"environment": WORKED, "arguments": domains[n]}
+        worked_example_domain(n): {"environment": WORKED, "arguments": domains[n]}
         for n in (warm.domains if warm else ())
         if n in domains
     }
@@ -256,12 +258,12 @@ def write_domains(resolved: Resolved, directory: Path) -> Path:
     return path
 
 
-def worked_by(domain: str) -> str:
+def worked_example_domain(domain: str) -> str:
     """What hosts know a domain's worked examples by: no domain's own name has a space."""
     return f"worked examples of {domain}"
 
 
-def hook(spec: EnvironmentsSpec) -> dict[str, Any] | None:
+def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
     """What brings images on hosts, as they are told of it."""
     if spec.images is None:
         return None
@@ -284,14 +286,19 @@ def host_actor(
 ) -> ActorSpec:
     """In the room that the plan gave it, or beside what others hold."""
     on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
-    room = ({}, selector(resolved, _pool(resolved))) if given is None else part_room(resolved, given)
+    room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
     return ActorSpec(
         name=name,
         factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
         args=(
             name,
-            HOST,
-            ["--domains", str(domains), *(f"--path={path}" for path in import_paths(resolved)), *_ahead(resolved)],
+            HOST_MODULE,
+            [
+                "--domains",
+                str(domains),
+                *(f"--path={path}" for path in import_paths(resolved)),
+                *_warm_arguments(resolved),
+            ],
             str(directory / "logs" / f"{name}.log"),
         ),
         kwargs={
@@ -345,23 +352,23 @@ class HostProgram:
         return connection
 
     async def wait(self) -> str:
-        return await ended(self._program)
+        return await exit_cause(self._program)
 
     async def close(self) -> None:
         await self._program.kill()
         await self._runtime.release(self._name)
 
 
-def _ahead(resolved: Resolved) -> list[str]:
+def _warm_arguments(resolved: Resolved) -> list[str]:
     spec = resolved.cluster.environments
     warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
-    images = hook(spec)
+    images = image_hook_config(spec)
     return warm if images is None else [*warm, "--images", json.dumps(images)]
 
 
 def _pool(resolved: Resolved) -> PoolSpec:
     """Where hosts run beside others."""
-    return pool_of_cores(resolved, resolved.cluster.environments.pool)
+    return cpu_pool(resolved, resolved.cluster.environments.pool)
 
 
 def _clock(resolved: Resolved, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:

@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollart.compose.outside import refuse_outside
+from rollart.compose.outside import refuse_missing_token
 from rollart.errors import SpecError
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import HarnessSpec
 
-__all__ = ["CPU_INDEX", "Need", "needs", "refuse_missing", "refuse_without_cuda", "torch_build"]
+__all__ = ["CPU_INDEX", "Requirement", "requirements", "refuse_missing", "refuse_without_cuda", "torch_build"]
 
-ENVIRONMENTS = {
+ENVIRONMENT_MODULES = {
     "rollart.adapters.envs.frozen_lake": "gymnasium",
     "rollart.adapters.envs.gymnasium": "gymnasium",
     "rollart.adapters.envs.reasoning_gym": "reasoning_gym",
@@ -27,7 +27,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Requirement:
     """A module, the extra that installs it, and what in the spec asks for it. Without those that are not `needed`
     some runs like it start all the same."""
 
@@ -46,25 +46,27 @@ class Need:
         return f"pip install 'rollart[{self.extra}]'{cpu}"
 
 
-def needs(resolved: Resolved | Specs) -> Iterator[Need]:
+def requirements(resolved: Resolved | Specs) -> Iterator[Requirement]:
     """Of the interpreter that rollart runs in. A module may be asked for more than once."""
     run, cluster = resolved.run, resolved.cluster
     if cluster.trainer.external is None:
-        yield Need("torch", "local", "the embedded trainer")
-        yield Need("transformers", "local", "the embedded trainer")
+        yield Requirement("torch", "local", "the embedded trainer")
+        yield Requirement("transformers", "local", "the embedded trainer")
     if run.training.lora is not None:
-        yield Need("peft", "lora", "training.lora")
+        yield Requirement("peft", "lora", "training.lora")
     if cluster.runtime.backend == "ray":
-        yield Need("ray", "ray", "cluster.runtime.backend is 'ray'")
+        yield Requirement("ray", "ray", "cluster.runtime.backend is 'ray'")
     if run.weights.store is not None and run.weights.store.kind == "s3":
-        yield Need("aiobotocore", "aws", "weights.store.kind is 's3'")
+        yield Requirement("aiobotocore", "aws", "weights.store.kind is 's3'")
     for domain in run.domains:
         if isinstance(domain.environment, HarnessSpec):
-            yield Need("jinja2", "proxy", f"domains.{domain.name}: a chat template, if the tokenizer has one", False)
+            yield Requirement(
+                "jinja2", "proxy", f"domains.{domain.name}: a chat template, if the tokenizer has one", False
+            )
         elif cluster.environments.python is None or not cluster.environments.workers:
-            module = ENVIRONMENTS.get(domain.environment.partition(":")[0])
+            module = ENVIRONMENT_MODULES.get(domain.environment.partition(":")[0])
             if module is not None:
-                yield Need(module, "envs", f"domains.{domain.name}.environment")
+                yield Requirement(module, "envs", f"domains.{domain.name}.environment")
 
 
 def refuse_missing(resolved: Resolved | Specs) -> None:
@@ -72,10 +74,10 @@ def refuse_missing(resolved: Resolved | Specs) -> None:
     is theirs to have."""
     runtime = resolved.cluster.runtime
     elsewhere = runtime.backend == "ray" and runtime.address != "local"
-    for need in needs(resolved):
+    for need in requirements(resolved):
         if need.needed and not need.here and (not elsewhere or need.module == "ray"):
             raise SpecError(f"{need.asked}, and {need.module} is not installed", remedy=need.remedy)
-    refuse_outside(resolved)
+    refuse_missing_token(resolved)
 
 
 def torch_build() -> str:

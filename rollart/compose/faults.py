@@ -9,22 +9,30 @@ from typing import Any
 
 from placement.types import Role
 from rollart.compose.environments import ROLE, host_count
-from rollart.compose.routing import SERVING
-from rollart.compose.simulated_functions import simulated_hosts
-from rollart.report.faults import TroubleSeen
-from rollart.sim.environments import Host, ResetFaults
-from rollart.sim.faults import FaultPlan, Outage, Rate, Subject, engine, host, trainer
+from rollart.compose.routing import SERVING_ROLES
+from rollart.compose.simulated_functions import simulated_function_hosts
+from rollart.report.faults import ObservedFaults
+from rollart.sim.environments import ResetFaults, SimulatedHost
+from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target, trainer_target
 from rollart.sim.links import SharedLink
-from rollart.sim.machines import Machine, Machines
+from rollart.sim.machines import MachineInventory, SimulatedMachine
 from rollart.sim.modelled import ModelledRun
-from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
+from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching_names
 from rollart.spec.resolve import Resolved
 from serverless.backends.simulated import SimulatedMachines
 
-__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machine_of", "machines_of", "parts_of"]
+__all__ = [
+    "SimulationFaults",
+    "ObservedFaults",
+    "environment_hosts",
+    "kv_pairs",
+    "machine_name",
+    "cluster_machines",
+    "fault_targets",
+]
 
 
-def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
+def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     """What of a run can die, by name: each part is itself, a machine all parts that are on it. Where the cluster has no
     hosts of environments, they are the fault plan's own. Where the plan follows nodes, every machine is there, and
     takes the trainer with it."""
@@ -32,7 +40,7 @@ def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     machines: dict[str, list[str]] = {}
     per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
     for a in resolved.plan.assignments:
-        if a.role not in (*SERVING, Role.TRAINER):
+        if a.role not in (*SERVING_ROLES, Role.TRAINER):
             continue
         found[a.name] = (a.name,)
         size = per_host[a.pool]
@@ -40,19 +48,22 @@ def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
             if a.role is Role.TRAINER or resolved.cluster.runtime.elastic is None:
                 machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
     if resolved.cluster.runtime.elastic is not None:
-        machines = {name: [name, *machines.get(name, [])] for name in machines_of(resolved)}
-    links = [f"{LINK}weights", *(f"{LINK}weights-{a.name}" for a in resolved.plan.assignments if a.role in SERVING)]
+        machines = {name: [name, *machines.get(name, [])] for name in cluster_machines(resolved)}
+    links = [
+        f"{LINK}weights",
+        *(f"{LINK}weights-{a.name}" for a in resolved.plan.assignments if a.role in SERVING_ROLES),
+    ]
     links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
     return {
         **found,
         **{name: (name,) for name in (f"{ROLE}-{n}" for n in range(host_count(resolved)))},
-        **{name: (name,) for name in simulated_hosts(resolved)},
+        **{name: (name,) for name in simulated_function_hosts(resolved)},
         **{name: tuple(own) for name, own in sorted(machines.items())},
         **{name: (name,) for name in links},
     }
 
 
-def host_names(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
+def environment_hosts(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
     """Hosts of environments: as a launched run calls them where the cluster has some, else those of the fault plan."""
     count = host_count(resolved)
     return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
@@ -66,50 +77,50 @@ def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
     )
 
 
-def machines_of(resolved: Resolved) -> dict[str, Machine]:
+def cluster_machines(resolved: Resolved) -> dict[str, SimulatedMachine]:
     """Every machine of each pool, all up; a pool that knows no hosts is one. What environment hosts have, they take
     themselves."""
     found = {}
     for pool in resolved.cluster.pools:
         size = min(pool.devices_per_host or pool.count, pool.count)
         for number, start in enumerate(range(0, pool.count, size)):
-            found[f"machine-{pool.name}-{number}"] = Machine(pool.name, min(size, pool.count - start))
-    later = (*SERVING, Role.ENVIRONMENT) if host_count(resolved) else SERVING
+            found[f"machine-{pool.name}-{number}"] = SimulatedMachine(pool.name, min(size, pool.count - start))
+    later = (*SERVING_ROLES, Role.ENVIRONMENT) if host_count(resolved) else SERVING_ROLES
     for a in resolved.plan.assignments:
         for device in a.devices if a.role not in later else ():
-            found[machine_of(resolved, a.pool, device)].taken += 1
+            found[machine_name(resolved, a.pool, device)].taken += 1
     return found
 
 
-def machine_of(resolved: Resolved, pool: str, device: int) -> str:
+def machine_name(resolved: Resolved, pool: str, device: int) -> str:
     """The machine of a device of the plan."""
     of = next(p for p in resolved.cluster.pools if p.name == pool)
     return f"machine-{pool}-{device // min(of.devices_per_host or of.count, of.count)}"
 
 
-class Trouble:
+class SimulationFaults:
     """The fault plan of one simulation. `hosts` and `resets` are for its environments; `begin` once the run is made;
     `seen` when it is over."""
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
         self._plan, self._resolved = plan, resolved
-        self._seed = hash_of(plan.seed, seed)
+        self._seed = fault_seed(plan.seed, seed)
         self._faults = FaultPlan({})
-        self.hosts: Sequence[Host] = [Host(name) for name in host_names(resolved, plan)]
-        self.machines: Machines | None = None
+        self.hosts: Sequence[SimulatedHost] = [SimulatedHost(name) for name in environment_hosts(resolved, plan)]
+        self.machines: MachineInventory | None = None
         if resolved.cluster.runtime.elastic is not None:
-            self.machines = Machines(machines_of(resolved))
+            self.machines = MachineInventory(cluster_machines(resolved))
             late = [o for o in plan.outages if o.at_s == 0]
             for name, machine in self.machines.machines.items():
-                machine.up = not any(matching(pattern, [name]) for o in late for pattern in o.parts)
-        self.resets = None if plan.resets is None else _resets(plan.resets)
+                machine.up = not any(matching_names(pattern, [name]) for o in late for pattern in o.parts)
+        self.resets = None if plan.resets is None else _reset_faults(plan.resets)
 
     @property
     def of_hosts(self) -> bool:
         """Whether anything is to happen to hosts of environments, or may: there are several."""
         names = [h.name for h in self.hosts]
         entries: Sequence[OutageSpec | RateSpec] = [*self._plan.outages, *self._plan.rates]
-        return len(names) > 1 or any(matching(pattern, names) for entry in entries for pattern in entry.parts)
+        return len(names) > 1 or any(matching_names(pattern, names) for entry in entries for pattern in entry.parts)
 
     @property
     def beside(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
@@ -119,27 +130,27 @@ class Trouble:
         self, run: ModelledRun, links: Mapping[str, SharedLink], workers: SimulatedMachines | None = None
     ) -> None:
         """`workers`: the hosts of function workers."""
-        subjects: dict[str, Subject] = {h.name: host(h) for h in self.hosts}
+        subjects: dict[str, FaultTarget] = {h.name: host_target(h) for h in self.hosts}
         for name in () if workers is None else workers.names:
             assert workers is not None
             turn = functools.partial(workers.turn, name)
-            subjects[name] = Subject(functools.partial(turn, up=False), functools.partial(turn, up=True))
+            subjects[name] = FaultTarget(functools.partial(turn, up=False), functools.partial(turn, up=True))
         for place in run.places:
-            subjects[str(place.engine.id)] = engine(place.engine, lambda: run.control.gateway.version)
-        subjects[run.trained_by.name] = trainer(run.trainer)
+            subjects[str(place.engine.id)] = engine_target(place.engine, lambda: run.control.gateway.version)
+        subjects[run.trained_by.name] = trainer_target(run.trainer)
         machines = self.machines
         for name in () if machines is None else machines.machines:
             assert machines is not None
-            subjects[name] = Subject(functools.partial(machines.go, name), functools.partial(machines.come, name))
-            subjects[f"{name} to go"] = Subject(functools.partial(machines.warn, name), lambda: None)
-        members = {**parts_of(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
-        narrow: dict[str, _Narrowed] = {name: _Narrowed(of) for name, of in links.items()}
+            subjects[name] = FaultTarget(functools.partial(machines.go, name), functools.partial(machines.come, name))
+            subjects[f"{name} to go"] = FaultTarget(functools.partial(machines.warn, name), lambda: None)
+        members = {**fault_targets(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
+        narrow: dict[str, _DegradedLink] = {name: _DegradedLink(of) for name, of in links.items()}
 
         def named(entry: OutageSpec | RateSpec) -> list[tuple[str, ...]]:
             """The subjects of an entry; a link that keeps a share of its bandwidth is one for each share."""
             found: dict[tuple[str, ...], None] = {}
             for pattern in entry.parts:
-                for name in matching(pattern, members):
+                for name in matching_names(pattern, members):
                     if name.startswith(LINK):
                         if name not in narrow:
                             continue  # of a replay, whose publishes were recorded
@@ -158,10 +169,10 @@ class Trouble:
             warned = [f"{name} to go" for name in of.subjects if f"{name} to go" in subjects]
             if warned and outage.warning_s and outage.at_s:
                 outages.append(Outage(warned, max(0.0, outage.at_s - outage.warning_s), outage.warning_s))
-        rates = [Rate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
+        rates = [FaultRate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
 
-    def seen(self, run: ModelledRun) -> TroubleSeen | None:
+    def seen(self, run: ModelledRun) -> ObservedFaults | None:
         """None where nothing was planned."""
         plan = self._plan
         if not (plan.outages or plan.rates or plan.resets or plan.functions):
@@ -181,17 +192,19 @@ class Trouble:
         for subject, t in since.items():
             down_s[_kind(subject)] = down_s.get(_kind(subject), 0.0) + max(0.0, run.ended - t)
         engines = [place.engine for place in run.places]
-        return TroubleSeen(outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines))
+        return ObservedFaults(
+            outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines)
+        )
 
 
-class _Narrowed:
+class _DegradedLink:
     """A link under several troubles at a time: it has what the worst of them leaves."""
 
     def __init__(self, of: SharedLink) -> None:
         self._of = of
         self._left: list[float] = []
 
-    def subject(self, left: float) -> Subject:
+    def subject(self, left: float) -> FaultTarget:
         def down() -> None:
             self._left.append(left)
             self._of.rate = min(self._left)
@@ -200,20 +213,20 @@ class _Narrowed:
             self._left.remove(left)
             self._of.rate = min(self._left, default=1.0)
 
-        return Subject(down, up)
+        return FaultTarget(down, up)
 
 
-def hash_of(plan: int, seed: int) -> int:
+def fault_seed(plan: int, seed: int) -> int:
     """A seed of both: simulations of several seeds under one plan meet different deaths."""
     return plan * 1_000_003 + seed
 
 
 def _kind(subject: str) -> str:
-    """`engine` of `engine-12`, `link` of `link-weights`."""
+    """`engine_target` of `engine_target-12`, `link` of `link-weights`."""
     return subject.split("-", 1)[0]
 
 
-def _resets(given: ResetTroubleSpec) -> ResetFaults:
+def _reset_faults(given: ResetTroubleSpec) -> ResetFaults:
     values = given.model_dump()
     values["burst_every_s"] = math.inf if given.burst_every_s is None else given.burst_every_s
     return ResetFaults(**values)

@@ -11,14 +11,21 @@ from pathlib import Path
 
 from placement.types import Assignment, Role
 from rollart.adapters.engines.vllm_host import VllmHost
-from rollart.compose.actors import attached, engine_actor, engine_needs, engine_tolerance, part_clock, unused_clock
-from rollart.compose.broadcasts import Broadcasts
-from rollart.compose.clusters import placed
+from rollart.compose.actors import (
+    attached_urls,
+    engine_actor,
+    engine_tolerance,
+    idle_devices_clock,
+    part_clock,
+    required_vllm_options,
+)
+from rollart.compose.broadcasts import WeightBroadcaster
+from rollart.compose.clusters import place_actor
 from rollart.compose.devices import free_devices
-from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
-from rollart.compose.routing import SERVING, seat
-from rollart.compose.starts import Starting, engine_start
-from rollart.compose.stored import StoredWeights
+from rollart.compose.parts import AttachedEngine, EngineProgram, engine_client
+from rollart.compose.routing import SERVING_ROLES, engine_placement
+from rollart.compose.starts import StartWatcher, engine_start_limits
+from rollart.compose.stored import SharedWeightStore
 from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
@@ -29,18 +36,18 @@ from rollart.runtime.fleet import Placed
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
-__all__ = ["LocalSite"]
+__all__ = ["ClusterEngineSite"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
+class _PlacedEngine:
     part: EngineProgram | AttachedEngine
     program: Handle | None
     clock: ResourceClock
     host: VllmHost | None = None
 
 
-class LocalSite:
+class ClusterEngineSite:
     """Implements `EngineSite`. Owns engines, their clocks, and a clock per pool for devices that nothing runs on and
     that are paid.
 
@@ -56,14 +63,14 @@ class LocalSite:
         runtime: Runtime,
         *,
         names: Iterable[str] = (),
-        stored: StoredWeights | None = None,
-        broadcasts: Broadcasts | None = None,
+        stored: SharedWeightStore | None = None,
+        broadcasts: WeightBroadcaster | None = None,
         began: float | None = None,
     ) -> None:
         """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
         `stored`: by which engines get their weights; None: from the run's directory. `broadcasts`: by which they get
         new ones sooner. `began`: since when devices of pools that are not rented are paid; from now on if not given."""
-        self._starting = Starting(engine_start(resolved), ledger)
+        self._starting = StartWatcher(engine_start_limits(resolved), ledger)
         self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
         self._directory = directory
@@ -74,12 +81,12 @@ class LocalSite:
         """Devices that are there, by pool."""
         self._resized = False
         self._held = {a.name: a for a in resolved.plan.assignments}
-        self._engines: dict[EngineId, _Engine] = {}
+        self._engines: dict[EngineId, _PlacedEngine] = {}
         self._unused: dict[str, ResourceClock] = {}
         self._next: Counter[Role] = Counter()
         for name in (*names, *self._held):
             role, _, number = name.rpartition("-")
-            if role in SERVING and number.isdecimal():
+            if role in SERVING_ROLES and number.isdecimal():
                 self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
         now = asyncio.get_running_loop().time()
         owned = sum(pool.count * pool.usd_per_device_hour for pool in self._pools.values() if not pool.rented)
@@ -88,7 +95,7 @@ class LocalSite:
 
     async def open(self) -> None:
         """Make the plan's engines, by role; nothing is started yet."""
-        for role in SERVING:
+        for role in SERVING_ROLES:
             for assignment in self._resolved.plan.of(role):
                 await self._make(assignment)
         for pool in self._pools:
@@ -130,7 +137,7 @@ class LocalSite:
         part = await self._make(assignment)
         self._next[role] += 1
         self._rebill(kind.pool)
-        return Placed(part, seat(self._resolved, assignment))
+        return Placed(part, engine_placement(self._resolved, assignment))
 
     async def clear(self, engine_id: EngineId) -> None:
         engine = self._engines.pop(engine_id, None)
@@ -166,7 +173,7 @@ class LocalSite:
         return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
 
     async def _make(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
-        name, url = EngineId(assignment.name), attached(self._resolved).get(assignment.name)
+        name, url = EngineId(assignment.name), attached_urls(self._resolved).get(assignment.name)
         program: Handle | None = None
         host: VllmHost | None = None
         part: EngineProgram | AttachedEngine
@@ -176,23 +183,23 @@ class LocalSite:
             part = AttachedEngine(
                 name,
                 url,
-                needed=engine_needs(self._resolved, assignment),
+                needed=required_vllm_options(self._resolved, assignment),
                 tolerance=engine_tolerance(self._resolved),
                 local=None if host is None else self._pulled_by(host),
                 broadcasts=self._broadcasts,
             )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
-            program = await placed(self._resolved, self._runtime, actor)
+            program = await place_actor(self._resolved, self._runtime, actor)
             local = None if self._stored is None else self._pulled_by(program)
-            client = client_of(self._resolved.cluster.engines, engine_tolerance(self._resolved))
+            client = engine_client(self._resolved.cluster.engines, engine_tolerance(self._resolved))
             part = EngineProgram(
                 name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
             )
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)
-        self._engines[part.id] = _Engine(part, program, clock, host)
+        self._engines[part.id] = _PlacedEngine(part, program, clock, host)
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         return part
 
@@ -223,4 +230,4 @@ class LocalSite:
             old.close()
         unused = self.free()[pool]
         if unused > 0 and not self._pools[pool].rented:
-            self._unused[pool] = unused_clock(self._resolved, self._ledger, pool, unused)
+            self._unused[pool] = idle_devices_clock(self._resolved, self._ledger, pool, unused)

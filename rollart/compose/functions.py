@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from placement.types import Assignment, Role
-from rollart.adapters.rewards.hosts import HostedWorkers
-from rollart.compose.actors import part_room, pool_of_cores, resource, selector
-from rollart.compose.clusters import ended, placed
+from rollart.adapters.rewards.hosts import FunctionHostConnection
+from rollart.compose.actors import cpu_pool, node_selector, part_resources, resource_kind
+from rollart.compose.clusters import exit_cause, place_actor
 from rollart.compose.stored import run_id
-from rollart.compose.weights import nodes_patience_s
+from rollart.compose.weights import node_wait_s
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock
 from rollart.ports import ActorSpec, Handle, Recorder, Runtime
@@ -31,14 +31,14 @@ __all__ = [
     "function_actor",
     "function_fleet",
     "function_host_count",
-    "function_hosts",
-    "host_names",
-    "in_their_place",
-    "provider_run",
+    "initial_function_hosts",
+    "function_host_names",
+    "planned_function_hosts",
+    "provider_run_id",
 ]
 
 ROLE = "reward"
-HOST = "serverless.backends.worker_host"
+HOST_MODULE = "serverless.backends.worker_host"
 
 PROGRAM_CALLS = 4
 """Calls that a host's actor has at a time: its start, the wait for its end, a kill, a stop."""
@@ -49,13 +49,13 @@ def function_fleet(
 ) -> tuple[FunctionFleet, WorkerHosts] | tuple[None, None]:
     """What keeps the hosts of the run's function workers, not started, and what starts workers there; none where they
     are the controller's. `used`: names of parts of earlier lives of the run, which no host gets that comes later."""
-    count, local, waits = len(function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
+    count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
     if not count:
         return None, None
     hosts, token = WorkerHosts(), secrets.token_hex(16)
 
     async def make(name: str) -> FunctionProgram:
-        program = await placed(resolved, runtime, function_actor(resolved, directory, name, token))
+        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
         clock, cores = _clock(resolved, name, recorder), _cores(resolved, name)
         return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
 
@@ -63,45 +63,47 @@ def function_fleet(
         health_s=local.health_s,
         start_s=local.start_s,
         call_s=waits.reward_s,
-        patience_s=nodes_patience_s(resolved),
+        patience_s=node_wait_s(resolved),
     )
-    fleet = FunctionFleet(make, host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits)
+    fleet = FunctionFleet(
+        make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
+    )
     return fleet, hosts
 
 
-def function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
+def initial_function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
     """Names of the hosts at the start of a run; none where workers are the controller's, or there is no function.
     `profiled`: there are some that only a profile tells of."""
     count = function_host_count(resolved) if profiled or resolved.run.functions else 0
-    return tuple(itertools.islice(host_names(resolved, frozenset()), count))
+    return tuple(itertools.islice(function_host_names(resolved, frozenset()), count))
 
 
-def host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
+def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
     """Those of the plan's parts first; later ones that no part had before."""
-    given = [a.name for a in _given(resolved)]
+    given = [a.name for a in _reward_assignments(resolved)]
     planned = {a.name for a in resolved.plan.of(Role.REWARD)}
     fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
     first = list(itertools.islice(fresh, max(0, function_host_count(resolved) - len(given))))
     return itertools.chain(given, first, (name for name in fresh if name not in used))
 
 
-def in_their_place(resolved: Resolved) -> frozenset[str]:
+def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
     """The plan's parts that are hosts of function workers, whose time these account for."""
-    return frozenset(function_hosts(resolved)) & {a.name for a in _given(resolved)}
+    return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
 
 
 def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
     """In the room that the plan gave to rewards, as long as there is some; else beside what others hold."""
     on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
     module, given = "rollart.adapters.clusters", _assignment(resolved, name)
-    room = ({}, selector(resolved, _pool(resolved))) if given is None else part_room(resolved, given)
+    room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
     unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
     return ActorSpec(
         name=name,
         factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
         args=(
             name,
-            HOST,
+            HOST_MODULE,
             ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
             str(directory / "logs" / f"{name}.log"),
         ),
@@ -114,7 +116,7 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
 
 
 class FunctionProgram:
-    """Implements `function_hosts.FunctionPart` over a `Program` actor."""
+    """Implements `initial_function_hosts.FunctionPart` over a `Program` actor."""
 
     def __init__(
         self,
@@ -150,12 +152,12 @@ class FunctionProgram:
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
         await self._program.call("kill")  # at once: one that is left from before hangs
         address = str(await self._program.call("start", []))
-        return await HostedWorkers.open(
+        return await FunctionHostConnection.open(
             self._hosts, self._name, address, self._token, weight=self._cores, notify=notify
         )
 
     async def wait(self) -> str:
-        return await ended(self._program)
+        return await exit_cause(self._program)
 
     async def close(self) -> None:
         await self._program.kill()
@@ -176,22 +178,22 @@ def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = 
     there = pool.count if devices is None else devices.get(pool.name, 0)
     machines = math.ceil(there / (pool.devices_per_host or pool.count))
     workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
-    return len(_given(resolved)) or max(1, min(machines, workers))
+    return len(_reward_assignments(resolved)) or max(1, min(machines, workers))
 
 
-def provider_run(directory: Path) -> str:
+def provider_run_id(directory: Path) -> str:
     """The run's id at providers of functions: its name, and what no other run of the account has. A resume keeps it."""
     return run_id(directory, directory / "functions" / "run")
 
 
-def _given(resolved: Resolved) -> list[Assignment]:
+def _reward_assignments(resolved: Resolved) -> list[Assignment]:
     """The plan's parts that score on cores; a reward model on a GPU is none of ours."""
     pools = {pool.name: pool for pool in resolved.cluster.pools}
-    return [a for a in resolved.plan.of(Role.REWARD) if resource(resolved, pools[a.pool]) == "CPU"]
+    return [a for a in resolved.plan.of(Role.REWARD) if resource_kind(resolved, pools[a.pool]) == "CPU"]
 
 
 def _assignment(resolved: Resolved, name: str) -> Assignment | None:
-    return next((a for a in _given(resolved) if a.name == name), None)
+    return next((a for a in _reward_assignments(resolved) if a.name == name), None)
 
 
 def _cores(resolved: Resolved, name: str) -> float:
@@ -201,7 +203,7 @@ def _cores(resolved: Resolved, name: str) -> float:
 
 def _pool(resolved: Resolved) -> PoolSpec:
     """Where hosts run beside others."""
-    return pool_of_cores(resolved, resolved.cluster.functions.local.pool)
+    return cpu_pool(resolved, resolved.cluster.functions.local.pool)
 
 
 def _clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:

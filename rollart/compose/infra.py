@@ -12,17 +12,17 @@ from importlib import metadata
 from pathlib import Path
 
 from rollart.compose.prepare import produce_artefacts
-from rollart.compose.providers import function_settings, translated
-from rollart.compose.rewards import packed
-from rollart.compose.vllm_home import PYTHON
+from rollart.compose.providers import function_settings, translated_errors
+from rollart.compose.rewards import function_packages
+from rollart.compose.vllm_home import PYTHON_VARIABLE
 from rollart.errors import SpecError, UsageError
-from rollart.infra.aws import AwsFunction, functions
+from rollart.infra.aws import AwsFunction, aws_functions
 from rollart.infra.cloudformation import cloudformation, sam
-from rollart.infra.files import Rendered
-from rollart.infra.hosts import HostGroup, groups, serves
+from rollart.infra.files import RenderedFiles
+from rollart.infra.hosts import HostGroup, host_groups, hosts_engines
 from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
 from rollart.infra.modal_file import modal
-from rollart.infra.needs import Pods, files_beside, needs_of
+from rollart.infra.needs import PodSettings, cluster_needs, spec_files
 from rollart.infra.ray import ray
 from rollart.infra.terraform import terraform
 from rollart.spec.cluster import ClusterFunctions, ClusterSpec
@@ -34,25 +34,25 @@ from serverless.deploy.package import Package
 
 __all__ = ["NAMESPACE", "RAY_VERSION", "TARGETS", "render"]
 
-NODES = ("kuberay", "ray")
+NODE_TARGETS = ("kuberay", "ray")
 """Targets that the pools are for; the others are for reward functions."""
 
-PROVIDER = {"cfn": "aws_lambda", "sam": "aws_lambda", "terraform": "aws_lambda", "modal": "modal"}
-TARGETS = (*NODES, "cfn", "sam", "modal", "terraform")
+PROVIDER_OF_TARGET = {"cfn": "aws_lambda", "sam": "aws_lambda", "terraform": "aws_lambda", "modal": "modal"}
+TARGETS = (*NODE_TARGETS, "cfn", "sam", "modal", "terraform")
 NAMESPACE = "default"
 
 RAY_VERSION = "2.60.0"
 """What our images have, and what the Ray runtime is tested on."""
 
-IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
+ENGINE_IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
 """As infra/Dockerfile is built, by kind of engine: of hosts that serve."""
 
-NODE, PLAYS = "rollart", "rollart-environments"
-"""Of other hosts; and of those of environments whose interpreter is the image's `PLAYS_AT`."""
+HOST_IMAGE, ENVIRONMENT_IMAGE = "rollart", "rollart-environments"
+"""Of other hosts; and of those of environments whose interpreter is the image's `ENVIRONMENT_PYTHON_PREFIX`."""
 
-PLAYS_AT, SERVES_AT = "/opt/environments/", "/opt/vllm/bin/python"
+ENVIRONMENT_PYTHON_PREFIX, VLLM_PYTHON = "/opt/environments/", "/opt/vllm/bin/python"
 
-PATIENCE_S = 1800
+NODE_WAIT_S = 1800
 """Wait for the nodes of a run whose spec does not say: hosts are rented and images pulled in minutes."""
 
 
@@ -64,13 +64,13 @@ def render(
     *,
     images: Sequence[str] = (),
     namespace: str = NAMESPACE,
-) -> Rendered:
+) -> RenderedFiles:
     """The files of one of `TARGETS`. `images` are IMAGE, or POOL=IMAGE for one pool or `head`. With a run, pools have
     as many rented hosts as its plan uses. SpecError where a spec has nothing for the target; same specs, same bytes."""
     specs = read_specs(run, cluster, overrides)
-    if target in NODES:
-        return _nodes(target, specs, run, cluster, overrides, images, namespace)
-    provider = PROVIDER[target]
+    if target in NODE_TARGETS:
+        return _render_nodes(target, specs, run, cluster, overrides, images, namespace)
+    provider = PROVIDER_OF_TARGET[target]
     chain = specs.cluster.functions.chain
     bucket = _bucket(specs) if provider == "aws_lambda" and run is not None else ""
     if provider not in chain and not bucket:
@@ -80,8 +80,8 @@ def render(
             remedy=f"set it in the cluster spec, or add cluster.functions.backend={provider}",
         )
     packages = _packages(specs, target, bucket) if provider in chain else ()
-    with translated():
-        return _functions(target, specs.cluster.name, packages, specs.cluster.functions, bucket)
+    with translated_errors():
+        return _render_functions(target, specs.cluster.name, packages, specs.cluster.functions, bucket)
 
 
 def _bucket(specs: Specs) -> str:
@@ -92,7 +92,7 @@ def _bucket(specs: Specs) -> str:
     return store.url.removeprefix("s3://").partition("/")[0]
 
 
-def _nodes(
+def _render_nodes(
     target: str,
     specs: Specs,
     run: Path | None,
@@ -100,15 +100,15 @@ def _nodes(
     overrides: Sequence[str],
     images: Sequence[str],
     namespace: str,
-) -> Rendered:
+) -> RenderedFiles:
     name, runtime = specs.cluster.name, specs.cluster.runtime
-    found = groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
-    given = _images(images, [g.name for g in found])
-    pods = Pods(
-        given.get("", f"{IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"),
-        {} if "" in given else _defaults(specs.cluster, found),
-        needs_of(specs.run if run is not None else None, specs.cluster),
-        env={PYTHON: SERVES_AT} if specs.cluster.engines.kind == "vllm" else {},
+    found = host_groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
+    given = _given_images(images, [g.name for g in found])
+    pods = PodSettings(
+        given.get("", f"{ENGINE_IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"),
+        {} if "" in given else _default_images(specs.cluster, found),
+        cluster_needs(specs.run if run is not None else None, specs.cluster),
+        env={PYTHON_VARIABLE: VLLM_PYTHON} if specs.cluster.engines.kind == "vllm" else {},
     )
     pods = replace(pods, images={**pods.images, **given})
     if target == "ray":
@@ -117,8 +117,8 @@ def _nodes(
     if run is not None:
         texts = {"run.yaml": _text(run), "cluster.yaml": _text(cluster)}
         raw = load_cluster(cluster, split_overrides(overrides)[1])  # before its paths were taken to be of this machine
-        texts |= files_beside(specs.run, raw, run.parent, cluster.parent)
-        command = shlex.join(_command(raw, overrides, ours="" not in given))
+        texts |= spec_files(specs.run, raw, run.parent, cluster.parent)
+        command = shlex.join(_head_command(raw, overrides, ours="" not in given))
         pods = replace(pods, specs=texts)
     return kuberay(
         name,
@@ -131,13 +131,13 @@ def _nodes(
     )
 
 
-def _command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> list[str]:
+def _head_command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> list[str]:
     """What the head runs: the same specs, on the cluster that it is in."""
     runtime, environments = cluster.runtime, cluster.environments
     here = ["cluster.runtime.backend=ray", "cluster.runtime.address=auto"]
     here += ["cluster.runtime.token="] if runtime.token is not None else []
     here += ["cluster.runtime.port=0"] if runtime.port else []
-    here += [f"cluster.runtime.wait_s={PATIENCE_S}"] if "wait_s" not in runtime.model_fields_set else []
+    here += [f"cluster.runtime.wait_s={NODE_WAIT_S}"] if "wait_s" not in runtime.model_fields_set else []
     python = cluster.engines.vllm.python
     if python is not None and (ours or not os.path.isabs(python)):
         here.append("cluster.engines.vllm.python=")  # the image's own
@@ -150,16 +150,16 @@ def _command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> l
     return [*launch, "--runs-dir", RUNS_AT, *overrides, *here]
 
 
-def _defaults(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[str, str]:
+def _default_images(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[str, str]:
     """Images of the head and of pools that serve nothing."""
     version = metadata.version("rollart")
-    found = {g.name: f"{NODE}:{version}" for g in groups if not serves(g, groups)}
-    if (cluster.environments.python or "").startswith(PLAYS_AT):
-        found |= {g.name: f"{PLAYS}:{version}" for g in groups if g.plays and not serves(g, groups)}
-    return {"head": f"{NODE}:{version}", **found}
+    found = {g.name: f"{HOST_IMAGE}:{version}" for g in groups if not hosts_engines(g, groups)}
+    if (cluster.environments.python or "").startswith(ENVIRONMENT_PYTHON_PREFIX):
+        found |= {g.name: f"{ENVIRONMENT_IMAGE}:{version}" for g in groups if g.plays and not hosts_engines(g, groups)}
+    return {"head": f"{HOST_IMAGE}:{version}", **found}
 
 
-def _images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
+def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
     """By pool, `head`, or '' for the others."""
     found: dict[str, str] = {}
     for one in given:
@@ -173,11 +173,13 @@ def _images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _functions(target: str, name: str, packages: Sequence[Package], given: ClusterFunctions, bucket: str) -> Rendered:
+def _render_functions(
+    target: str, name: str, packages: Sequence[Package], given: ClusterFunctions, bucket: str
+) -> RenderedFiles:
     if target == "modal":
         return modal(name, packages, function_settings("modal", given))
     settings: AwsSettings = function_settings("aws_lambda", given)
-    found: tuple[AwsFunction, ...] = functions(packages, settings)
+    found: tuple[AwsFunction, ...] = aws_functions(packages, settings)
     if target == "terraform":
         return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
     template = {"cfn": cloudformation, "sam": sam}[target]
@@ -188,7 +190,7 @@ def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
     """What producers make for a function is made here, as for a run."""
     with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
         artefacts = asyncio.run(produce_artefacts(specs, Path(directory)))
-        found = packed(specs, artefacts)
+        found = function_packages(specs, artefacts)
     if not found and not bucket:
         raise SpecError(
             f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for {target}",

@@ -13,18 +13,18 @@ from typing import NoReturn
 
 from rollart import controller_loop
 from rollart.architecture import stamp_of
-from rollart.compose.adopted import Start, start_from
-from rollart.compose.clusters import tell
-from rollart.compose.crews import keepers
-from rollart.compose.elastic import follow
-from rollart.compose.environments import examples_of, watch_memory
-from rollart.compose.preflight import decided, refuse_unlaunchable
+from rollart.compose.adopted import RunStart, resolve_start
+from rollart.compose.clusters import record_cluster_events
+from rollart.compose.crews import host_count_keepers
+from rollart.compose.elastic import follow_nodes
+from rollart.compose.environments import watch_memory, worked_example_factory
+from rollart.compose.preflight import decide_workers, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.resumed import refuse_changed
-from rollart.compose.rewards import rewards
-from rollart.compose.stored import StoredWeights
-from rollart.compose.wiring import Parts, wire
-from rollart.controller_loop import ControllerLoop, LoopWatch
+from rollart.compose.rewards import build_rewards
+from rollart.compose.stored import SharedWeightStore
+from rollart.compose.wiring import RunContext, open_run
+from rollart.controller_loop import ControllerLoop, LoopWatchdog
 from rollart.errors import (
     Interrupted,
     RollartError,
@@ -32,7 +32,7 @@ from rollart.errors import (
     StorageFailed,
     VersionDamaged,
 )
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.policy.lease import Expiry
@@ -45,7 +45,7 @@ from rollart.spec.resolve import Resolved
 
 __all__ = ["launch"]
 
-Progress = Callable[[RunEvent], None]
+ProgressCallback = Callable[[RunEvent], None]
 
 ORPHANS_S = 3.0
 """Seconds that parts have to end by themselves, and to clean up, once the controller is gone."""
@@ -56,7 +56,7 @@ def launch(
     *,
     run_dir: str | Path,
     resume: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     since_s: float = 0.0,
 ) -> None:
     """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line. The
@@ -72,14 +72,14 @@ def launch(
     except KeyboardInterrupt:
         raise _interrupted(directory) from None
     except BaseExceptionGroup as group:
-        raise _first(group, directory) from None
+        raise _user_error(group, directory) from None
     except OSError as error:
         raise StorageFailed(
             f"{error.strerror or error}: {error.filename or directory}", remedy="see rollart doctor"
         ) from None
 
 
-async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress, since_s: float) -> None:
+async def _main(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback, since_s: float) -> None:
     main, loop = asyncio.current_task(), asyncio.get_running_loop()
     began = loop.time() - since_s
     assert main is not None
@@ -100,7 +100,7 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
     def say(holder: str, seconds: float) -> None:
         progress(RunEvent(loop.time(), "controller_held", "run", {"holder": holder, "seconds": seconds}))
 
-    watch = LoopWatch(loop, stop=stop, say=say, end=end, limit_s=resolved.run.leases.env_step_s)
+    watch = LoopWatchdog(loop, stop=stop, say=say, end=end, limit_s=resolved.run.leases.env_step_s)
     try:
         with watch.watching():
             await _run(resolved, directory, resume, progress, began)
@@ -110,19 +110,19 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
         raise
 
 
-async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress, began: float) -> None:
+async def _run(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback, began: float) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     kill_at_end(ORPHANS_S)
     if resolved.base not in sys.path:
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)
     refuse_unlaunchable(resolved)
-    resolved = decided(resolved)
+    resolved = decide_workers(resolved)
     if resume:
         refuse_changed(resolved, directory)
-    start = start_from(resolved, directory) if resume else Start(resolved)
+    start = resolve_start(resolved, directory) if resume else RunStart(resolved)
     resolved = start.resolved
-    async with wire(start, directory, progress, began=began) as parts:
+    async with open_run(start, directory, progress, began=began) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
             ending.callback(parts.ledger.stopping)
@@ -131,7 +131,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 background.create_task(parts.watchdog().run(), name="watchdog"),
             ]
             if resolved.cluster.runtime.backend == "ray":
-                watchers.append(background.create_task(tell(parts.runtime, parts.say), name="cluster"))
+                watchers.append(background.create_task(record_cluster_events(parts.runtime, parts.say), name="cluster"))
             if parts.environments is None:
                 memory = watch_memory(resolved.cluster.environments, parts.say)
                 watchers.append(background.create_task(memory, name="memory"))
@@ -139,24 +139,28 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(parts)]
             if start.moved or start.why_not:
                 parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
-            artefacts = background.create_task(_artefacts(resolved, directory, parts), name="artefacts")
+            artefacts = background.create_task(_produce_artefacts(resolved, directory, parts), name="artefacts")
             await parts.trainer.start()
-            parts.trainer_clock.enter(State.IDLE)
+            parts.trainer_clock.enter(ResourceState.IDLE)
             if recovered is None:
                 _refuse_lost_ledger(directory, parts)
                 weights = await parts.trainer.supervised(lambda: _first_version(resolved, parts))
                 step = 0
             else:
-                weights, recovered = await _resumed(resolved, directory, parts, recovered)
+                weights, recovered = await _resume(resolved, directory, parts, recovered)
                 step = recovered.step
             parts.begin(weights)
             if parts.nodes is not None:
-                watchers.append(background.create_task(follow(parts.runtime, resolved, parts.nodes), name="nodes"))
+                watchers.append(
+                    background.create_task(follow_nodes(parts.runtime, resolved, parts.nodes), name="nodes")
+                )
             # Together: neither waits for the other, and credentials that fail do so before engines have cost much.
-            engines = background.create_task(_engines(parts), name="engines")
-            async with parts.open_functions(rewards(resolved, await artefacts)):
+            engines = background.create_task(_start_engines(parts), name="engines")
+            async with parts.open_functions(build_rewards(resolved, await artefacts)):
                 await engines
-                watchers += [background.create_task(one.run(), name="hosts' nodes") for one in await _hosts(parts)]
+                watchers += [
+                    background.create_task(one.run(), name="hosts' nodes") for one in await _start_hosts(parts)
+                ]
                 meter = EngineMeter(parts.control.gateway.stats, parts.ledger)
                 watchers.append(background.create_task(meter.run(), name="engines' counters"))
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
@@ -166,18 +170,18 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
 
 
-async def _resumed(
-    resolved: Resolved, directory: Path, parts: Parts, recovered: Recovered
+async def _resume(
+    resolved: Resolved, directory: Path, parts: RunContext, recovered: Recovered
 ) -> tuple[WeightsRef, Recovered]:
     """The version to go on from, which the trainer has, and engines can have."""
-    weights, damage = await _restored(directory, parts, recovered)
+    weights, damage = await _restore_newest(directory, parts, recovered)
     if weights.version < recovered.version:
         newest, samples = recovered.version, await parts.ledger.roll_back(weights.version)
         found = await parts.ledger.recover()
         assert found is not None, "it was rolled back to a committed version"
         recovered = replace(found, damaged=recovered.damaged)
         parts.say("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
-    if isinstance(parts.weights, StoredWeights):  # whose last push may not have ended
+    if isinstance(parts.weights, SharedWeightStore):  # whose last push may not have ended
         async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
             await parts.weights.push(weights)
     for group, why in recovered.damaged.items():
@@ -186,7 +190,7 @@ async def _resumed(
     return weights, recovered
 
 
-async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tuple[WeightsRef, str]:
+async def _restore_newest(directory: Path, parts: RunContext, recovered: Recovered) -> tuple[WeightsRef, str]:
     """The newest version that the trainer can restore, and the damage of the newest one if that is another. Errors
     leave the ledger as it was."""
     damage = ""
@@ -213,7 +217,7 @@ async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tupl
     )
 
 
-def _refuse_lost_ledger(directory: Path, parts: Parts) -> None:
+def _refuse_lost_ledger(directory: Path, parts: RunContext) -> None:
     """A run without a committed version has written version 0 at most: later ones say that its ledger is gone."""
     newest = max(parts.weights.versions(), default=0)
     if newest > 0:
@@ -224,42 +228,44 @@ def _refuse_lost_ledger(directory: Path, parts: Parts) -> None:
         )
 
 
-async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
+async def _first_version(resolved: Resolved, parts: RunContext) -> WeightsRef:
     """Version 0: the initial weights, after the warm start if there is one."""
     limits = resolved.run.leases
     if resolved.run.warm_start is not None and parts.environments is not None:
         await parts.environments.ready()
-    samples = await warm_start_samples(resolved, parts.tokenizer, examples_of(parts.environments), parts.leases)
+    samples = await warm_start_samples(
+        resolved, parts.tokenizer, worked_example_factory(parts.environments), parts.leases
+    )
     if samples and resolved.run.warm_start is not None:
-        parts.trainer_clock.enter(State.BUSY, "warm_start")
+        parts.trainer_clock.enter(ResourceState.BUSY, "warm_start")
         async with parts.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
             report = await parts.trainer.imitate(samples, resolved.run.warm_start.batches)
         parts.say("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
-    parts.trainer_clock.enter(State.SYNC)
+    parts.trainer_clock.enter(ResourceState.SYNC)
     async with parts.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
         weights = await parts.trainer.publish(0)
         await parts.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
-    parts.trainer_clock.enter(State.IDLE)
+    parts.trainer_clock.enter(ResourceState.IDLE)
     return weights
 
 
-async def _artefacts(resolved: Resolved, directory: Path, parts: Parts) -> dict[str, list[str]]:
+async def _produce_artefacts(resolved: Resolved, directory: Path, parts: RunContext) -> dict[str, list[str]]:
     async with parts.leases.hold("launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN):
         return await produce_artefacts(resolved, directory)
 
 
-def _fleets(parts: Parts) -> list[HostFleet | FunctionFleet]:
+def _fleets(parts: RunContext) -> list[HostFleet | FunctionFleet]:
     return [fleet for fleet in (parts.environments, parts.functions) if fleet is not None]
 
 
-async def _hosts(parts: Parts) -> list[CrewKeeper]:
+async def _start_hosts(parts: RunContext) -> list[CrewKeeper]:
     """Returns once those of the start serve; who keeps their number from then on, where nodes come and go."""
     for fleet in _fleets(parts):
         await fleet.ready()
-    return keepers(parts.wanted, parts.nodes, parts.environments, parts.functions, parts)
+    return host_count_keepers(parts.wanted, parts.nodes, parts.environments, parts.functions, parts)
 
 
-async def _engines(parts: Parts) -> None:
+async def _start_engines(parts: RunContext) -> None:
     await parts.supervisor.begin(parts.site.parts)
 
 
@@ -269,7 +275,7 @@ def _interrupted(directory: Path) -> Interrupted:
     )
 
 
-def _first(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
+def _user_error(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
     """The error that a user should see: the first of ours, else the first that is nobody's cancellation."""
     leaves = list(_leaves(group))
     for error in leaves:

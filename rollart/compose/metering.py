@@ -14,10 +14,10 @@ from serverless.meter import Saving, WorkerSpan
 from serverless.pipeline import Offload
 from serverless.types import Invocation
 
-__all__ = ["CallsToLedger", "offload_events", "record_offload"]
+__all__ = ["LedgerMeter", "offload_events", "record_offload"]
 
 
-class Books(Protocol):
+class LedgerWriter(Protocol):
     """What of a ledger is written here."""
 
     def event(self, event: RunEvent) -> None: ...
@@ -29,14 +29,14 @@ class Books(Protocol):
     def worker(self, span: WorkerSpan) -> None: ...
 
 
-class CallsToLedger:
+class LedgerMeter:
     """`MeterSink` over a ledger. A span with no length tells nothing and is left out.
 
     A ledger that can write no more ends the run by itself (`Ledger.watch`); what is still reported then comes from
     pools and workers that are being closed, and must not break that.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: LedgerWriter) -> None:
         self._books = books
 
     def invocation(self, invocation: Invocation) -> None:
@@ -53,7 +53,7 @@ class CallsToLedger:
             self._books.saving(saving)
 
 
-def record_offload(books: Books, offload: Offload, now: float) -> None:
+def record_offload(books: LedgerWriter, offload: Offload, now: float) -> None:
     """At the end of a run's life: what every stage did, cost and saved, and how healthy every function was."""
     with contextlib.suppress(StorageFailed):
         for event in offload_events(offload, now):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 
 from rollart.compose.actors import part_clock
-from rollart.compose.environments import on_hosts
-from rollart.compose.functions import in_their_place
-from rollart.compose.routing import SERVING
+from rollart.compose.environments import environment_host_names
+from rollart.compose.functions import planned_function_hosts
+from rollart.compose.routing import SERVING_ROLES
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.spec.resolve import Resolved
 
-__all__ = ["clocks_of_others"]
+__all__ = ["unsupervised_clocks"]
 
 
-def clocks_of_others(stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
+def unsupervised_clocks(
+    stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger
+) -> dict[str, ResourceClock]:
     """Of the plan's parts that are neither engines nor hosts, which have their own; closed with the stack."""
-    hosts = on_hosts(resolved) | in_their_place(resolved)
-    others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in hosts]
+    hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
+    others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
     found = {a.name: part_clock(resolved, ledger, a) for a in others}
     for clock in found.values():
         stack.callback(clock.close)

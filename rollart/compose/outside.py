@@ -8,13 +8,13 @@ from pathlib import Path
 from rollart.errors import SpecError
 from rollart.spec.resolve import Resolved, Specs
 
-__all__ = ["bridge_start", "refuse_outside"]
+__all__ = ["bridge_command", "refuse_missing_token"]
 
 TOKEN_FILE = "service.token"
 """In the run's directory, mode 600."""
 
 
-def bridge_start(resolved: Resolved, directory: Path, config: Path) -> tuple[list[str], dict[str, str]]:
+def bridge_command(resolved: Resolved, directory: Path, config: Path) -> tuple[list[str], dict[str, str]]:
     """Arguments of the bridge and what its environment needs. SpecError for a token that is not there."""
     trainer = resolved.cluster.trainer
     arguments, variable = ["--config", str(config), "--listen", str(trainer.external)], _variable(resolved)
@@ -25,7 +25,7 @@ def bridge_start(resolved: Resolved, directory: Path, config: Path) -> tuple[lis
     return arguments, {}
 
 
-def refuse_outside(resolved: Resolved | Specs) -> None:
+def refuse_missing_token(resolved: Resolved | Specs) -> None:
     """SpecError where the outside trainer's token is to be in a variable, and is not."""
     variable = _variable(resolved)
     if resolved.cluster.trainer.external is not None and variable:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from placement.performance import Performance
 from placement.types import Pool
 from rollart.compose.planner import rebalance_settings
-from rollart.compose.routing import SERVING
+from rollart.compose.routing import SERVING_ROLES
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind
 from rollart.policy.parallelism import TensorParallelRule
@@ -18,12 +18,12 @@ from rollart.runtime.resharding import ReshardSettings
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import ParallelismSpec
 
-__all__ = ["elastic", "lending_settings", "refuse_lending", "reshard_settings", "served_settings"]
+__all__ = ["engines_are_elastic", "lending_settings", "refuse_lending", "reshard_settings", "launch_reshard_settings"]
 
-SIZES = (1, 2, 4, 8)
+DEFAULT_SIZES = (1, 2, 4, 8)
 
 
-def elastic(resolved: Resolved) -> bool:
+def engines_are_elastic(resolved: Resolved) -> bool:
     """Whether the run's engines may come and go by themselves."""
     return resolved.run.rollout.parallelism is not None or resolved.cluster.runtime.elastic is not None
 
@@ -36,7 +36,7 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
         return None
     rules = {}
     for pool in problem.pools:
-        engines = [a for a in resolved.plan.assignments if a.role in SERVING and a.pool == pool.name]
+        engines = [a for a in resolved.plan.assignments if a.role in SERVING_ROLES and a.pool == pool.name]
         sizes = _sizes(spec, problem.performance, pool, sorted(len(a.devices) for a in engines))
         if len(sizes) > 1:
             host = min(pool.device.devices_per_host or pool.count, pool.count)
@@ -67,7 +67,7 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
     )
 
 
-def served_settings(resolved: Resolved) -> ReshardSettings | None:
+def launch_reshard_settings(resolved: Resolved) -> ReshardSettings | None:
     """The same for engines that are no simulation: vLLM's take several GPUs each, this package's one."""
     settings = reshard_settings(resolved)
     if settings is None or resolved.cluster.engines.kind == "vllm":
@@ -115,7 +115,7 @@ def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned:
         found = performance.instance(pool.device, tp)
         return tp <= host and not isinstance(found, str) and found.kv_capacity_bytes > 0
 
-    allowed = {tp for tp in (spec.sizes or SIZES) if fits(tp)} | {planned[0]}
+    allowed = {tp for tp in (spec.sizes or DEFAULT_SIZES) if fits(tp)} | {planned[0]}
     halves = (planned[0] // 2**n for n in range(1, 8) if planned[0] % 2**n == 0)
     down = list(itertools.takewhile(allowed.__contains__, halves))
     up = list(itertools.takewhile(allowed.__contains__, (planned[0] * 2**n for n in range(8))))

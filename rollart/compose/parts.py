@@ -12,34 +12,34 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.adapters.weights.buckets import failing_once
-from rollart.compose.agreement import note_agreement, said
-from rollart.compose.broadcasts import Broadcasts
-from rollart.compose.clusters import ended
-from rollart.compose.starts import Starting
-from rollart.compose.trainer_hosts import TrainerHosts
+from rollart.adapters.weights.buckets import first_failure_only
+from rollart.compose.agreement import probe_logprobs, write_agreement
+from rollart.compose.broadcasts import WeightBroadcaster
+from rollart.compose.clusters import exit_cause
+from rollart.compose.starts import StartWatcher
+from rollart.compose.trainer_hosts import MultiHostTrainer
 from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import EnginesSpec
 
-__all__ = ["STARTS", "AttachedEngine", "EngineProgram", "TrainerProgram", "client_of"]
+__all__ = ["MAX_START_TRIES", "AttachedEngine", "EngineProgram", "TrainerProgram", "engine_client"]
 
 
 T = TypeVar("T")
 
-STARTS = 3
+MAX_START_TRIES = 3
 """Tries at the trainer's first start: one that ends is bad luck, three are a setting."""
 
-BACK_S = 1.0
+RETRY_S = 1.0
 """Between two looks whether a server that is gone is back: starting one takes a minute."""
 
 
-def client_of(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
+def engine_client(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
     """What speaks with a program that serves: (id, url, version) -> Engine."""
     return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
 
@@ -54,10 +54,10 @@ class EngineProgram:
         *,
         client: Callable[..., HttpEngine] = HttpEngine,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
-        broadcasts: Broadcasts | None = None,
-        starting: Starting | None = None,
+        broadcasts: WeightBroadcaster | None = None,
+        starting: StartWatcher | None = None,
     ) -> None:
-        """`client`: see `client_of`. `local`: where a version lies on the program's host, once it is there; without
+        """`client`: see `engine_client`. `local`: where a version lies on the program's host, once it is there; without
         it the host can read what was published. `broadcasts`: those it takes part in while it runs. `starting` watches
         its starts."""
         self._broadcasts = broadcasts
@@ -86,14 +86,14 @@ class EngineProgram:
         """The address that it serves at."""
         if self._starting is None:
             return str(await self._program.call("start", arguments))
-        async with failing_once(), asyncio.TaskGroup() as tasks:
+        async with first_failure_only(), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self._id}")
             address = str(await self._program.call("start", arguments))
             watching.cancel()
         return address
 
     async def wait(self) -> str:
-        return await ended(self._program)
+        return await exit_cause(self._program)
 
     async def close(self) -> None:
         if self._broadcasts is not None:
@@ -115,7 +115,7 @@ class AttachedEngine:
         needed: VllmOptions,
         tolerance: float = 0.0,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
-        broadcasts: Broadcasts | None = None,
+        broadcasts: WeightBroadcaster | None = None,
     ) -> None:
         """`needed`: what it must have been started with. `local`: where a version lies on the server's host, once it
         is there; without it the server can read what was published. `broadcasts`: those it takes part in while it
@@ -139,7 +139,7 @@ class AttachedEngine:
         )
         answers = await self._client.healthy()
         while self._served and not answers:  # whoever looks after it starts it again; the caller's lease bounds that
-            await asyncio.sleep(BACK_S)
+            await asyncio.sleep(RETRY_S)
             answers = await self._client.healthy()
         if not answers:
             raise PartDied(
@@ -187,7 +187,7 @@ class TrainerProgram:
 
     def __init__(
         self,
-        program: Handle | TrainerHosts,
+        program: Handle | MultiHostTrainer,
         leases: Leases,
         recorder: Recorder,
         clock: ResourceClock,
@@ -197,7 +197,7 @@ class TrainerProgram:
         max_restarts: int = 3,
         agreement: TrainSample | None = None,
         share: Callable[[WeightsRef], Awaitable[None]] | None = None,
-        broadcasts: Broadcasts | None = None,
+        broadcasts: WeightBroadcaster | None = None,
     ) -> None:
         """`agreement`: what engines are held to once they loaded a version; None: nothing. `share`: brings what was
         published nearer to them; a version is not published before. `broadcasts`: brings it to them while it is
@@ -218,19 +218,19 @@ class TrainerProgram:
         self._client: HttpTrainer | None = None
 
     async def start(self) -> None:
-        """The first start, tried up to `STARTS` times. `PartDied` with the cause of the last."""
-        for tries in range(1, STARTS + 1):
+        """The first start, tried up to `MAX_START_TRIES` times. `PartDied` with the cause of the last."""
+        for tries in range(1, MAX_START_TRIES + 1):
             try:
                 return await self._start()
             except (PartDied, TrainerError, LeaseExpired) as error:
                 cause = error.message.removeprefix("trainer: ").removeprefix("trainer-0: ")
-                if tries == STARTS:
+                if tries == MAX_START_TRIES:
                     raise PartDied(
-                        "trainer-0", f"{cause}, {STARTS} starts in a row", remedy=error.remedy or "see its log"
+                        "trainer-0", f"{cause}, {MAX_START_TRIES} starts in a row", remedy=error.remedy or "see its log"
                     ) from None
                 self._restarted(tries, cause)
                 await self.close()
-                await asyncio.sleep(BACK_S * tries)
+                await asyncio.sleep(RETRY_S * tries)
 
     async def _start(self) -> None:
         async with self._leases.hold("trainer", "its start", self._start_s, Expiry.RESTART_PART):
@@ -247,7 +247,7 @@ class TrainerProgram:
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
-        self._clock.enter(State.DOWN, "trainer_restart")
+        self._clock.enter(ResourceState.DOWN, "trainer_restart")
         await self.close()
         self._said, self._staged = (-1, ()), -1
         self._restarted(self._restarts)
@@ -296,15 +296,15 @@ class TrainerProgram:
         """The step that follows may begin when it returns: what the trainer says of this version, it says before."""
         await self._stage(version)
         if self._agreement is not None:
-            self._said = version, await said(self._live(), self._agreement)
+            self._said = version, await probe_logprobs(self._live(), self._agreement)
 
     async def publish(self, version: int) -> WeightsRef:
         weights = await self._publish(version)
         if self._agreement is not None:
             staged, found = self._said
             if staged != version:  # it still has the weights that it has just published
-                found = await said(self._live(), self._agreement)
-            note_agreement(weights, self._agreement, found)
+                found = await probe_logprobs(self._live(), self._agreement)
+            write_agreement(weights, self._agreement, found)
         if self._share is not None:
             await self._share(weights)
         return weights
@@ -323,7 +323,7 @@ class TrainerProgram:
             return await live.publish(version)
         if self._staged != version:
             await self._stage(version)
-        async with failing_once(), asyncio.TaskGroup() as tasks:
+        async with first_failure_only(), asyncio.TaskGroup() as tasks:
             tasks.create_task(self._broadcasts.send(live, version), name=f"a broadcast of v{version}")
             return await live.publish(version)
 
@@ -333,14 +333,14 @@ class TrainerProgram:
             await self._live().restore(weights)
 
     async def resume(self, weights: WeightsRef) -> None:
-        """The restore that a run begins with. A trainer that dies, hangs or cannot read in it is restarted, `STARTS`
-        tries in all; `VersionDamaged` where the version is not what was published."""
+        """The restore that a run begins with. A trainer that dies, hangs or cannot read in it is restarted,
+        `MAX_START_TRIES` tries in all; `VersionDamaged` where the version is not what was published."""
         await self.supervised(functools.partial(self.restore, weights))
 
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
         """Work of the trainer before training begins. One that dies, hangs or fails in it is restarted and does it
-        again, `STARTS` tries in all."""
-        for _ in range(STARTS - 1):
+        again, `MAX_START_TRIES` tries in all."""
+        for _ in range(MAX_START_TRIES - 1):
             try:
                 return await work()
             except TrainerRefused:

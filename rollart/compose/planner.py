@@ -9,18 +9,25 @@ from typing import Any, TypeVar
 
 from placement.diff import Move as PlacedMove
 from placement.diff import MoveCosts, diff
-from placement.problem import Problem, Running
+from placement.problem import Problem, RunningPlan
 from placement.types import Deployment, Infeasible, Objective, Placement, Role
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
-from rollart.compose.routing import SERVING, routes_of
-from rollart.compose.starts import engine_start
+from rollart.compose.routing import SERVING_ROLES, routes_of
+from rollart.compose.starts import engine_start_limits
 from rollart.errors import RunFailed
-from rollart.fleet import DomainWork, EngineRole, Move, MoveKind, Observed, Proposal, Routes
+from rollart.fleet import DomainWork, EngineRole, FleetMove, FleetMoveKind, FleetObservation, Proposal, Routes
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.spec.placement import RebalanceSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["PlacementPlanner", "fleet_move", "measured", "movable", "planner", "rebalance_settings"]
+__all__ = [
+    "PlacementPlanner",
+    "fleet_move",
+    "with_measured_work",
+    "engines_are_movable",
+    "placement_planner",
+    "rebalance_settings",
+]
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -34,7 +41,7 @@ STOP_S = 30.0
 """For the end of a process and of what else a move waits for: several times what it is bounded by."""
 
 
-def planner(resolved: Resolved) -> PlacementPlanner | None:
+def placement_planner(resolved: Resolved) -> PlacementPlanner | None:
     """None where there is nothing to plan with, or the spec turned rebalancing off."""
     settings = resolved.run.placement.rebalance
     follows = bool(settings.reprice_s or settings.flows_s) or resolved.cluster.runtime.elastic is not None
@@ -43,7 +50,7 @@ def planner(resolved: Resolved) -> PlacementPlanner | None:
     return PlacementPlanner(resolved.problem, resolved.plan.placement, settings)
 
 
-def movable(resolved: Resolved) -> bool:
+def engines_are_movable(resolved: Resolved) -> bool:
     """Whether the rebalancer may drain and start engines: their numbers were computed, the spec did not turn it off,
     and does not let them follow preemptions. Where they follow nodes it may anyway."""
     run = resolved.run
@@ -75,7 +82,9 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
         drift=spec.drift,
         horizon_s=spec.horizon_s,
         # It waits for two updates at most, and for a start or for the turns of an engine that drains.
-        move_s=2 * leases.publish_s + max(engine_start(resolved).most_s + leases.publish_s, leases.generate_s) + STOP_S,
+        move_s=2 * leases.publish_s
+        + max(engine_start_limits(resolved).most_s + leases.publish_s, leases.generate_s)
+        + STOP_S,
         baseline=baseline,
     )
 
@@ -96,7 +105,7 @@ class PlacementPlanner:
         """The last answer of `replan`, until somebody says that it was applied."""
         self._computing: asyncio.Future[Any] | None = None
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         """The running flows and dual prices, applied at the planned batches whatever is measured. A turn's share of a
         step falls with the batch: at measured batches the fullest engines would look cheapest, and every trajectory
         would follow the others into one pool. What differs from the plan is each engine's backlog, and the router
@@ -109,7 +118,7 @@ class PlacementPlanner:
             _, self._found, self._routes = self._proposed
         self._proposed = None
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         """Raises `RunFailed` when what serves now can carry no flow at all."""
         problem = replace(self._updated(observed), fixed=self._serving(observed))
         found = await self._elsewhere(_solve, problem)
@@ -118,7 +127,7 @@ class PlacementPlanner:
         self._found, self._routes = found, routes_of(problem, found)
         return self._routes
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         self._proposed = await self._elsewhere(self._replan, observed)
         return None if self._proposed is None else self._proposed[0]
 
@@ -132,14 +141,14 @@ class PlacementPlanner:
         self._computing = computing
         return await asyncio.shield(computing)
 
-    def _replan(self, observed: Observed) -> tuple[Proposal, Placement, Routes] | None:
+    def _replan(self, observed: FleetObservation) -> tuple[Proposal, Placement, Routes] | None:
         """The best plan that is reachable: where the caller cannot start engines, other roles for those that serve.
         None if that is what runs; `RunFailed` if there is none at all."""
         problem = self._updated(observed)
         here = {pool.name for pool in problem.pools}
         serving = tuple(d for d in self._serving(observed) if d.pool in here)
         now = _solve(replace(problem, fixed=serving))
-        running = Running(
+        running = RunningPlan(
             serving,
             restart_s=self._settings.restart_s,
             horizon_s=self._settings.horizon_s,
@@ -150,11 +159,11 @@ class PlacementPlanner:
             raise RunFailed(f"no plan for this work on these engines: {best.message}")
         rate_now = 0.0 if isinstance(now, Infeasible) else now.rate
         costs = MoveCosts.of(problem.pools, running)
-        placed = diff(_rollout(serving), _rollout(best.deployments), costs=costs)
+        placed = diff(_serving_deployments(serving), _serving_deployments(best.deployments), costs=costs)
         if not placed and best.rate <= rate_now:
             return None
         lost = sum(move.device_seconds for move in placed)
-        devices = sum(d.devices for d in serving if d.role in SERVING) or 1
+        devices = sum(d.devices for d in serving if d.role in SERVING_ROLES) or 1
         routes = routes_of(problem, best)
         fast = problem.objective is Objective.MAX_THROUGHPUT
         proposal = Proposal(
@@ -167,27 +176,27 @@ class PlacementPlanner:
         )
         return proposal, best, routes
 
-    def _serving(self, observed: Observed) -> tuple[Deployment, ...]:
+    def _serving(self, observed: FleetObservation) -> tuple[Deployment, ...]:
         """Engines that serve now, and the plan's other parts: those do not come and go."""
         engines = [
             Deployment(kind.pool, Role(kind.role), kind.tp, load.healthy)
             for kind, load in sorted(observed.load.items())
             if load.healthy
         ]
-        return (*engines, *(d for d in self._found.deployments if d.role not in SERVING))
+        return (*engines, *(d for d in self._found.deployments if d.role not in SERVING_ROLES))
 
-    def _updated(self, observed: Observed) -> Problem:
+    def _updated(self, observed: FleetObservation) -> Problem:
         """The problem with measured work, training where it is."""
         problem = self._problem
         trainer = next((d for d in self._found.deployments if d.role is Role.TRAINER), None)
         train = problem.train
         if train is not None and trainer is not None:
             train = replace(train, pool=trainer.pool, devices=trainer.devices)
-        problem = replace(problem, domains=measured(problem.domains, observed.work), train=train)
-        return problem if observed.devices is None else _on(problem, observed.devices)
+        problem = replace(problem, domains=with_measured_work(problem.domains, observed.work), train=train)
+        return problem if observed.devices is None else _restricted_to(problem, observed.devices)
 
 
-def _on(problem: Problem, devices: Mapping[str, int]) -> Problem:
+def _restricted_to(problem: Problem, devices: Mapping[str, int]) -> Problem:
     """The problem on the devices that are there. A domain whose pools are all gone may go to any."""
     sizes = {p.name: min(p.count, devices.get(p.name, 0)) for p in problem.pools}
     here = {name for name, size in sizes.items() if size > 0}
@@ -208,7 +217,7 @@ def _solve(problem: Problem) -> Placement | Infeasible:
     return solve(problem)
 
 
-def measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
+def with_measured_work(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
     """The profiles, those of domains that were seen often enough as they were measured."""
     found = []
     for domain in domains:
@@ -220,10 +229,10 @@ def measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -
         found.append(
             replace(
                 domain,
-                turns=_as_varied(domain.turns, max(seen.turns, 1.0)),
+                turns=_rescaled(domain.turns, max(seen.turns, 1.0)),
                 first_tokens=Quantity(max(seen.first_tokens, 1.0)),
                 new_tokens=Quantity(max(seen.new_tokens, 0.0)),
-                output_tokens=_as_varied(domain.output_tokens, max(seen.output_tokens, 1.0)),
+                output_tokens=_rescaled(domain.output_tokens, max(seen.output_tokens, 1.0)),
                 environment=EnvironmentCost(max(seen.wait_s, 0.0), environment.core_s, environment.reset_s),
                 source="this run",
             )
@@ -231,22 +240,22 @@ def measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -
     return tuple(found)
 
 
-def _as_varied(before: Quantity, mean: float) -> Quantity:
+def _rescaled(before: Quantity, mean: float) -> Quantity:
     """A mean that was measured, its quantiles as far from it as the profile's: the window waits for the longest."""
     scale = mean / before.mean if before.mean > 0 else 1.0
     p50, p90 = (None if q is None else q * scale for q in (before.p50, before.p90))
     return Quantity(mean, p50, p90)
 
 
-def _rollout(deployments: Sequence[Deployment]) -> list[Deployment]:
+def _serving_deployments(deployments: Sequence[Deployment]) -> list[Deployment]:
     """Engines only: the trainer and the other parts stay where they are while a run goes on."""
-    return [d for d in deployments if d.role in SERVING]
+    return [d for d in deployments if d.role in SERVING_ROLES]
 
 
-def fleet_move(placed: PlacedMove) -> Move:
+def fleet_move(placed: PlacedMove) -> FleetMove:
     """A move between plans in the fleet's terms."""
-    return Move(
-        MoveKind(placed.kind),
+    return FleetMove(
+        FleetMoveKind(placed.kind),
         placed.pool,
         placed.tp,
         placed.replicas,

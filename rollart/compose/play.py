@@ -7,22 +7,24 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from placement.estimate import Observed, ProfileEstimator
+from placement.estimate import ObservedTrajectory, ProfileEstimator
 from placement.workload import DomainProfile
 from rollart.adapters.text import HubTokenizer
-from rollart.compose.prepare import domains, prepare_tokenizer
+from rollart.compose.prepare import prepare_tokenizer, runtime_domains
 from rollart.errors import SpecError
 from rollart.ports import Environment
 from rollart.runtime.domain import Domain, training_seed
 from rollart.spec.resolve import Resolved
 
-__all__ = ["play"]
+__all__ = ["profile_by_play"]
 
 EPISODES = 256
 """Per domain: the mean turns of a game whose length varies as much as its mean are then known to 6 %."""
 
 
-async def play(resolved: Resolved, directory: Path, *, episodes: int = EPISODES) -> tuple[DomainProfile, ...]:
+async def profile_by_play(
+    resolved: Resolved, directory: Path, *, episodes: int = EPISODES
+) -> tuple[DomainProfile, ...]:
     """A profile per domain, `source` "played": every answer one of the legal actions at random, or, where there is no
     choice, the worked example's. Waits are as long as the environment made them. The policy's own games may be longer
     or shorter: one that learns to win early has fewer turns. Files are written under `directory`.
@@ -31,7 +33,7 @@ async def play(resolved: Resolved, directory: Path, *, episodes: int = EPISODES)
     """
     tokenizer = HubTokenizer(prepare_tokenizer(resolved, directory))
     estimator = ProfileEstimator()
-    for domain in domains(resolved, tokenizer):
+    for domain in runtime_domains(resolved, tokenizer):
         seeds = [training_seed(resolved.run.seed, domain.name, index) for index in range(episodes)]
         for seen in await asyncio.gather(*(_episode(domain, seed, tokenizer) for seed in seeds)):
             estimator.add(seen)
@@ -50,7 +52,7 @@ async def play(resolved: Resolved, directory: Path, *, episodes: int = EPISODES)
     )
 
 
-async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observed:
+async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> ObservedTrajectory:
     loop = asyncio.get_running_loop()
     rng = random.Random(seed)
     environment: Environment = domain.environment()
@@ -62,7 +64,7 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     try:
         for _ in range(domain.max_turns):
             shown.append(len(tokenizer.encode(observation.text)))
-            text, tokens = _answer(domain, environment, observation.actions, seed, rng, tokenizer)
+            text, tokens = _choose_answer(domain, environment, observation.actions, seed, rng, tokenizer)
             said += min(tokens, observation.max_tokens or domain.max_tokens)
             began = loop.time()
             step = await environment.step(text)
@@ -72,7 +74,7 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
             observation = step.observation
     finally:
         await environment.close()
-    return Observed(
+    return ObservedTrajectory(
         domain=domain.name,
         t=0.0,
         turns=len(shown),
@@ -84,7 +86,7 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     )
 
 
-def _answer(
+def _choose_answer(
     domain: Domain,
     environment: Environment,
     actions: Sequence[str] | None,

@@ -13,8 +13,8 @@ from placement.problem import Problem
 from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import Infeasible, Placement, Role
-from placement.workload import DomainProfile, Train
-from rollart.compose.calibrate import Machine, mean_of
+from placement.workload import DomainProfile, TrainingWork
+from rollart.compose.calibrate import Machine, mix_mean
 from rollart.errors import SpecError
 from rollart.spec.planning import problem_of
 from rollart.spec.resolve import Resolved, deployments_of
@@ -24,7 +24,7 @@ __all__ = ["Prediction", "predict"]
 BISECTIONS = 10
 """Halvings of the interval that the rate lies in: a thousandth of it is left."""
 
-VARIES = 0.2
+PUBLISH_SPREAD = 0.2
 """Relative spread of the time between publishes of a run that waits for its environments, as seen in short runs."""
 
 ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
@@ -61,18 +61,18 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
     assert isinstance(performance, RooflinePerformance)
     device = machine.engine.calibration.device
     train_s, step_s = _step_seconds(resolved, domains, machine)
-    tokens = run.training.epochs * mean_of(domains, lambda p: p.total_tokens) * run.batch.trajectories
+    tokens = run.training.epochs * mix_mean(domains, lambda p: p.total_tokens) * run.batch.trajectories
     problem = replace(
         problem,
         performance=replace(performance, constants={device: machine.engine.calibration}),
         train=replace(_train(problem), seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s),
         utilisation=1.0,
     )
-    found = _balanced(problem, step_s)
-    return _shared(found, resolved, domains, machine, train_s, step_s)
+    found = _solve_in_flight(problem, step_s)
+    return _limit_by_cores(found, resolved, domains, machine, train_s, step_s)
 
 
-def _balanced(problem: Problem, step_s: float) -> Placement:
+def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
     """The plan whose rate agrees with what is left of the trajectories in flight. Slots (I4) are also held by those in
     training, by those that wait until their batch is whole, and by those that go stale (I2) and are begun again."""
     train = _train(problem)
@@ -81,7 +81,7 @@ def _balanced(problem: Problem, step_s: float) -> Placement:
         lost = 0.0
         if rate > 0 and train.staleness > 0:
             bound = (train.staleness + 1) * train.batch / rate
-            lost = bound * _stale(slowest, late, bound)
+            lost = bound * _stale_attempts(slowest, late, bound)
         left = train.in_flight - rate * (step_s + apart + lost) - min(train.batch / 2, rate * late)
         found = solve(replace(problem, in_flight=max(1, round(left))))
         if isinstance(found, Infeasible):
@@ -90,7 +90,7 @@ def _balanced(problem: Problem, step_s: float) -> Placement:
 
     slowest = late = apart = 0.0
     found = at(0.0)
-    slowest, late, apart = _spread(found, problem.domains)
+    slowest, late, apart = _seconds_in_flight(found, problem.domains)
     low, high = 0.0, found.rate
     found = at(high)
     if found.rate >= high * (1.0 - 1e-9):
@@ -102,7 +102,7 @@ def _balanced(problem: Problem, step_s: float) -> Placement:
     return at(low)
 
 
-def _spread(found: Placement, domains: Sequence[DomainProfile]) -> tuple[float, float, float]:
+def _seconds_in_flight(found: Placement, domains: Sequence[DomainProfile]) -> tuple[float, float, float]:
     """Seconds in flight: of the slowest domain's mean trajectory, of its late ones (90th percentile of turns) beyond
     that, and of the slowest domain beyond the mean of the mix. Every domain has slots of its own and a quota of every
     batch, so the slowest sets the pace and the slots of the others stand idle."""
@@ -117,11 +117,11 @@ def _spread(found: Placement, domains: Sequence[DomainProfile]) -> tuple[float, 
     return slowest, late, max(0.0, slowest - mean)
 
 
-def _stale(mean: float, late: float, bound: float) -> float:
+def _stale_attempts(mean: float, late: float, bound: float) -> float:
     """Attempts that go stale per one that does not: seconds in flight spread evenly around `mean`, with `late` more at
-    the 90th percentile, against a time until the publish that is one too many of `bound` ± `VARIES`."""
+    the 90th percentile, against a time until the publish that is one too many of `bound` ± `PUBLISH_SPREAD`."""
     width = late / 0.4
-    limits = [bound * (1.0 + VARIES * (i - 5) / 5) for i in range(11)]
+    limits = [bound * (1.0 + PUBLISH_SPREAD * (i - 5) / 5) for i in range(11)]
     beyond = [
         min(1.0, max(0.0, 0.5 + (mean - limit) / width)) if width > 0 else float(mean > limit) for limit in limits
     ]
@@ -129,7 +129,7 @@ def _stale(mean: float, late: float, bound: float) -> float:
     return share / (1.0 - share)
 
 
-def _shared(
+def _limit_by_cores(
     found: Placement,
     resolved: Resolved,
     domains: Sequence[DomainProfile],
@@ -160,13 +160,13 @@ def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine:
     """CPU-seconds of a training step, and seconds of the clock until its version is published."""
     run = resolved.run
     batch, training = run.batch.trajectories, run.training
-    one = mean_of(
+    one = mix_mean(
         domains, lambda p: machine.token_s * p.total_tokens + machine.action_s * p.turns.mean * p.output_tokens.mean
     )
     cpu = training.epochs * (training.minibatches * machine.update_s + batch * one)
     return cpu, cpu + machine.publish_s + machine.queue * batch * machine.controller_s(domains)
 
 
-def _train(problem: Problem) -> Train:
+def _train(problem: Problem) -> TrainingWork:
     assert problem.train is not None, "problem_of always states training"
     return problem.train

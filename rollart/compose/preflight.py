@@ -4,7 +4,7 @@ The model's configuration and the headers of its weights are read as the embedde
 loaded, the reward functions are packed as for their workers, and environments are looked at where they will live: those
 of the controller are made in this process, those of hosts in one process of the hosts' interpreter, once, in a bounded
 time. Then every part's program is described as the launch describes it. What lives on other machines is theirs to have,
-and what only they can answer is asked by the launch alone: `unasked` names it.
+and what only they can answer is asked by the launch alone: `unchecked_remotes` names it.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ from pathlib import Path
 from typing import IO, Any
 
 from placement.types import Role
-from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
+from rollart.adapters.envs.look import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
 from rollart.adapters.text import HubTokenizer
 from rollart.addresses import host_and_port
 from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
-from rollart.compose.environments import hook, import_paths, made_by_hosts
+from rollart.compose.environments import hosted_domains, image_hook_config, import_paths
 from rollart.compose.extras import refuse_missing, refuse_without_cuda
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import (
-    harness_of,
+    harness_factory,
     prepare_tokenizer,
     refuse_incomplete,
-    stop_tokens,
+    stop_token_ids,
     trainer_config,
 )
-from rollart.compose.providers import ready
-from rollart.compose.rewards import check
+from rollart.compose.providers import check_providers
+from rollart.compose.rewards import check_function
 from rollart.compose.scaling import scaling_settings
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.resolve import Resolved, Specs, resolve_specs
-from rollart.spec.where import Found, Where, refuse
+from rollart.spec.where import SpecFinding, SpecSources, raise_findings
 from rollart.spec.work import initial_config
 
 __all__ = [
-    "decided",
+    "decide_workers",
     "environment_problems",
-    "for_plans",
+    "is_plan_only",
     "function_problems",
     "launchable",
     "model_problems",
     "refuse_files",
     "refuse_unlaunchable",
-    "unasked",
+    "unchecked_remotes",
 ]
 
 _launchable: Resolved | None = None
 """The last run that `launchable` returned to a launch."""
 
-_WELL: dict[str, bool] = {}
+_CHECKED: dict[str, bool] = {}
 """What was looked at in this process and found well, and whether each environment of it declares itself quick: the
 command line looks before it makes a run's directory, and the run looks for those who start it by themselves."""
 
-SHIPPED = "rollart."
+SHIPPED_PREFIX = "rollart."
 """Environments of ours are imported in any process."""
 
-WATCHED = "rollart.adapters.clusters.pdeathsig"
+PARENT_DEATH_MODULE = "rollart.adapters.clusters.pdeathsig"
 """Runs a module that ends with this process."""
 
-FREE_S, LOOK_S = 5.0, 0.25
+PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
 """Seconds that a port in use is waited for, and between two tries: parts end within 3 s of their controller."""
 
-INSTALL = "install what it needs where environments live: see docs/environments.md"
+INSTALL_REMEDY = "install what it needs where environments live: see docs/environments.md"
 
 
-def launchable(specs: Specs | Resolved, where: Where | None = None, *, others: bool = True) -> Resolved:
+def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
     """The run that a launch would start. `RollartError` for what a launch would refuse; `where`: the specs' documents,
     whose lines are named. `others`: ask other machines as well."""
     global _launchable
     refuse_missing(specs)
     refuse_files(specs, where, launch=True)
     resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
-    _refuse_here(resolved, others)
+    _refuse_local_problems(resolved, others)
     _launchable = resolved if others else None
     return resolved
 
@@ -98,19 +98,19 @@ def refuse_unlaunchable(resolved: Resolved) -> None:
         launchable(resolved)
 
 
-def refuse_files(specs: Resolved | Specs, where: Where | None = None, *, launch: bool = False) -> None:
+def refuse_files(specs: Resolved | Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
     """SpecError with a line for each thing that is wrong with what the specs name: the model, reward functions,
     environments, an image hook or interpreter. `launch`: the model must have weights, or be made on the spot; for plans
     a configuration is enough."""
-    with _path(specs.base):
+    with _spec_directory_on_path(specs.base):
         found = [*model_problems(specs, launch=launch), *function_problems(specs)]
-    refuse([*found, *environment_problems(specs)], where)
+    raise_findings([*found, *environment_problems(specs)], where)
 
 
-def unasked(resolved: Resolved) -> Iterator[str]:
+def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
     """What a launch learns from other machines, each as a clause with whether."""
     cluster = resolved.cluster
-    if cluster.runtime.backend == "ray" and _elsewhere(resolved) and cluster.runtime.address != "start":
+    if cluster.runtime.backend == "ray" and _runs_remotely(resolved) and cluster.runtime.address != "start":
         yield f"whether a Ray cluster answers at {cluster.runtime.address}, and has nodes for the plan"
     for url in cluster.engines.attach:
         yield f"whether {url} serves the model"
@@ -119,15 +119,15 @@ def unasked(resolved: Resolved) -> Iterator[str]:
             yield f"whether {provider} answers, and takes the credentials of this machine"
 
 
-def _refuse_here(resolved: Resolved, others: bool) -> None:
+def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
     token = resolved.cluster.runtime.token
     if token is not None and not Path(token).is_file():
         raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
     refuse_lending(resolved)
-    with _path(resolved.base):
+    with _spec_directory_on_path(resolved.base):
         _refuse_programs(resolved)
     functions = resolved.cluster.functions
-    ready(functions, [function.name for function in resolved.run.functions])
+    check_providers(functions, [function.name for function in resolved.run.functions])
     scaling_settings(functions.scaling)
     if resolved.cluster.engines.kind == "vllm":  # others need not wait for imports
         from rollart.compose.vllm_home import refuse_dead_servers, refuse_without_vllm
@@ -139,7 +139,7 @@ def _refuse_here(resolved: Resolved, others: bool) -> None:
 
 def _refuse_programs(resolved: Resolved) -> None:
     """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
-    from rollart.compose.actors import attached, engine_actor, torch_device, trainer_actors
+    from rollart.compose.actors import attached_urls, engine_actor, torch_device, trainer_actors
 
     cluster, plan = resolved.cluster, resolved.plan
     ours = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
@@ -147,18 +147,18 @@ def _refuse_programs(resolved: Resolved) -> None:
         config = trainer_config(resolved, Path(name), Path(name))
         trainer_actors(resolved, Path(name), config)
         for engine in ours:
-            if engine.name not in attached(resolved):
+            if engine.name not in attached_urls(resolved):
                 engine_actor(resolved, Path(name), engine)
     if resolved.run.weights.collective is not None:
-        from rollart.compose.broadcasts import backend_of
+        from rollart.compose.broadcasts import collective_backend
 
-        backend_of(resolved)
+        collective_backend(resolved)
     if cluster.runtime.port:
-        _refuse_listening(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
+        _refuse_unavailable_address(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
     if cluster.runtime.backend != "local":
         return
     if cluster.trainer.external is not None:
-        _refuse_listening(cluster.trainer.external, "trainer.external")
+        _refuse_unavailable_address(cluster.trainer.external, "trainer.external")
     else:
         ours += plan.of(Role.TRAINER)
     for part in ours if cluster.engines.kind != "vllm" else ():
@@ -166,36 +166,36 @@ def _refuse_programs(resolved: Resolved) -> None:
             refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
 
 
-def _refuse_listening(address: str, key: str) -> None:
+def _refuse_unavailable_address(address: str, key: str) -> None:
     """SpecError for an address of this machine that a server cannot have. A port in use is waited for: the part of a
     controller that was killed holds it until it ends as well."""
-    for left in reversed(range(round(FREE_S / LOOK_S))):
+    for left in reversed(range(round(PORT_WAIT_S / PORT_POLL_S))):
         try:
             with socket.create_server(host_and_port(address)):
                 return
         except OSError as error:
             if error.errno == errno.EADDRINUSE and left:
-                threading.Event().wait(LOOK_S)
+                threading.Event().wait(PORT_POLL_S)
                 continue
             why = f"{key}: no server can listen on {address}: {error.strerror or error}"
             raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
-def for_plans(specs: Resolved | Specs) -> bool:
+def is_plan_only(specs: Resolved | Specs) -> bool:
     """True if the model is for plans alone: a configuration without weights, which no launch starts."""
     return specs.run.model.path is None and specs.run.model.init is None
 
 
-def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[Found]:
+def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
     """What is wrong with the policy's directory, configuration and tokenizer."""
     model, base = specs.run.model, Path(specs.base)
     try:
-        if launch or not for_plans(specs):
+        if launch or not is_plan_only(specs):
             refuse_incomplete(model)
     except SpecError as error:
-        yield Found(("run", "model"), error.message, error.remedy)
+        yield SpecFinding(("run", "model"), error.message, error.remedy)
     vocabulary: int | None = None
-    if model.path is not None and not (_elsewhere(specs) and model.tokenizer is not None):
+    if model.path is not None and not (_runs_remotely(specs) and model.tokenizer is not None):
         found = list(_directory_problems(specs, base / model.path))
         yield from found
         if found:
@@ -207,17 +207,17 @@ def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[
                 refuse_unsupported(init, "model.init")
             vocabulary = init.get("vocab_size")
         except (SpecError, UsageError) as error:
-            yield Found(("run", "model", "init"), error.message, _or_vllm(error))
+            yield SpecFinding(("run", "model", "init"), error.message, _remedy_with_vllm(error))
     yield from _tokenizer_problems(specs, vocabulary)
     lora = specs.run.training.lora
     if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
         for name in lora.targets:
             if name.rpartition(".")[2] not in LINEAR:
                 why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
-                yield Found(("run", "training", "lora", "targets"), why)
+                yield SpecFinding(("run", "training", "lora", "targets"), why)
 
 
-def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[Found]:
+def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
     """`vocabulary`: tokens that a model made on the spot has embeddings for."""
     model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
     named = model.tokenizer or model.path
@@ -225,33 +225,35 @@ def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iter
         return
     if ":" not in named and not (Path(specs.base) / named / "tokenizer.json").is_file():
         why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
-        yield Found(("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer")
+        yield SpecFinding(
+            ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
+        )
         return
-    if for_plans(specs):
+    if is_plan_only(specs):
         return
     with tempfile.TemporaryDirectory() as made:
         try:
             tokenizer = HubTokenizer(prepare_tokenizer(specs, Path(made)))
         except SpecError as error:
-            yield Found(("run", "model", key), error.message, error.remedy)
+            yield SpecFinding(("run", "model", key), error.message, error.remedy)
             return
     for number, domain in enumerate(specs.run.domains):
         try:
-            stop_tokens(domain, tokenizer)
+            stop_token_ids(domain, tokenizer)
         except SpecError as error:
-            yield Found(("run", "domains", number, "stop"), error.message, error.remedy)
+            yield SpecFinding(("run", "domains", number, "stop"), error.message, error.remedy)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         why = f"model.init has vocab_size {vocabulary}, and the tokenizer {tokenizer.vocabulary_size} tokens"
-        yield Found(("run", "model", "init"), f"{why} (rule: an embedding for each)")
+        yield SpecFinding(("run", "model", "init"), f"{why} (rule: an embedding for each)")
 
 
-def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[Found]:
+def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFinding]:
     """Of `model.path`."""
     name, place = specs.run.model.path, ("run", "model", "path")
     if not path.is_dir():
         why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
-        yield Found(place, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        yield SpecFinding(place, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
         return
     try:
         if specs.cluster.engines.kind != "vllm":
@@ -259,80 +261,87 @@ def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[Found]:
         for file in weight_files(path):
             refuse_truncated(file)
     except UsageError as error:
-        yield Found(place, f"model.path: {error.message}", _or_vllm(error))
+        yield SpecFinding(place, f"model.path: {error.message}", _remedy_with_vllm(error))
 
 
-def _or_vllm(error: RollartError) -> str:
+def _remedy_with_vllm(error: RollartError) -> str:
     """vLLM computes families that the embedded engine does not."""
     unsupported = "not supported" in error.message
     return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
 
 
-def function_problems(specs: Resolved | Specs) -> Iterator[Found]:
+def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
     """What is wrong with the source of a reward function. Artefacts are not there yet, and do not matter here."""
     for number, function in enumerate(specs.run.functions):
         try:
-            check(function, specs)
+            check_function(function, specs)
         except RollartError as error:
-            yield Found(("run", "functions", number), error.message, error.remedy)
+            yield SpecFinding(("run", "functions", number), error.message, error.remedy)
 
 
-def environment_problems(specs: Resolved | Specs) -> list[Found]:
+def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
     """The same as values, in the order of the domains."""
-    asked = _asked(specs)
-    if asked in _WELL:
+    asked = _check_key(specs)
+    if asked in _CHECKED:
         return []
     quick: set[str] = set()
-    with _path(specs.base):
-        found = [problem for i in range(len(specs.run.domains)) for problem in _harness(specs, i)]
-        if _looks_here(specs):
-            troubles = look(made_by_hosts(specs.run), worked=_worked(specs), quick=quick.add)
-            found += [_placed(specs, trouble) for trouble in troubles]
-    if not _looks_here(specs) and not _elsewhere(specs):
-        found += _asked_hosts(specs, quick)
+    with _spec_directory_on_path(specs.base):
+        found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
+        if _checks_in_process(specs):
+            troubles = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
+            found += [_locate_problem(specs, trouble) for trouble in troubles]
+    if not _checks_in_process(specs) and not _runs_remotely(specs):
+        found += _check_on_host_interpreter(specs, quick)
     if not found:
-        _WELL[asked] = quick.issuperset(made_by_hosts(specs.run))
+        _CHECKED[asked] = quick.issuperset(hosted_domains(specs.run))
     return found
 
 
-def decided(resolved: Resolved) -> Resolved:
+def decide_workers(resolved: Resolved) -> Resolved:
     """The run with `environments.workers` decided, where that depends on what its environments declare. SpecError as
     from `refuse_unlaunchable`."""
     spec = resolved.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return resolved
-    refuse(environment_problems(resolved))
-    environments = spec.model_copy(update={"workers": 0 if _WELL[_asked(resolved)] else "auto"})
+    raise_findings(environment_problems(resolved))
+    environments = spec.model_copy(update={"workers": 0 if _CHECKED[_check_key(resolved)] else "auto"})
     return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
 
 
-def _asked(specs: Resolved | Specs) -> str:
+def _check_key(specs: Resolved | Specs) -> str:
     spec = specs.cluster.environments
-    key = [made_by_hosts(specs.run), hook(spec), _worked(specs), specs.base, spec.python, spec.workers]
+    key = [
+        hosted_domains(specs.run),
+        image_hook_config(spec),
+        _warm_start_domains(specs),
+        specs.base,
+        spec.python,
+        spec.workers,
+    ]
     return json.dumps(key, default=str)
 
 
-def _looks_here(specs: Resolved | Specs) -> bool:
+def _checks_in_process(specs: Resolved | Specs) -> bool:
     """True if environments are made in this process to be looked at: where they will live here, or are ours."""
     spec = specs.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return not spec.workers
-    paths = [str(one["environment"]) for one in made_by_hosts(specs.run).values()]
-    return spec.python is None and all(path.startswith(SHIPPED) for path in paths)
+    paths = [str(one["environment"]) for one in hosted_domains(specs.run).values()]
+    return spec.python is None and all(path.startswith(SHIPPED_PREFIX) for path in paths)
 
 
-def _worked(specs: Resolved | Specs) -> list[str]:
+def _warm_start_domains(specs: Resolved | Specs) -> list[str]:
     """Domains whose worked examples the run begins with."""
     return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
 
 
-def _elsewhere(specs: Resolved | Specs) -> bool:
+def _runs_remotely(specs: Resolved | Specs) -> bool:
     runtime = specs.cluster.runtime
     return runtime.backend == "ray" and runtime.address != "local"
 
 
 @contextmanager
-def _path(base: str) -> Iterator[None]:
+def _spec_directory_on_path(base: str) -> Iterator[None]:
     """A spec names what lies beside it."""
     if base in sys.path:
         yield
@@ -344,14 +353,14 @@ def _path(base: str) -> Iterator[None]:
         sys.path.remove(base)
 
 
-def _harness(specs: Resolved | Specs, index: int) -> Iterator[Found]:
+def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFinding]:
     try:
-        harness_of(specs.run.domains[index], None)
+        harness_factory(specs.run.domains[index], None)
     except SpecError as error:
-        yield Found(("run", "domains", index, "environment"), error.message, error.remedy)
+        yield SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy)
 
 
-def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
+def _locate_problem(specs: Resolved | Specs, trouble: EnvironmentProblem) -> SpecFinding:
     """Which key of the specs is to blame."""
     if not trouble.domain:
         at: tuple[str | int, ...] = ("cluster", "environments", "images_args" if trouble.argument else "images")
@@ -360,43 +369,45 @@ def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
         index = next(i for i, d in enumerate(specs.run.domains) if d.name == trouble.domain)
         at = ("run", "domains", index, "environment_args" if trouble.argument else "environment")
         message = f"environment of domain '{trouble.domain}': {trouble.message}"
-        remedy = INSTALL if "ModuleNotFoundError" in message or "ImportError" in message else ""
+        remedy = INSTALL_REMEDY if "ModuleNotFoundError" in message or "ImportError" in message else ""
     if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
         remedy = "environments.python is for hosts: set environments.workers to 1 or more"
-    if trouble.argument == WARM:
-        number = _worked(specs).index(trouble.domain)
-        return Found(("run", "warm_start", "domains", number), f"warm_start.domains: {trouble.message}")
+    if trouble.argument == WARM_START_ARGUMENT:
+        number = _warm_start_domains(specs).index(trouble.domain)
+        return SpecFinding(("run", "warm_start", "domains", number), f"warm_start.domains: {trouble.message}")
     named = trouble.argument not in ("", "*")
-    return Found((*at, trouble.argument) if named else at, message, remedy, key=named)
+    return SpecFinding((*at, trouble.argument) if named else at, message, remedy, key=named)
 
 
-def _asked_hosts(specs: Resolved | Specs, quick: set[str]) -> Iterator[Found]:
+def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
     """What the hosts' own interpreter says; domains whose environments are quick are added to `quick`."""
     spec = specs.cluster.environments
     python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
     asked = {
         "path": import_paths(specs),
-        "domains": made_by_hosts(specs.run),
-        "images": hook(spec),
-        "worked": _worked(specs),
+        "domains": hosted_domains(specs.run),
+        "images": image_hook_config(spec),
+        "worked": _warm_start_domains(specs),
     }
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
     try:
-        done = _ran([python, "-m", WATCHED, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env)
+        done = _run_check(
+            [python, "-m", PARENT_DEATH_MODULE, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env
+        )
     except OSError as error:
         why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
-        yield Found(blamed, why, "name an interpreter that is there")
+        yield SpecFinding(blamed, why, "name an interpreter that is there")
         return
     except subprocess.TimeoutExpired as late:
-        yield _stopped(
+        yield _interrupted_check(
             specs,
-            _read(_text(late.stdout))[1],
+            _parse_check_output(_text(late.stdout))[1],
             f"was not over within {spec.start_s:g} s (environments.start_s)",
             blamed,
         )
         return
-    troubles, where = _read(done.stdout, quick)
-    yield from (_placed(specs, trouble) for trouble in troubles)
+    troubles, where = _parse_check_output(done.stdout, quick)
+    yield from (_locate_problem(specs, trouble) for trouble in troubles)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         code = done.returncode
@@ -404,12 +415,16 @@ def _asked_hosts(specs: Resolved | Specs, quick: set[str]) -> Iterator[Found]:
         last = next((line for line in said if line.startswith("Fatal Python error")), said[-1])[:300]
         if where is None:  # not even begun
             why = f"environments.python is '{python}', under which no host could run: {last}"
-            yield Found(blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
+            yield SpecFinding(
+                blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter"
+            )
         else:
-            yield _stopped(specs, where, f"{how}: {last}", blamed)
+            yield _interrupted_check(specs, where, f"{how}: {last}", blamed)
 
 
-def _ran(command: Sequence[str], said: str, seconds: float, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _run_check(
+    command: Sequence[str], said: str, seconds: float, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Its end alone is waited for: a pipe would stay open as long as anything that an environment has started."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
 
@@ -426,17 +441,19 @@ def _ran(command: Sequence[str], said: str, seconds: float, env: Mapping[str, st
         return subprocess.CompletedProcess(command, code, text(out), text(errors))
 
 
-def _stopped(specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]) -> Found:
+def _interrupted_check(
+    specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]
+) -> SpecFinding:
     """What it was at when it ended, or did not end."""
     index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
     if index is not None:
-        return Found(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
+        return SpecFinding(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
     if where == "environments.images":
-        return Found(("cluster", "environments", "images"), f"the look at {where} {how}")
-    return Found(blamed, f"the look at the environments {how}")
+        return SpecFinding(("cluster", "environments", "images"), f"the look at {where} {how}")
+    return SpecFinding(blamed, f"the look at the environments {how}")
 
 
-def _read(said: str, quick: set[str] | None = None) -> tuple[Sequence[Trouble], str | None]:
+def _parse_check_output(said: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
     """What was found, and what was looked at last; None if nothing was."""
     troubles, where = [], None
     for line in said.splitlines():
@@ -445,7 +462,7 @@ def _read(said: str, quick: set[str] | None = None) -> tuple[Sequence[Trouble], 
         except ValueError:  # cut off
             break
         if "trouble" in told:
-            troubles.append(Trouble(*told["trouble"]))
+            troubles.append(EnvironmentProblem(*told["trouble"]))
         elif "quick" in told:
             if quick is not None:
                 quick.add(told["quick"])

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from placement.types import Role
 from rollart.adapters.envs.worked import METHOD
-from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
+from rollart.adapters.rewards.offload import CreditAssignment, DomainRewards, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.compose.dtypes import trainer_dtype
 from rollart.episodes import HarnessFactory
 from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
-from rollart.foreign import foreign, guard
+from rollart.foreign import UserCodeGuard, guard
 from rollart.learning import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.policy.lease import Expiry
@@ -35,24 +35,24 @@ from rollart.spec.run_parts import DomainSpec, ModelSpec
 from rollart.spec.work import initial_config
 
 if TYPE_CHECKING:
-    from rollart.adapters.proxy.harness import Harnesses  # its server is not needed to check a spec
+    from rollart.adapters.proxy.harness import HarnessRunner  # its server is not needed to check a spec
 
 __all__ = [
-    "domains",
-    "environment_of",
-    "harness_of",
+    "runtime_domains",
+    "environment_factory",
+    "harness_factory",
     "import_attribute",
     "prepare_tokenizer",
     "produce_artefacts",
     "refuse_incomplete",
     "reward_plan",
-    "stop_tokens",
+    "stop_token_ids",
     "trainer_config",
     "warm_start_samples",
 ]
 
 
-ASKED, TRIES = 16, 3
+CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
 """Worked examples that hosts are asked for at a time, and how often one is: a host may end while it is asked."""
 
 
@@ -61,7 +61,7 @@ def import_attribute(path: str, what: str) -> Any:
     """The object at `package.module:attribute`; `SpecError` names what it was for."""
     module, _, name = path.partition(":")
     try:
-        with foreign():
+        with UserCodeGuard():
             holder = importlib.import_module(module)
     except ImportError as error:
         raise SpecError(
@@ -110,7 +110,7 @@ def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
 def _write_tokenizer(producer: str, directory: Path) -> None:
     write = import_attribute(producer, "model.tokenizer")
     try:
-        with foreign():
+        with UserCodeGuard():
             write(directory)
     except Exception as error:
         raise SpecError(
@@ -153,10 +153,10 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     return path
 
 
-def domains(
+def runtime_domains(
     resolved: Resolved,
     tokenizer: HubTokenizer,
-    harnesses: Harnesses | None = None,
+    harnesses: HarnessRunner | None = None,
     hosted: Callable[[DomainSpec], EnvironmentFactory] | None = None,
 ) -> list[Domain]:
     """The runtime's view of the spec's domains; environments are imported, not made. `harnesses`: where agent programs
@@ -168,7 +168,7 @@ def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
     """Which functions score which domain, and with what weight."""
     return {
         d.name: DomainRewards(
-            tuple(RewardTerm(r.function, r.weight, Pays(r.pays)) for r in d.rewards), d.env_reward_weight
+            tuple(RewardTerm(r.function, r.weight, CreditAssignment(r.pays)) for r in d.rewards), d.env_reward_weight
         )
         for d in resolved.run.domains
     }
@@ -208,18 +208,18 @@ async def warm_start_samples(
         spec = resolved.run.domain(name)
         seeds = [derive_seed(resolved.run.seed, "warm", name, i) % 2**30 for i in range(warm.examples if warm else 0)]
         if hosted is not None and isinstance(spec.environment, str):
-            pairs = await _asked(hosted(spec), seeds, leases, resolved.run.leases.env_step_s)
+            pairs = await _examples_from_hosts(hosted(spec), seeds, leases, resolved.run.leases.env_step_s)
         else:
-            pairs = _solved(spec, seeds)
+            pairs = _examples_in_process(spec, seeds)
         for index, (prompt, answer) in enumerate(pairs):
-            samples.append(_worked(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
+            samples.append(_example_sample(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
     return samples
 
 
 @guard
-def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
+def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
     """By an environment of this process."""
-    environment = environment_of(spec)()
+    environment = environment_factory(spec)()
     solve = getattr(environment, METHOD, None)
     if solve is None:
         raise SpecError(
@@ -227,7 +227,7 @@ def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
             remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
         )
     try:
-        with foreign():
+        with UserCodeGuard():
             return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
     except Exception as error:
         raise SpecError(
@@ -236,11 +236,11 @@ def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
         ) from None
 
 
-async def _asked(
+async def _examples_from_hosts(
     make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
 ) -> list[tuple[str, str]]:
     """By hosts. One that ends in the middle is asked again, or another is."""
-    room = asyncio.Semaphore(ASKED)
+    room = asyncio.Semaphore(CONCURRENT_EXAMPLES)
 
     async def once(seed: int) -> tuple[str, str]:
         environment = make()
@@ -253,7 +253,7 @@ async def _asked(
 
     async def one(seed: int) -> tuple[str, str]:
         async with room:
-            for _ in range(TRIES - 1):
+            for _ in range(EXAMPLE_TRIES - 1):
                 with contextlib.suppress(EnvironmentFault):
                     return await once(seed)
             return await once(seed)
@@ -263,7 +263,7 @@ async def _asked(
     return [task.result() for task in found]
 
 
-def _worked(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:
+def _example_sample(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:
     p, a = len(prompt), len(answer)
     return TrainSample(
         id=TrajectoryId(f"worked-{domain}-{index}"),
@@ -285,24 +285,26 @@ def _domain(
     spec: DomainSpec,
     quota: int,
     tokenizer: HubTokenizer,
-    harnesses: Harnesses | None,
+    harnesses: HarnessRunner | None,
     hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
 ) -> Domain:
     return Domain(
         name=spec.name,
-        environment=hosted(spec) if hosted and isinstance(spec.environment, str) else in_process(environment_of(spec)),
+        environment=hosted(spec)
+        if hosted and isinstance(spec.environment, str)
+        else in_process(environment_factory(spec)),
         quota=quota,
         group_size=spec.group_size,
         max_turns=spec.max_turns,
         max_tokens=spec.max_tokens,
         temperature=spec.temperature,
         top_p=spec.top_p,
-        stop_token_ids=stop_tokens(spec, tokenizer),
-        harness=harness_of(spec, harnesses),
+        stop_token_ids=stop_token_ids(spec, tokenizer),
+        harness=harness_factory(spec, harnesses),
     )
 
 
-def stop_tokens(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
+def stop_token_ids(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
     """SpecError for a text that is not one token."""
     try:
         return tuple(tokenizer.token_id(text) for text in spec.stop)
@@ -310,7 +312,7 @@ def stop_tokens(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
         raise SpecError(f"domain '{spec.name}', stop: {error}") from None
 
 
-def harness_of(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | None:
+def harness_factory(spec: DomainSpec, harnesses: HarnessRunner | None) -> HarnessFactory | None:
     if isinstance(spec.environment, str):
         return None
     path = spec.environment.harness
@@ -328,13 +330,13 @@ def harness_of(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory 
 
 
 @guard
-def environment_of(spec: DomainSpec) -> Callable[[], Any]:
+def environment_factory(spec: DomainSpec) -> Callable[[], Any]:
     if not isinstance(spec.environment, str):
         return functools.partial(_no_environment, spec.name)
     make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
     arguments = dict(spec.environment_args)
     try:
-        with foreign():
+        with UserCodeGuard():
             make(**arguments)
     except ImportError as error:
         raise SpecError(f"environment of domain '{spec.name}': {error}", remedy="pip install 'rollart[envs]'") from None

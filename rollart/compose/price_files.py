@@ -17,13 +17,13 @@ from rollart.spec.fleet import merged_prices
 from rollart.spec.load import builtin, load_cluster, load_prices, price_list
 from rollart.spec.prices import PriceEntry, PriceList
 
-__all__ = ["Change", "base_list", "changes", "in_effect", "merge_into", "read_prices", "write_prices"]
+__all__ = ["PriceChange", "base_list", "price_changes", "effective_prices", "merge_into", "read_prices", "write_prices"]
 
 COLUMNS = ("name", "unit", "usd", "source", "date")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PriceChange:
     """A price before and after; None: it was not there. `same` if only its source or date changed."""
 
     name: str
@@ -37,7 +37,7 @@ class Change:
         return self.before == self.after
 
 
-def in_effect(cluster: Path | None) -> list[PriceEntry]:
+def effective_prices(cluster: Path | None) -> list[PriceEntry]:
     """Every price that a run on the cluster goes by: those of its list, overridden by its `price_list` and its pools.
     Without a cluster those that are shipped."""
     listed = base_list(cluster)
@@ -116,20 +116,20 @@ def _json(path: Path, region: str) -> list[PriceEntry]:
     return found
 
 
-def changes(before: PriceList, new: Iterable[PriceEntry]) -> list[Change]:
+def price_changes(before: PriceList, new: Iterable[PriceEntry]) -> list[PriceChange]:
     """What the new entries change, in their order."""
     known = {(p.name, p.unit): p.usd for p in before.prices}
-    return [Change(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
+    return [PriceChange(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
 
 
-def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, today: dt.date) -> list[Change]:
+def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, today: dt.date) -> list[PriceChange]:
     """Write a price list with the new entries to `path`: over those it has, or over the cluster's list if it is new.
     UsageError for the shipped list."""
     if path.resolve() == builtin("prices.yaml").resolve():
         raise UsageError(f"{path} is the shipped price list (rule: it stays as it is)", remedy="give another --into")
     before = load_prices(path) if path.exists() else base_list(cluster)
     write_prices(path, merged_prices(before, new), today=today)
-    return changes(before, new)
+    return price_changes(before, new)
 
 
 def write_prices(path: Path, prices: PriceList, *, today: dt.date) -> None:

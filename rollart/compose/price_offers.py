@@ -18,7 +18,7 @@ from rollart.spec.prices import PriceEntry, PriceList
 
 __all__ = ["Product", "ec2_prices", "lambda_prices", "modal_prices", "products_of", "products_of_offer"]
 
-LAMBDA = {
+LAMBDA_GROUPS = {
     "AWS-Lambda-Duration": ("aws_lambda", "GB-second", 1),
     "AWS-Lambda-Duration-ARM": ("aws_lambda-arm", "GB-second", 1),
     "AWS-Lambda-Requests": ("aws_lambda", "million-requests", 1_000_000),
@@ -28,7 +28,7 @@ LAMBDA = {
 }
 """By the products' group: name and unit of our entry, and how many of AWS's units it counts."""
 
-EC2 = {
+EC2_FAMILIES = {
     "g4dn": "T4",
     "g5": "A10G",
     "g6": "L4",
@@ -105,14 +105,14 @@ def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -
 
     Of several products of a group the plainest counts: the one with the shortest usage type.
     """
-    own = _of_region([p for p in products if p.attributes.get("group") in LAMBDA and p.usd], region)
+    own = _of_region([p for p in products if p.attributes.get("group") in LAMBDA_GROUPS and p.usd], region)
     best: dict[str, Product] = {}
     for product in sorted(own, key=lambda p: (len(p.attributes.get("usagetype", "")), p.sku)):
         best.setdefault(product.attributes["group"], product)
     return [
         _entry(
-            *LAMBDA[group][:2],
-            (product.usd or Decimal(0)) * LAMBDA[group][2],
+            *LAMBDA_GROUPS[group][:2],
+            (product.usd or Decimal(0)) * LAMBDA_GROUPS[group][2],
             day,
             f"AWS Lambda {product.region}, {product.attributes.get('usagetype', product.sku)}",
         )
@@ -143,7 +143,7 @@ def _devices(attributes: Mapping[str, str]) -> tuple[str, Decimal]:
     plain = {"operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used"}
     if any(attributes.get(key) != value for key, value in plain.items()):
         return "", Decimal(0)
-    device = EC2.get(attributes.get("instanceType", "").partition(".")[0], "")
+    device = EC2_FAMILIES.get(attributes.get("instanceType", "").partition(".")[0], "")
     if device == "cpu":
         return device, _money(attributes.get("vcpu", "0")) / THREADS_PER_CORE
     return device, _money(attributes.get("gpu", "0"))
@@ -158,9 +158,9 @@ def _of_region(products: Sequence[Product], region: str) -> list[Product]:
     return [p for p in products if p.region == (region or p.region)]
 
 
-CPU, MEMORY = {"cpu", "core"}, {"memory", "mem", "gib"}
-PLAIN = {"modal", "per", "usd", "container"}
-SECONDS = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 3600}
+CPU_WORDS, MEMORY_WORDS = {"cpu", "core"}, {"memory", "mem", "gib"}
+IGNORED_WORDS = {"modal", "per", "usd", "container"}
+SECONDS_PER_UNIT = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 3600}
 
 
 def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -> tuple[list[PriceEntry], list[str]]:
@@ -170,34 +170,38 @@ def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -
     device's hour is only replaced where `known` has it from Modal: a rented GPU is another offer. Names with words
     that are not understood (a region, a surcharge) are left alone.
     """
-    ours = {_squeezed(p.name): p.name for p in known.prices if p.unit == "device-hour" and p.source.startswith("Modal")}
+    ours = {
+        _normalised_name(p.name): p.name
+        for p in known.prices
+        if p.unit == "device-hour" and p.source.startswith("Modal")
+    }
     found: list[PriceEntry] = []
     unused: list[str] = []
     for name, rate in sorted(rates.items()):
-        words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in PLAIN]
-        per = next((SECONDS[word] for word in words if word in SECONDS), 0)
-        what = [word for word in words if word not in SECONDS]
+        words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in IGNORED_WORDS]
+        per = next((SECONDS_PER_UNIT[word] for word in words if word in SECONDS_PER_UNIT), 0)
+        what = [word for word in words if word not in SECONDS_PER_UNIT]
         if not per:
             unused.append(name)
-        elif set(what) == CPU:
-            found += _both("core-second", rate / per, day, name)
+        elif set(what) == CPU_WORDS:
+            found += _busy_and_idle("core-second", rate / per, day, name)
             if "cpu" in ours:
                 found.append(_entry("cpu", "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
-        elif what and set(what) <= MEMORY and "gib" in what:
-            found += _both("GiB-second", rate / per, day, name)
-        elif what[:1] == ["gpu"] and _squeezed("".join(what[1:])) in ours:
-            device = ours[_squeezed("".join(what[1:]))]
+        elif what and set(what) <= MEMORY_WORDS and "gib" in what:
+            found += _busy_and_idle("GiB-second", rate / per, day, name)
+        elif what[:1] == ["gpu"] and _normalised_name("".join(what[1:])) in ours:
+            device = ours[_normalised_name("".join(what[1:]))]
             found.append(_entry(device, "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
         else:
             unused.append(name)
     return found, unused
 
 
-def _both(unit: str, usd: Decimal, day: dt.date, name: str) -> list[PriceEntry]:
+def _busy_and_idle(unit: str, usd: Decimal, day: dt.date, name: str) -> list[PriceEntry]:
     return [_entry("modal", prefix + unit, usd, day, f"Modal billing rates, {name}") for prefix in ("", "idle-")]
 
 
-def _squeezed(name: str) -> str:
+def _normalised_name(name: str) -> str:
     return name.lower().replace("-", "").removesuffix("gb")
 
 

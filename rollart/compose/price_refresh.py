@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from rollart.compose.price_offers import lambda_prices, modal_prices, products_of
-from rollart.compose.providers import deployer, translated
+from rollart.compose.providers import deployer, translated_errors
 from rollart.errors import ProviderError, RollartError
 from rollart.spec.prices import PriceEntry, PriceList
 
-__all__ = ["SOURCES", "Refreshed", "refresh"]
+__all__ = ["SOURCES", "RefreshedPrices", "refresh_prices"]
 
 SOURCES = ("aws_lambda", "modal")
 """Providers that tell their prices."""
 
-REGION = "us-east-1"
+DEFAULT_REGION = "us-east-1"
 """Where no region is set; also where AWS answers questions about prices, those of other regions included."""
 
 
 @dataclass(slots=True)
-class Refreshed:
+class RefreshedPrices:
     """What was learned, what of it is of no use here, and who could not be asked and why."""
 
     entries: list[PriceEntry] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Refreshed:
     failed: dict[str, RollartError] = field(default_factory=dict)
 
 
-def refresh(
+def refresh_prices(
     providers: Sequence[str],
     settings: Mapping[str, Mapping[str, Any]],
     known: PriceList,
@@ -43,18 +43,18 @@ def refresh(
     root: Path,
     today: dt.date,
     region: str = "",
-) -> Refreshed:
+) -> RefreshedPrices:
     """Ask each provider. `settings` are those of the cluster spec by provider, `known` the list that is refreshed.
 
     Raises if none of them answered: the error of the only one, or a ProviderError that tells all.
     """
-    found = Refreshed()
+    found = RefreshedPrices()
     for provider in providers:
         try:
             if provider == "aws_lambda":
-                found.entries += _aws(settings.get(provider, {}), region)
+                found.entries += _lambda_prices(settings.get(provider, {}), region)
             else:
-                entries, unused = modal_prices(_modal(settings.get(provider, {}), root), known, today)
+                entries, unused = modal_prices(_modal_rates(settings.get(provider, {}), root), known, today)
                 found.entries += entries
                 found.unused += [f"{provider}: {name}" for name in unused]
         except RollartError as error:
@@ -68,18 +68,18 @@ def refresh(
     raise ProviderError("\n".join(error.message for error in errors), remedy="; ".join(remedies))
 
 
-def _aws(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
+def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
     """AWS Lambda's prices of the region of the settings (`AWSPriceListService.GetProducts`)."""
-    from serverless.deploy.aws_session import Clients
-    from serverless.deploy.aws_session import translated as asking
+    from serverless.deploy.aws_session import Boto3Clients
+    from serverless.deploy.aws_session import translate_errors as asking
     from serverless.deploy.aws_settings import AwsSettings
 
     settings = AwsSettings(**given)
-    environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION
+    environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
     where = region or settings.region or environment
-    clients = Clients(settings.model_copy(update={"region": REGION}))
+    clients = Boto3Clients(settings.model_copy(update={"region": DEFAULT_REGION}))
     filters = [{"Type": "TERM_MATCH", "Field": "regionCode", "Value": where}]
-    with translated("prices of AWS Lambda: "), asking("asking for prices"):
+    with translated_errors("prices of AWS Lambda: "), asking("asking for prices"):
         try:
             pages = clients.of("pricing").get_paginator("get_products")
             answers = [
@@ -95,7 +95,7 @@ def _aws(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
     return entries
 
 
-def _modal(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
+def _modal_rates(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
     from serverless.deploy.modal_app import ModalDeployer
 
     async def main() -> Mapping[str, Decimal]:
@@ -103,5 +103,5 @@ def _modal(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
             assert isinstance(place, ModalDeployer)
             return await place.rates()
 
-    with translated("prices of Modal: "):
+    with translated_errors("prices of Modal: "):
         return asyncio.run(main())

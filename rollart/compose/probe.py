@@ -17,19 +17,29 @@ from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.compose.actors import engine_actor, nodes, trainer_actor
+from rollart.compose.actors import engine_actor, pool_nodes, trainer_actor
 from rollart.compose.prepare import prepare_tokenizer, trainer_config
 from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
 from rollart.ports import Handle
 from rollart.spec.resolve import Resolved
 from rollart.spec.runtime import RuntimeSpec
 
-__all__ = ["PASSES", "RUNGS", "SHAPES", "Rung", "Shape", "TrainRow", "cpu_of", "cpu_of_reaped", "probe"]
+__all__ = [
+    "PASSES",
+    "ENGINE_LOADS",
+    "TRAINING_LOADS",
+    "EngineProbeLoad",
+    "TrainerProbeLoad",
+    "TrainingMeasurement",
+    "process_cpu_s",
+    "reaped_children_cpu_s",
+    "probe",
+]
 
 ACTIONS = (10, 11, 12, 13)
 """Token ids that one-token answers are restricted to, as an agent's legal actions are."""
 
-ALPHABET = (10, 60)
+PROMPT_TOKEN_RANGE = (10, 60)
 """Token ids that prompts are drawn from: any vocabulary that is worth training has them."""
 
 
@@ -38,7 +48,7 @@ PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class EngineProbeLoad:
     """`clients` in a closed loop, `rounds` trajectories each: `turns` turns, `first` tokens of prompt and then `new`
     per turn, `output` tokens generated in each."""
 
@@ -50,27 +60,27 @@ class Rung:
     rounds: int
 
 
-RUNGS = (
-    Rung(4, 1, 8, 0, 24, 15),
-    Rung(16, 1, 8, 0, 24, 10),
-    Rung(64, 1, 8, 0, 24, 8),
-    Rung(128, 1, 8, 0, 24, 5),
-    Rung(32, 1, 8, 0, 8, 20),
-    Rung(96, 1, 10, 0, 48, 4),
-    Rung(8, 5, 24, 7, 1, 25),
-    Rung(32, 5, 24, 7, 1, 16),
-    Rung(64, 5, 24, 7, 1, 10),
-    Rung(128, 5, 24, 7, 1, 6),
-    Rung(16, 1, 120, 0, 1, 20),
-    Rung(48, 1, 64, 0, 8, 8),
-    Rung(32, 6, 10, 10, 4, 6),
-    Rung(16, 4, 24, 7, 8, 10),
+ENGINE_LOADS = (
+    EngineProbeLoad(4, 1, 8, 0, 24, 15),
+    EngineProbeLoad(16, 1, 8, 0, 24, 10),
+    EngineProbeLoad(64, 1, 8, 0, 24, 8),
+    EngineProbeLoad(128, 1, 8, 0, 24, 5),
+    EngineProbeLoad(32, 1, 8, 0, 8, 20),
+    EngineProbeLoad(96, 1, 10, 0, 48, 4),
+    EngineProbeLoad(8, 5, 24, 7, 1, 25),
+    EngineProbeLoad(32, 5, 24, 7, 1, 16),
+    EngineProbeLoad(64, 5, 24, 7, 1, 10),
+    EngineProbeLoad(128, 5, 24, 7, 1, 6),
+    EngineProbeLoad(16, 1, 120, 0, 1, 20),
+    EngineProbeLoad(48, 1, 64, 0, 8, 8),
+    EngineProbeLoad(32, 6, 10, 10, 4, 6),
+    EngineProbeLoad(16, 4, 24, 7, 8, 10),
 )
 """Prefill lengths, decode batches and mixed turns, about half a CPU-second each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TrainerProbeLoad:
     """`samples` trajectories of `turns` turns: `first` tokens, then `action` sampled and `new` shown per turn."""
 
     samples: int
@@ -80,20 +90,20 @@ class Shape:
     action: int
 
 
-SHAPES = (
-    Shape(128, 7, 1, 0, 20),
-    Shape(64, 24, 5, 7, 1),
-    Shape(256, 7, 1, 0, 20),
-    Shape(48, 100, 1, 0, 60),
-    Shape(192, 24, 5, 7, 1),
-    Shape(32, 7, 1, 0, 20),
-    Shape(96, 10, 1, 0, 36),
-    Shape(64, 24, 8, 7, 1),
+TRAINING_LOADS = (
+    TrainerProbeLoad(128, 7, 1, 0, 20),
+    TrainerProbeLoad(64, 24, 5, 7, 1),
+    TrainerProbeLoad(256, 7, 1, 0, 20),
+    TrainerProbeLoad(48, 100, 1, 0, 60),
+    TrainerProbeLoad(192, 24, 5, 7, 1),
+    TrainerProbeLoad(32, 7, 1, 0, 20),
+    TrainerProbeLoad(96, 10, 1, 0, 36),
+    TrainerProbeLoad(64, 24, 8, 7, 1),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class TrainRow:
+class TrainingMeasurement:
     """One training step: what went in, and the CPU-seconds that it took."""
 
     tokens: float
@@ -105,7 +115,7 @@ class TrainRow:
 
 async def probe(
     resolved: Resolved, directory: Path, *, device: str = "cpu", passes: int = PASSES
-) -> tuple[list[Row], list[TrainRow]]:
+) -> tuple[list[Row], list[TrainingMeasurement]]:
     """Start both parts on this machine, under `directory`, and measure them; both are stopped before it returns.
 
     Engine rows are of kind `turn`, for `placement.calibrate.fit`, and name the `device`.
@@ -113,14 +123,14 @@ async def probe(
     resolved = replace(resolved, cluster=resolved.cluster.model_copy(update={"runtime": RuntimeSpec()}))
     tokenizer = prepare_tokenizer(resolved, directory)
     config = trainer_config(resolved, directory, tokenizer)
-    runtime = LocalRuntime(nodes(resolved))
+    runtime = LocalRuntime(pool_nodes(resolved))
     await runtime.start()
     try:
         program = await runtime.spawn(trainer_actor(resolved, directory, config))
         trainer = HttpTrainer(await program.call("start", []))
         try:
             weights = await trainer.publish(0)
-            steps = await _train(trainer, resolved)
+            steps = await _measure_trainer(trainer, resolved)
         finally:
             await trainer.aclose()
             await program.kill()
@@ -128,7 +138,7 @@ async def probe(
         address = await part.call("start", ["--model", weights.path, "--weight-version", "0"])
         engine = HttpEngine(EngineId("probed"), address)
         try:
-            rows = await _serve(engine, part, resolved, device, passes)
+            rows = await _measure_engine(engine, part, resolved, device, passes)
         finally:
             await engine.close()
     finally:
@@ -136,7 +146,7 @@ async def probe(
     return rows, steps
 
 
-def cpu_of(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     """CPU-seconds of a process so far, all of its threads. 0 for one that is gone."""
     try:
         threads = [(task / "schedstat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
@@ -150,7 +160,7 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cpu_of_reaped(pid: int) -> float:
+def reaped_children_cpu_s(pid: int) -> float:
     """CPU-seconds of the children that a process has waited for, in hundredths. 0 for one that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -159,17 +169,17 @@ def cpu_of_reaped(pid: int) -> float:
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _serve(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:
+async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:
     pid = int(await part.call("pid"))
     context = resolved.run.model.context
-    fitting = [r for r in RUNGS if r.first + r.turns * (r.new + r.output) <= context]
-    await _climb(engine, pid, fitting[0], device)  # the first steps of a process are slower than all later ones
+    fitting = [r for r in ENGINE_LOADS if r.first + r.turns * (r.new + r.output) <= context]
+    await _measure_load(engine, pid, fitting[0], device)  # the first steps of a process are slower than all later ones
     # Passes over all rungs, not repeats of each: whatever disturbs the machine for a second then hits different ones.
-    seen = [[await _climb(engine, pid, rung, device) for rung in fitting] for _ in range(passes)]
+    seen = [[await _measure_load(engine, pid, rung, device) for rung in fitting] for _ in range(passes)]
     return [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
 
 
-async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
+async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad, device: str) -> Row:
     """One rung: engine CPU-seconds per turn, and what a turn was on average."""
     seen: list[tuple[int, int, int]] = []
 
@@ -177,9 +187,9 @@ async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
         rng = random.Random(index)
         for again in range(rung.rounds):
             session = f"{id(seen)}-{index}-{again}"
-            tokens = [rng.randrange(*ALPHABET) for _ in range(rung.first)]
+            tokens = [rng.randrange(*PROMPT_TOKEN_RANGE) for _ in range(rung.first)]
             for turn in range(rung.turns):
-                tokens += [rng.randrange(*ALPHABET) for _ in range(rung.new if turn else 0)]
+                tokens += [rng.randrange(*PROMPT_TOKEN_RANGE) for _ in range(rung.new if turn else 0)]
                 allowed = ACTIONS if rung.output == 1 else None
                 sampling = Sampling(rung.output, seed=rng.randrange(2**31), allowed_token_ids=allowed)
                 done = await engine.generate(GenerateRequest(f"{session}-{turn}", session, tuple(tokens), sampling))
@@ -187,11 +197,11 @@ async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
                 seen.append((len(tokens) - len(done.token_ids), done.cached_tokens, len(done.token_ids)))
             await engine.release(session)
 
-    began = cpu_of(pid)
+    began = process_cpu_s(pid)
     async with asyncio.TaskGroup() as tasks:
         for index in range(rung.clients):
             tasks.create_task(client(index))
-    spent = cpu_of(pid) - began
+    spent = process_cpu_s(pid) - began
     prompt, cached, output = (sum(column) / len(seen) for column in zip(*seen, strict=True))
     return Row(
         "turn",
@@ -204,20 +214,20 @@ async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
     )
 
 
-async def _train(trainer: HttpTrainer, resolved: Resolved) -> list[TrainRow]:
+async def _measure_trainer(trainer: HttpTrainer, resolved: Resolved) -> list[TrainingMeasurement]:
     run = resolved.run
     rows = []
     domain = run.domains[0].name
-    for shape in (SHAPES[0], *SHAPES):
+    for shape in (TRAINING_LOADS[0], *TRAINING_LOADS):
         samples = [_sample(shape, domain, i) for i in range(shape.samples)]
         reports = [await trainer.train(samples, 0) for _ in range(3)]
         spent = median(report.metrics["cpu_seconds"] for report in reports)
         tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
-        rows.append(TrainRow(tokens, actions, run.training.epochs, run.training.minibatches, spent))
+        rows.append(TrainingMeasurement(tokens, actions, run.training.epochs, run.training.minibatches, spent))
     return rows[1:]  # the first warmed the process up
 
 
-def _sample(shape: Shape, domain: str, index: int) -> TrainSample:
+def _sample(shape: TrainerProbeLoad, domain: str, index: int) -> TrainSample:
     """A trajectory of a shape, of about its lengths: real ones vary, and padding depends on it."""
     rng = random.Random(index)
     kinds: list[tuple[int, int]] = [(shape.first, -1)]
@@ -231,7 +241,7 @@ def _sample(shape: Shape, domain: str, index: int) -> TrainSample:
         group=GroupId(f"probe-{index}"),
         domain=domain,
         v0=0,
-        token_ids=tuple(rng.choice(ACTIONS) if a and legal else rng.randrange(*ALPHABET) for a in acts),
+        token_ids=tuple(rng.choice(ACTIONS) if a and legal else rng.randrange(*PROMPT_TOKEN_RANGE) for a in acts),
         loss_mask=acts,
         logprobs=tuple(-1.0 if a else 0.0 for a in acts),
         versions=tuple(0 if a else -1 for a in acts),

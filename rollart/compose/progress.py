@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.training import StepDone
 
-__all__ = ["SHOWN", "evaluation_fields", "step_fields"]
+__all__ = ["SHOWN_EVENTS", "evaluation_fields", "step_fields"]
 
-Fields = dict[str, str | int | float | bool | None]
+EventFields = dict[str, str | int | float | bool | None]
 
 SHOWN_METRICS = (
     "loss",
@@ -23,9 +23,9 @@ SHOWN_METRICS = (
 )
 
 
-def step_fields(done: StepDone, *, steps: int, live: int) -> Fields:
+def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
     """One training step: how far, how fast, and how well per domain (`success.lake`, `score.lake`)."""
-    fields: Fields = {
+    fields: EventFields = {
         "step": done.step + 1,
         "steps": steps,
         "version": done.version,
@@ -48,9 +48,9 @@ def step_fields(done: StepDone, *, steps: int, live: int) -> Fields:
     return fields
 
 
-def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> Fields:
+def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> EventFields:
     """Held-out success per domain at a version."""
-    fields: Fields = {"version": version}
+    fields: EventFields = {"version": version}
     for domain, result in sorted(results.items()):
         fields[f"success.{domain}"] = result.rate
         fields[f"episodes.{domain}"] = result.episodes
@@ -58,7 +58,7 @@ def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> 
     return fields
 
 
-SHOWN = frozenset(
+SHOWN_EVENTS = frozenset(
     {
         "affinity_fallback",
         "affinity_restored",

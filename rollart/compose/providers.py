@@ -38,31 +38,31 @@ from serverless.spec import FunctionSpec
 from serverless.types import Invocation
 
 __all__ = [
-    "DEPLOYED",
+    "DEPLOYABLE_PROVIDERS",
     "PROVIDERS",
-    "Trial",
-    "Trials",
+    "DeploymentTrial",
+    "TrialMeter",
     "backend",
-    "canonical",
+    "canonical_provider",
     "deployer",
     "function_settings",
     "packages_in",
     "pipeline_settings",
-    "ready",
-    "translated",
+    "check_providers",
+    "translated_errors",
     "units_by_provider",
 ]
 
 PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
 """By the names that the ledger and the price list have."""
 
-DEPLOYED = ("local", "aws_lambda", "modal")
+DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
 """Those that functions are deployed to; an `http` host has them already."""
 
 ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
 
 
-def canonical(name: str) -> str:
+def canonical_provider(name: str) -> str:
     """A provider's name from what people call it. `UsageError` for none that is known."""
     found = ALIASES.get(name, name)
     if found not in PROVIDERS:
@@ -72,7 +72,7 @@ def canonical(name: str) -> str:
 
 
 @contextlib.contextmanager
-def translated(what: str = "") -> Iterator[None]:
+def translated_errors(what: str = "") -> Iterator[None]:
     """Errors of the function layer as those of the product, by whose they are to mend. `what` goes before them."""
     try:
         yield
@@ -103,7 +103,7 @@ def packages_in(source: str, *, name: str | None = None, base: Path | None = Non
     `name` renames a single one. `UsageError` for a file without rewards; errors of packing are translated.
     """
     head, _, attribute = source.partition(":")
-    with translated():
+    with translated_errors():
         if attribute or not head.endswith(".py"):
             return [build(_spec(name or _name(attribute or head), source), base=base)]
         declared = _declared(Path(base or ".") / head)
@@ -163,7 +163,7 @@ def deployer(
 ) -> Deployer:
     """The control plane of a provider, not open yet. `root` keeps what is deployed locally; `meter` gets the bills of
     trials; `allow_unsafe` is for local trials. SpecError for settings."""
-    with translated():
+    with translated_errors():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
 
@@ -176,11 +176,13 @@ def deployer(
             from serverless.deploy.modal_app import ModalDeployer
 
             return ModalDeployer(_modal(settings), meter=meter)
-    raise UsageError(f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYED)}")
+    raise UsageError(
+        f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class DeploymentTrial:
     """What trying a new version cost: a deployment calls it once before it becomes current."""
 
     function: str
@@ -193,18 +195,20 @@ class Trial:
     """False for dollars that the provider's machines would have cost elsewhere."""
 
 
-class Trials(NullMeter):
+class TrialMeter(NullMeter):
     """The meter of a deployer. `bills` are its trials, priced by a list."""
 
     def __init__(self, prices: PriceBook) -> None:
         self._prices = prices
-        self.bills: list[Trial] = []
+        self.bills: list[DeploymentTrial] = []
 
     def invocation(self, invocation: Invocation) -> None:
         call, prices = invocation, self._prices
         usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
         billed = prices.billed(call.provider)
-        self.bills.append(Trial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd, billed))
+        self.bills.append(
+            DeploymentTrial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd, billed)
+        )
 
 
 def backend(
@@ -220,7 +224,7 @@ def backend(
     """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any; `run` is
     the caller's id, which no other run of the provider's account has; without one, what is deployed to be called does
     not become current. SpecError for wrong settings."""
-    with translated():
+    with translated_errors():
         if provider == "local":
             return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
         if provider == "aws_lambda":
@@ -238,14 +242,14 @@ def backend(
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
 
 
-async def attach(place: Backend, provider: str, function: str, *, root: Path) -> None:
+async def attach_function(place: Backend, provider: str, function: str, *, root: Path) -> None:
     """Calls of a function go to its current version, which for `local` is below `root`."""
-    from serverless.backends.base import Attaches
+    from serverless.backends.base import AttachableBackend
     from serverless.deploy.local import LocalDeployer
 
     if provider == "local":
         await place.deploy(LocalDeployer(root).package(function))
-    elif isinstance(place, Attaches):
+    elif isinstance(place, AttachableBackend):
         await place.attach(function)
     else:
         raise UsageError(f"'{function}' cannot be called by its name on '{provider}'", remedy="give its file")
@@ -267,7 +271,7 @@ def _local(
     try:
         local = LocalFunctions(**settings)
     except ValidationError as error:
-        raise _refused("local", error) from None
+        raise _invalid_settings("local", error) from None
 
     def workers(**more: Any) -> Backend:
         if hosts is not None:
@@ -283,7 +287,7 @@ def _local(
     return RehearsedBackend(inner, platform, seed=local.seed)
 
 
-def ready(functions: ClusterFunctions, names: Collection[str] = ()) -> None:
+def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) -> None:
     """What can be known before anything starts of the providers that a run will call: settings, client libraries,
     named secrets and the URLs of the run's functions. `SpecError` or `ProviderError`; credentials are only known when a
     provider is asked."""
@@ -310,7 +314,7 @@ def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
     try:
         return PipelineSpec.model_validate(given)
     except ValidationError as error:
-        raise _refused("pipeline", error) from None
+        raise _invalid_settings("pipeline", error) from None
 
 
 def function_settings(provider: str, functions: ClusterFunctions) -> Any:
@@ -321,25 +325,25 @@ def function_settings(provider: str, functions: ClusterFunctions) -> Any:
 def _aws(settings: Mapping[str, Any] | None) -> Any:
     from serverless.deploy.aws_settings import AwsSettings
 
-    return _valid("aws_lambda", AwsSettings, settings)
+    return _validated("aws_lambda", AwsSettings, settings)
 
 
 def _modal(settings: Mapping[str, Any] | None) -> Any:
     from serverless.backends.modal_versions import ModalSettings
 
-    return _valid("modal", ModalSettings, settings)
+    return _validated("modal", ModalSettings, settings)
 
 
-def _valid(provider: str, model: Any, settings: Mapping[str, Any] | None) -> Any:
+def _validated(provider: str, model: Any, settings: Mapping[str, Any] | None) -> Any:
     try:
         return model(**(settings or {}))
     except ValidationError as error:
-        raise _refused(provider, error) from None
+        raise _invalid_settings(provider, error) from None
     except (TypeError, ValueError) as error:
         raise SpecError(f"functions.{provider}: {error}") from None
 
 
-def _refused(part: str, error: ValidationError) -> SpecError:
+def _invalid_settings(part: str, error: ValidationError) -> SpecError:
     """For settings that no file was checked for: those of a library's caller, and of overrides."""
     first = error.errors()[0]
     return SpecError(value_problem(first, ".".join(["functions", part, *map(str, first["loc"])])))

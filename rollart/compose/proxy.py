@@ -12,17 +12,17 @@ from aiohttp import web
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import KEEPALIVE_S
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.harness import Harnesses
+from rollart.adapters.proxy.harness import HarnessRunner
 from rollart.adapters.proxy.pool import EnginePool
-from rollart.adapters.proxy.record import Recording
+from rollart.adapters.proxy.record import SessionRecorder
 from rollart.adapters.proxy.server import Proxy
-from rollart.adapters.proxy.shelf import Limits
+from rollart.adapters.proxy.shelf import SessionLimits
 from rollart.architecture import vocab_of
 from rollart.errors import SpecError, UsageError
 from rollart.model import EngineId
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Limits", "ProxySettings", "harnesses", "listening", "proxying"]
+__all__ = ["SessionLimits", "ProxySettings", "open_harnesses", "serve_app", "serve_proxy"]
 
 SHUTDOWN_S = 2.0
 """How long answers under way may take once the proxy is told to stop, seconds."""
@@ -41,11 +41,11 @@ class ProxySettings:
     record: Path | None = None
     token: str = ""
     model: str = "policy"
-    limits: Limits = field(default_factory=Limits)
+    limits: SessionLimits = field(default_factory=SessionLimits)
 
 
 @contextlib.asynccontextmanager
-async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
+async def serve_proxy(settings: ProxySettings) -> AsyncIterator[str]:
     """The proxy's URL while the body runs. EngineError for an engine that does not answer."""
     for engine in settings.engines:
         if not engine.startswith(("http://", "https://")):
@@ -58,7 +58,7 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
         ],
         vocab=vocab_of(settings.tokenizer),
     )
-    recording = Recording(settings.record)
+    recording = SessionRecorder(settings.record)
     proxy = Proxy(
         form,
         policy=pool.session,
@@ -70,24 +70,24 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
     )
     try:
         await pool.open()
-        async with listening(proxy.app(), host=settings.host, port=settings.port) as url:
+        async with serve_app(proxy.app(), host=settings.host, port=settings.port) as url:
             yield url
     finally:
         await pool.close()
         recording.close()
 
 
-async def harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, tokenizer: Path) -> Harnesses | None:
+async def open_harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, tokenizer: Path) -> HarnessRunner | None:
     """Where the run's agent programs ask; None if it has none. It listens for this machine alone."""
     if all(isinstance(d.environment, str) for d in resolved.run.domains):
         return None
     proxy = Proxy(chat_format(tokenizer), model=resolved.run.name)
-    url = await stack.enter_async_context(listening(proxy.app(), host="127.0.0.1", port=0))
-    return await stack.enter_async_context(Harnesses(proxy, url, context=resolved.run.model.context))
+    url = await stack.enter_async_context(serve_app(proxy.app(), host="127.0.0.1", port=0))
+    return await stack.enter_async_context(HarnessRunner(proxy, url, context=resolved.run.model.context))
 
 
 @contextlib.asynccontextmanager
-async def listening(app: web.Application, *, host: str, port: int) -> AsyncIterator[str]:
+async def serve_app(app: web.Application, *, host: str, port: int) -> AsyncIterator[str]:
     """Serve until the body ends. A client that goes away cancels its request. UsageError: the address is taken."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()

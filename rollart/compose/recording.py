@@ -10,28 +10,35 @@ from itertools import pairwise
 from pathlib import Path
 
 from rollart.errors import UsageError
-from rollart.ledger.intervals import State
-from rollart.ledger.reader import CallRow, Reader
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.ports import Interval, RunEvent
-from rollart.report.check import Observed
+from rollart.report.check import RunTotals
 from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.summarize import cost_lines
 from rollart.sim.trainers import MeasuredSpeed
-from rollart.sim.workload import Script, grouped
+from rollart.sim.workload import Script, scripts_by_group
 from serverless.backends.simulated import Profile
 
-__all__ = ["MachineSeen", "Recording", "SIMULATED", "engine_s_per_trajectory", "observed", "read_recording"]
+__all__ = [
+    "RecordedTimings",
+    "RecordedRun",
+    "SIMULATED_KEY",
+    "engine_s_per_trajectory",
+    "loop_figures",
+    "read_recording",
+]
 
-SIMULATED = "simulated"
+SIMULATED_KEY = "simulated"
 """Key of a ledger's configuration that says it is a simulation's."""
 
-SPREAD = 1.3
+MIN_BATCH_SPREAD = 1.3
 """Largest over smallest batch, in tokens, from which on a line through the steps' times means something."""
 
 
 @dataclass(frozen=True, slots=True)
-class MachineSeen:
+class RecordedTimings:
     """What the run's own hardware took, as far as no datasheet has it. `publish_s` is the trainer's part of a publish
     without the journal's commit, `load_s` that for which engines stood still; `engine_s` busy engine-seconds per
     finished trajectory."""
@@ -43,7 +50,7 @@ class MachineSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRun:
     """A run that was recorded. `scripts` by domain and group, in the order in which groups began; `functions` by name,
     with the provider that ran most calls; `lives` counts its starts; `batch` trajectories were trained per step."""
 
@@ -51,16 +58,16 @@ class Recording:
     scripts: Mapping[str, tuple[tuple[Script, ...], ...]]
     functions: Mapping[str, Profile]
     provider: str
-    machine: MachineSeen
-    seen: Observed
+    machine: RecordedTimings
+    seen: RunTotals
     lives: int
     batch: float
 
 
-def read_recording(directory: Path) -> Recording:
+def read_recording(directory: Path) -> RecordedRun:
     """UsageError for a directory without a ledger, a run that trained nothing, and a simulation."""
-    with Reader(directory) as reader:
-        if SIMULATED in reader.config():
+    with LedgerReader(directory) as reader:
+        if SIMULATED_KEY in reader.config():
             raise UsageError(
                 f"{directory}: the ledger of a simulation, whose tokens are counted in pieces (rule: of a real run)",
                 remedy="replay the run that it was made from",
@@ -74,7 +81,7 @@ def read_recording(directory: Path) -> Recording:
         usd = math.fsum(line.usd for line in cost_lines(collect(reader, directory.name)))
         lives, facts = len(reader.events("starting")), reader.facts()
     began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
-    seen = observed(
+    seen = loop_figures(
         intervals,
         began,
         done[-1].t,
@@ -84,12 +91,12 @@ def read_recording(directory: Path) -> Recording:
         usd=usd,
     )
     samples = sum(row.samples for row in trained)
-    return Recording(
+    return RecordedRun(
         directory.name,
-        grouped(sorted(rows, key=lambda row: row.t0)),
-        _functions(calls),
+        scripts_by_group(sorted(rows, key=lambda row: row.t0)),
+        _function_profiles(calls),
         Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
-        _machine(
+        _recorded_timings(
             intervals,
             done,
             began,
@@ -103,65 +110,65 @@ def read_recording(directory: Path) -> Recording:
     )
 
 
-def observed(
+def loop_figures(
     intervals: Sequence[Interval], began: float, ended: float, *, steps: int, waited_s: float, wall_s: float, usd: float
-) -> Observed:
+) -> RunTotals:
     """Figures of a training loop between two moments, of a run of `wall_s` seconds and `usd` dollars in all."""
     inside = [i for i in (_clipped(i, began, ended) for i in intervals) if i is not None]
     engines = [i for i in inside if i.role in ENGINE_ROLES]
     outside_usd = math.fsum(i.usd for i in intervals) - math.fsum(i.usd for i in inside)
-    return Observed(
+    return RunTotals(
         steps=steps,
         wall_s=wall_s,
         loop_s=ended - began,
         usd=usd,
         loop_usd=usd - outside_usd,
         waited_s=waited_s,
-        train_s=_seconds(i for i in inside if i.role == "trainer" and i.state == State.BUSY),
-        publish_s=_seconds(i for i in inside if i.role == "trainer" and i.state == State.SYNC),
-        engine_busy_s=_seconds(i for i in engines if i.state == State.BUSY),
+        train_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.BUSY),
+        publish_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.SYNC),
+        engine_busy_s=_seconds(i for i in engines if i.state == ResourceState.BUSY),
     )
 
 
 def engine_s_per_trajectory(directory: Path) -> float:
     """Busy engine-seconds per finished training trajectory of a run."""
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         rows = reader.finished()
     return math.fsum(row.engine_seconds for row in rows) / len(rows)
 
 
-def _machine(
+def _recorded_timings(
     intervals: Sequence[Interval],
     done: Sequence[RunEvent],
     began: float,
     tokens: Sequence[int],
-    seen: Observed,
+    seen: RunTotals,
     engine_s: float,
-) -> MachineSeen:
-    busy = [i for i in intervals if i.role == "trainer" and i.state == State.BUSY]
-    sync = [i for i in intervals if i.role == "trainer" and i.state == State.SYNC]
-    load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == State.SYNC]
+) -> RecordedTimings:
+    busy = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.BUSY]
+    sync = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.SYNC]
+    load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == ResourceState.SYNC]
     engines = len({i.resource for i in load}) or 1
     marks = [began, *(e.t for e in done)]
-    steps = [_within(busy, a, b) for a, b in pairwise(marks)]
+    steps = [_seconds_within(busy, a, b) for a, b in pairwise(marks)]
     # Under schedules that drain, some publishes also wait for trajectories: the median did not, or not for long.
-    publishes = sorted(_within(sync, a, b) for a, b in pairwise(marks))
-    load_s = _within(load, began, marks[-1]) / engines / len(done)
-    return MachineSeen(
-        trainer=fitted_speed(tokens, steps[-len(tokens) :]),
+    publishes = sorted(_seconds_within(sync, a, b) for a, b in pairwise(marks))
+    load_s = _seconds_within(load, began, marks[-1]) / engines / len(done)
+    return RecordedTimings(
+        trainer=fit_trainer_speed(tokens, steps[-len(tokens) :]),
         publish_s=max(0.0, publishes[len(publishes) // 2] - load_s - FLUSH_SECONDS),
         load_s=load_s,
         engine_s=engine_s,
     )
 
 
-def fitted_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpeed:
+def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpeed:
     """The line through the times of steps; through the origin where batches are too much alike to show another, or
     where the line has a negative part. Its sum over the steps is that of the times."""
     pairs = list(zip(tokens, seconds, strict=False))
     n, total, spent = len(pairs), sum(t for t, _ in pairs), math.fsum(s for _, s in pairs)
     mean_t, mean_s = total / n, spent / n
-    if min(tokens) * SPREAD <= max(tokens) and n > 2:
+    if min(tokens) * MIN_BATCH_SPREAD <= max(tokens) and n > 2:
         slope = math.fsum((t - mean_t) * (s - mean_s) for t, s in pairs) / math.fsum(
             (t - mean_t) ** 2 for t, _ in pairs
         )
@@ -171,7 +178,7 @@ def fitted_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpe
     return MeasuredSpeed(spent / total)
 
 
-def _functions(calls: Sequence[CallRow]) -> dict[str, Profile]:
+def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
     """How each function behaved, by the means over its calls: what is billed per call, the rest of a warm call's time,
     and a cold start."""
     found = {}
@@ -197,7 +204,7 @@ def _clipped(i: Interval, t0: float, t1: float) -> Interval | None:
     return Interval(i.role, i.resource, a, b, i.state, i.cause, i.units, i.price_usd_per_unit_hour) if b > a else None
 
 
-def _within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
+def _seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
     return math.fsum(max(0.0, min(i.t1, t1) - max(i.t0, t0)) for i in intervals)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from placement.constants import Calibration, Constants
 from placement.roofline import RooflinePerformance
-from rollart.compose.recording import Recording, engine_s_per_trajectory, observed, read_recording
-from rollart.compose.simulate import Replay, Simulated, simulate
+from rollart.compose.recording import RecordedRun, engine_s_per_trajectory, loop_figures, read_recording
+from rollart.compose.simulate import ReplayPlan, SimulationResult, simulate
 from rollart.errors import UsageError
-from rollart.ledger.reader import Reader
-from rollart.report.check import Check, Observed
+from rollart.ledger.reader import LedgerReader
+from rollart.report.check import RunTotals, SimulationCheck
 from rollart.report.profile import profiles_of
 from rollart.report.rows import collect
 from rollart.report.summarize import cost_lines
@@ -34,9 +34,9 @@ from rollart.spec.resolve import (
 )
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["Prepared", "check", "of_a_run", "of_a_spec", "on_its_own_hardware", "replayed"]
+__all__ = ["PreparedReplay", "check_replay", "prepare_from_run", "prepare_from_spec", "calibrated_replay", "replay_of"]
 
-RESOLVED = "resolved.yaml"
+RESOLVED_FILE = "resolved.yaml"
 """A run's specs as it was started."""
 
 CPU_ENGINE = Constants(
@@ -48,55 +48,55 @@ FIT_STEPS = 12
 """Steps that the pace of engines is found on: enough for a mean, few enough to be played several times."""
 
 FIT_ROUNDS = 6
-CLOSE = 0.01
+PACE_TOLERANCE = 0.01
 """Relative distance to the recorded engine-seconds at which the pace is found; it is enough after so many rounds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedReplay:
     """A run, what it replays, and in words at which speeds."""
 
     resolved: Resolved
-    replay: Replay
+    replay: ReplayPlan
     note: str
 
 
-def of_a_run(
+def prepare_from_run(
     directory: Path, cluster: Path | None = None, overrides: Sequence[str] = (), *, resample: bool = False
-) -> Prepared:
+) -> PreparedReplay:
     """A recorded run again: as it was, with other keys, or on another cluster. Errors are those of reading a run and
     of resolving a spec."""
-    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED)
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
     measured = profiles_of(directory)
     if cluster is None and not overrides:
         resolved = recorded
     elif cluster is None and recorded.cluster.engines.fixed:
-        resolved = resolve_specs(recorded_specs(directory / RESOLVED, None, overrides))
+        resolved = resolve_specs(recorded_specs(directory / RESOLVED_FILE, None, overrides))
     else:
-        resolved = forecast(recorded_specs(directory / RESOLVED, cluster, overrides, measured=measured))
+        resolved = forecast(recorded_specs(directory / RESOLVED_FILE, cluster, overrides, measured=measured))
     return _prepared(resolved, recorded, recording, directory, resample)
 
 
-def of_a_spec(specs: Specs, directory: Path, *, resample: bool = False) -> Prepared:
+def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) -> PreparedReplay:
     """What was recorded in `directory`, under another spec."""
-    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED)
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
     if not specs.measured:
         specs = replace(specs, measured=profiles_of(directory))
     return _prepared(forecast(specs), recorded, recording, directory, resample)
 
 
 def _prepared(
-    resolved: Resolved, recorded: Resolved, recording: Recording, directory: Path, resample: bool
-) -> Prepared:
+    resolved: Resolved, recorded: Resolved, recording: RecordedRun, directory: Path, resample: bool
+) -> PreparedReplay:
     if _same_hardware(resolved, recorded):
-        resolved, replay = on_its_own_hardware(resolved, recording, directory, resample=resample)
+        resolved, replay = calibrated_replay(resolved, recording, directory, resample=resample)
         note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
-        return Prepared(resolved, replay, note)
+        return PreparedReplay(resolved, replay, note)
     note = f"replays {recording.name} on other devices, at the speeds of the plan"
-    return Prepared(resolved, replayed(resolved, recording, resample=resample), note)
+    return PreparedReplay(resolved, replay_of(resolved, recording, resample=resample), note)
 
 
-def replayed(resolved: Resolved, recording: Recording, *, resample: bool = False) -> Replay:
+def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = False) -> ReplayPlan:
     """The recorded trajectories and functions on whatever `resolved` has. UsageError for a domain that was not
     recorded."""
     known = list(recording.scripts)
@@ -107,7 +107,7 @@ def replayed(resolved: Resolved, recording: Recording, *, resample: bool = False
                 f"{did_you_mean(domain.name, known)})",
                 remedy="replay a run of the same domains",
             )
-    return Replay(recording, resample=resample)
+    return ReplayPlan(recording, resample=resample)
 
 
 def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
@@ -120,17 +120,17 @@ def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
     return resolved.run.model == recorded.run.model and parts(resolved) == parts(recorded)
 
 
-def on_its_own_hardware(
-    resolved: Resolved, recording: Recording, directory: Path, *, resample: bool = False
-) -> tuple[Resolved, Replay]:
+def calibrated_replay(
+    resolved: Resolved, recording: RecordedRun, directory: Path, *, resample: bool = False
+) -> tuple[Resolved, ReplayPlan]:
     """The run with a problem that has its hardware, and a replay at the recorded speeds. `directory` is the recorded
     run's. Plays up to `FIT_ROUNDS` short simulations."""
-    resolved = _modelled(resolved, directory)
-    replay = replace(replayed(resolved, recording, resample=resample), machine=recording.machine)
-    return resolved, _paced(resolved, replace(replay, resample=False), recording, resample)
+    resolved = _with_problem(resolved, directory)
+    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.machine)
+    return resolved, _with_fitted_pace(resolved, replace(replay, resample=False), recording, resample)
 
 
-def check(prepared: Prepared) -> Check:
+def check_replay(prepared: PreparedReplay) -> SimulationCheck:
     """Simulate a recorded run as it was, and lay both beside each other. UsageError for one that was resumed."""
     resolved, replay = prepared.resolved, prepared.replay
     recording = replay.recording
@@ -143,14 +143,14 @@ def check(prepared: Prepared) -> Check:
     with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
         steps = recording.seen.steps
         done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
-        return Check(recording.seen, _observed(done))
+        return SimulationCheck(recording.seen, _simulated_figures(done))
 
 
-def _observed(done: Simulated) -> Observed:
-    with Reader(done.directory) as reader:
+def _simulated_figures(done: SimulationResult) -> RunTotals:
+    with LedgerReader(done.directory) as reader:
         intervals = reader.intervals()
         usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
-    return observed(
+    return loop_figures(
         intervals,
         0.0,
         done.steps[-1].ended,
@@ -161,7 +161,7 @@ def _observed(done: Simulated) -> Observed:
     )
 
 
-def _modelled(resolved: Resolved, directory: Path) -> Resolved:
+def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
     """With a problem even where no datasheet says how fast the devices are: its engines have the right shape, the
     recording the pace."""
     problem = resolved.problem or problem_of(
@@ -183,7 +183,7 @@ def _modelled(resolved: Resolved, directory: Path) -> Resolved:
     return replace(resolved, problem=replace(problem, performance=performance))
 
 
-def _paced(resolved: Resolved, replay: Replay, recording: Recording, resample: bool) -> Replay:
+def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun, resample: bool) -> ReplayPlan:
     """The pace at which simulated trajectories take the engine-seconds that recorded ones did. Engine time grows with
     the pace, as a rule in proportion, so each round multiplies by what is missing."""
     wanted, pace = recording.machine.engine_s, 1.0
@@ -197,7 +197,7 @@ def _paced(resolved: Resolved, replay: Replay, recording: Recording, resample: b
             found = engine_s_per_trajectory(done.directory)
         missing = wanted / found if found > 0 and wanted > 0 else 1.0
         best = min(best, (abs(missing - 1.0), pace))
-        if best[0] < CLOSE:
+        if best[0] < PACE_TOLERANCE:
             break
         pace *= missing
     return replace(replay, pace=best[1], resample=resample)

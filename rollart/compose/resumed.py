@@ -11,16 +11,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollart.errors import SpecError, UsageError
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.environments import UNLESS_QUICK
-from rollart.spec.load import shown
+from rollart.spec.load import abbreviated
 from rollart.spec.resolve import Resolved
 from rollart.spec.run import RunSpec
 
-__all__ = ["Change", "changes", "refuse_changed"]
+__all__ = ["SettingChange", "setting_changes", "refuse_changed"]
 
-FIXED: Mapping[str, str] = {
+FIXED_SETTINGS: Mapping[str, str] = {
     "seed": "prompts and random streams are drawn from it",
     "model": "the versions on disk are of that model, and recorded samples have its context",
     "domains.*.group_size": "recorded groups have their members",
@@ -30,11 +30,11 @@ FIXED: Mapping[str, str] = {
 """Settings that recorded samples, groups or versions depend on, and how."""
 
 
-WORKERS = "cluster.environments.workers"
+WORKERS_KEY = "cluster.environments.workers"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """A key of the run or of the cluster (`cluster.…`), with its value as recorded and as it is now."""
 
     key: str
@@ -42,28 +42,28 @@ class Change:
     after: object
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.key}: {abbreviated(self.before)} -> {abbreviated(self.after)}"
 
     @property
     def why_fixed(self) -> str:
         """Why the key may not change; '' if it may."""
         parts = self.key.split(".")
-        for pattern, why in FIXED.items():
+        for pattern, why in FIXED_SETTINGS.items():
             wanted = pattern.split(".")
             if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
                 return why
         return ""
 
 
-def refuse_changed(resolved: Resolved, directory: Path) -> list[Change]:
+def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
     """The settings that differ from those of the run's last life. `SpecError` for those that its recorded samples,
     groups and versions depend on. None of a run that has no ledger yet."""
     try:
-        with Reader(directory) as reader:
+        with LedgerReader(directory) as reader:
             before = reader.config()
     except UsageError:
         return []
-    found = changes(before, resolved.to_dict()) if before else []
+    found = setting_changes(before, resolved.to_dict()) if before else []
     fixed = [change for change in found if change.why_fixed]
     if fixed:
         raise SpecError(
@@ -73,13 +73,15 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[Change]:
     return found
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Of two recorded configurations (`Resolved.to_dict`), the keys of run and cluster that differ."""
     old, new = _keys(before), _keys(now)
-    if new.get(WORKERS) == UNLESS_QUICK:  # a run records what was decided
-        new[WORKERS] = old.get(WORKERS, UNLESS_QUICK)
+    if new.get(WORKERS_KEY) == UNLESS_QUICK:  # a run records what was decided
+        new[WORKERS_KEY] = old.get(WORKERS_KEY, UNLESS_QUICK)
     return [
-        Change(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)
+        SettingChange(key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
     ]
 
 

@@ -11,45 +11,45 @@ from pathlib import Path
 from typing import Any
 
 from rollart.compose.prepare import import_attribute
-from rollart.compose.providers import translated
+from rollart.compose.providers import translated_errors
 from rollart.errors import SpecError, one_line
-from rollart.foreign import foreign
-from rollart.spec.functions import effective, function_spec
+from rollart.foreign import UserCodeGuard
+from rollart.spec.functions import effective_spec, function_spec
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import FunctionEntry
-from serverless.backends.local import contained, found, importable
+from serverless.backends.local import check_importable, check_isolation, module_exists
 from serverless.deploy.package import Package, build
 from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
-from serverless.inline import Inline, inline
+from serverless.inline import InlineScorer, inline
 from serverless.spec import FunctionSpec
 
-__all__ = ["Rewards", "check", "packed", "rewards"]
+__all__ = ["RunRewards", "check_function", "function_packages", "build_rewards"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
+class RunRewards:
     """What leaves for functions, and what runs beside the environments because it keeps state (`why`, by name)."""
 
     packages: tuple[Package, ...]
-    beside: Mapping[str, Inline] = field(default_factory=dict)
+    beside: Mapping[str, InlineScorer] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
 
 
-def check(function: FunctionEntry, specs: Resolved | Specs) -> None:
+def check_function(function: FunctionEntry, specs: Resolved | Specs) -> None:
     """Read a function's source before anything is started: `RollartError` for what would be refused later."""
     functions, base = specs.cluster.functions, Path(specs.base)
     _refuse_artefacts(function, base)
     try:
         package = _package(function, (), base)
     except NotOffloadable as refused:
-        _beside(function, base, refused)
+        _import_stateful(function, base, refused)
         return
     if "local" in functions.chain:
-        with translated():
+        with translated_errors():
             if not functions.allow_unsafe:
-                contained(package)
+                check_isolation(package)
             if specs.cluster.runtime.backend == "local" or specs.cluster.runtime.address == "local":
-                importable(package)
+                check_importable(package)
 
 
 def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
@@ -58,13 +58,13 @@ def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
     for artefact in given:
         module, colon, _ = artefact.partition(":")
         if colon and len(given) == 1:
-            if not found(module):
+            if not module_exists(module):
                 raise SpecError(f"artefact of function '{function.name}': there is no module '{module}'")
         elif not (base / artefact).exists():
             raise SpecError(f"artefact of function '{function.name}': there is no {base / artefact}")
 
 
-def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewards:
+def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> RunRewards:
     """Build every function's package; `SpecError` for what is wrong with its source."""
     packed, beside, why, base = [], {}, {}, Path(resolved.base)
     for function in resolved.run.functions:
@@ -73,10 +73,10 @@ def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewar
         except NotOffloadable as refused:
             beside[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
             why[function.name] = "; ".join(refused.reasons)
-    return Rewards(tuple(packed), beside, why)
+    return RunRewards(tuple(packed), beside, why)
 
 
-def packed(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
+def function_packages(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
     """The packages alone, of those that can leave for functions; nothing of the others is looked at or run."""
     found = []
     for function in specs.run.functions:
@@ -85,20 +85,20 @@ def packed(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> t
     return tuple(found)
 
 
-def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> Inline:
+def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> InlineScorer:
     """A reward in this process. `SpecError` if it is not to be trusted there, or needs an environment's inside."""
-    target, spec = _beside(function, base, refused)
+    target, spec = _import_stateful(function, base, refused)
     with _in_this_process(function, refused):
         return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
 
 
-def _beside(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
+def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
     """What a function's entry names, imported, and its settings. SpecError as from `_inline`."""
     with _in_this_process(function, refused):
-        spec = effective(function, base)
+        spec = effective_spec(function, base)
         if spec.trust == "untrusted":
             raise SpecInvalid("it is untrusted: it cannot run in this process", remedy="make it stateless")
-    target = _attribute(function, base)
+    target = _import_handler(function, base)
     if {"env", "environment"} & set(inspect.signature(target).parameters):
         raise SpecError(
             f"function '{function.name}' takes an environment", remedy="pay it from the environment's own rewards"
@@ -120,7 +120,7 @@ def _directory(artefacts: Sequence[str]) -> Path | None:
     return Path(artefacts[0]).parent if artefacts else None
 
 
-def _attribute(function: FunctionEntry, base: Path) -> Any:
+def _import_handler(function: FunctionEntry, base: Path) -> Any:
     """Import what a function's entry names: only for those that run here."""
     if not function.source.endswith(".py"):
         return import_attribute(f"{function.source}:{function.handler}", f"function '{function.name}'")
@@ -129,7 +129,7 @@ def _attribute(function: FunctionEntry, base: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        with foreign():
+        with UserCodeGuard():
             spec.loader.exec_module(module)
         return getattr(module, function.handler)
     except Exception as error:

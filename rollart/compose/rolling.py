@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from rollart.policy.fairness import Follow
+from rollart.policy.fairness import DriftSettings
 from rollart.policy.replication import FilterSettings
 from rollart.runtime.sharing import Fairness
 from rollart.shares import DomainShare
 from rollart.spec.rollout import FairnessSpec, FilterSpec
 from rollart.spec.run import RunSpec
 
-__all__ = ["fairness", "filtering"]
+__all__ = ["fairness_settings", "filter_settings"]
 
 
-def fairness(run: RunSpec) -> Fairness | None:
+def fairness_settings(run: RunSpec) -> Fairness | None:
     """Shares of the domains, where the run asks for them."""
     if not run.fair:
         return None
     spec = run.rollout.fairness or FairnessSpec()
     shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
     units = run.batch.trajectories // run.domains[0].group_size
-    follow = None if spec.follow is None else Follow(**spec.follow.model_dump())
+    follow = None if spec.follow is None else DriftSettings(**spec.follow.model_dump())
     return Fairness(shares, int(spec.slack * units + 1e-9), follow)
 
 
-def filtering(spec: FilterSpec) -> FilterSettings:
+def filter_settings(spec: FilterSpec) -> FilterSettings:
     """Which groups are left out, and how many more run for them."""
     return FilterSettings(
         spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"

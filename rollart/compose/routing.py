@@ -10,51 +10,64 @@ from placement.performance import InstanceModel, Performance
 from placement.problem import Problem
 from placement.roofline import transfer_s
 from placement.types import Assignment, Deployment, Device, Placement, Role
-from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
-from rollart.policy.affinity import Affinity
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
+from rollart.policy.affinity import HardwareAffinity
 from rollart.policy.concurrency import AimdSettings
-from rollart.policy.pricing import rule
-from rollart.policy.routing import Router
+from rollart.policy.pricing import prefill_rule
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.spec.fleet import device_name
 from rollart.spec.resolve import Resolved
 
-__all__ = ["SERVING", "PlannedTurns", "concurrency", "kind_of", "router", "routes_of", "seat", "seats"]
+__all__ = [
+    "SERVING_ROLES",
+    "PlannedTurnModel",
+    "concurrency_settings",
+    "engine_kind",
+    "make_router",
+    "routes_of",
+    "engine_placement",
+    "engine_placements",
+]
 
-SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+SERVING_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of engines, in the order in which they are started."""
 
 
-def seats(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> dict[str, Seat]:
+def engine_placements(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> dict[str, EnginePlacement]:
     """Every engine's seat by its id. `roles`: of engines whose role is another by now than their name says."""
     return {
-        a.name: seat(resolved, a, (roles or {}).get(a.name)) for a in resolved.plan.assignments if a.role in SERVING
+        a.name: engine_placement(resolved, a, (roles or {}).get(a.name))
+        for a in resolved.plan.assignments
+        if a.role in SERVING_ROLES
     }
 
 
-def seat(resolved: Resolved, assignment: Assignment, role: EngineRole | None = None) -> Seat:
+def engine_placement(resolved: Resolved, assignment: Assignment, role: EngineRole | None = None) -> EnginePlacement:
     """Where an engine sits; its role is that of the assignment if none is given."""
     device = next(pool.device for pool in resolved.cluster.pools if pool.name == assignment.pool)
-    return Seat(assignment.pool, device_name(device), role or EngineRole(assignment.role), len(assignment.devices))
+    return EnginePlacement(
+        assignment.pool, device_name(device), role or EngineRole(assignment.role), len(assignment.devices)
+    )
 
 
-def router(resolved: Resolved) -> Router:
+def make_router(resolved: Resolved) -> RoutingPolicy:
     """The run's router. Without a placement it has no prices: load, affinity and the rule's thresholds decide."""
     found, problem = resolved.plan.placement, resolved.problem
     routes = Routes() if found is None or problem is None else routes_of(problem, found)
-    return Router(routes, _affinity(resolved), rule(resolved.run.placement.router))
+    return RoutingPolicy(routes, _affinity(resolved), prefill_rule(resolved.run.placement.router))
 
 
 def routes_of(problem: Problem, found: Placement) -> Routes:
     """Prices, predictions and shares of a placement."""
     prices = found.prices
-    engines = {kind_of(*key): price for key, price in prices.deployments.items()}
-    kv = {kind_of(*key): price for key, price in prices.kv.items()}
-    model = PlannedTurns.of(problem, found.deployments)
+    engines = {engine_kind(*key): price for key, price in prices.deployments.items()}
+    kv = {engine_kind(*key): price for key, price in prices.kv.items()}
+    model = PlannedTurnModel.of(problem, found.deployments)
     return Routes(RoutePrices(engines, kv, dict(prices.links), prices.in_flight), model, _shares(found))
 
 
-def concurrency(resolved: Resolved) -> ConcurrencySettings | None:
+def concurrency_settings(resolved: Resolved) -> ConcurrencySettings | None:
     """How engines bound their trajectories; None where they do not, nor by themselves where their size follows
     preemptions, which this would prevent. Lengths are the profiles', as far as they fit."""
     rollout = resolved.run.rollout
@@ -72,12 +85,12 @@ def concurrency(resolved: Resolved) -> ConcurrencySettings | None:
     )
 
 
-def kind_of(pool: str, role: Role, tp: int) -> EngineKind:
+def engine_kind(pool: str, role: Role, tp: int) -> EngineKind:
     return EngineKind(pool, EngineRole(role), tp)
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedTurns:
+class PlannedTurnModel:
     """Implements `TurnModel` with the placer's performance model. `batches`: turns that an engine of a kind generates
     for at a time; of a kind that is not in it, as many as its pool's others, else one."""
 
@@ -89,14 +102,14 @@ class PlannedTurns:
     _made: dict[tuple[str, int], InstanceModel] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurns:
-        from placement.tableau import channels  # only runs with a placement pay for numpy
+    def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurnModel:
+        from placement.tableau import kv_channels  # only runs with a placement pay for numpy
 
-        return PlannedTurns(
+        return PlannedTurnModel(
             problem.performance,
             {pool.name: pool.device for pool in problem.pools},
-            {ends: (c.gb_per_s, c.latency_s) for ends, c in channels(problem).items()},
-            {kind_of(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in SERVING},
+            {ends: (c.gb_per_s, c.latency_s) for ends, c in kv_channels(problem).items()},
+            {engine_kind(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in SERVING_ROLES},
         )
 
     def prefill_s(self, kind: EngineKind, new: float, cached: float) -> float:
@@ -147,7 +160,7 @@ def _shares(found: Placement) -> dict[str, dict[str, float]]:
     }
 
 
-def _affinity(resolved: Resolved) -> Affinity:
+def _affinity(resolved: Resolved) -> HardwareAffinity:
     """What each domain prefers, where this cluster has it. A pool's name as it is, a device type by its own name."""
     run, pools = resolved.run, resolved.cluster.pools
     names = {pool.name for pool in pools}
@@ -157,4 +170,4 @@ def _affinity(resolved: Resolved) -> Affinity:
         wanted = run.hw_affinity.get(domain.tag or domain.name, run.hw_affinity.get("default"))
         if wanted is not None and (wanted in names or device_name(wanted) in types):
             preferred[domain.name] = wanted if wanted in names else device_name(wanted)
-    return Affinity(preferred)
+    return HardwareAffinity(preferred)

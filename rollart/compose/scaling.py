@@ -16,14 +16,14 @@ from rollart.spec.load import value_problem
 from rollart.spec.resolve import Resolved
 from serverless.backends.base import Backend
 from serverless.pipeline import Offload
-from serverless.scaling import Prices, Scaled, Scaler, Surroundings
-from serverless.scaling_seen import Seen
+from serverless.scaling import Scaler, ScalerContext, ScalingDecision, ScalingPrices
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
 from serverless.spec import FunctionSpec
 
-__all__ = ["RollingDemand", "prices", "scaler", "scaling_settings"]
+__all__ = ["TrajectoryDemand", "scaling_prices", "make_scaler", "scaling_settings"]
 
-LEVELS = "provisioned.json"
+PROVISIONED_FILE = "provisioned.json"
 """In the run's directory: what was kept ready before the run changed it, until that is set back."""
 
 
@@ -41,8 +41,9 @@ _BRANCHES = ("float", "constrained-float", "literal['auto']")
 """What pydantic adds to the place of a value that may be a number or "auto"."""
 
 
-class RollingDemand:
-    """Implements `serverless.scaling.Demand`: kinds are domains, and a domain's functions are those of its rewards."""
+class TrajectoryDemand:
+    """Implements `serverless.scaling.DemandSource`: kinds are domains, and a domain's functions are those of its
+    rewards."""
 
     def __init__(self, rolling: Rolling, plan: Mapping[str, DomainRewards]) -> None:
         self._rolling = rolling
@@ -61,7 +62,7 @@ class RollingDemand:
         return self._kinds.get(function, ())
 
 
-def prices(resolved: Resolved, live: Callable[[], int]) -> Prices:
+def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices:
     """An idle local worker costs a core of the cluster's own `cpu` pool (the dearest, if several), else the listed one;
     a trajectory that waits, its share of what all devices of the plan cost."""
     pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
@@ -73,31 +74,31 @@ def prices(resolved: Resolved, live: Callable[[], int]) -> Prices:
     def idle(spec: FunctionSpec, provider: str) -> float:
         return core * (spec.cpu or 1.0)
 
-    return Prices(idle, lambda: every_second / max(1, live()))
+    return ScalingPrices(idle, lambda: every_second / max(1, live()))
 
 
-class Events(Protocol):
+class RunEventSink(Protocol):
     """Where changes are told."""
 
     def event(self, event: RunEvent) -> None: ...
 
 
-def scaler(
+def make_scaler(
     resolved: Resolved,
     offload: Offload,
     chain: Sequence[Backend],
     *,
-    seen: Seen,
+    seen: StatisticsMeter,
     rolling: Rolling,
     plan: Mapping[str, DomainRewards],
     live: Callable[[], int],
-    events: Events,
+    events: RunEventSink,
     directory: Path,
 ) -> Scaler:
     """The run's scaler, not open yet. `live` counts trajectories under way; every change is an event of kind
     `function_scaled`, and one that a provider refused of kind `function_scaling_failed`."""
 
-    def tell(scaled: Scaled) -> None:
+    def tell(scaled: ScalingDecision) -> None:
         fields: dict[str, str | int | float | bool | None] = {
             "provider": scaled.provider,
             "from": scaled.before,
@@ -113,13 +114,13 @@ def scaler(
         states = offload.providers(function)
         return next((provider for provider, (state, _) in states.items() if state != "open"), "")
 
-    around = Surroundings(
-        demand=RollingDemand(rolling, plan),
-        prices=prices(resolved, live),
+    around = ScalerContext(
+        demand=TrajectoryDemand(rolling, plan),
+        prices=scaling_prices(resolved, live),
         waiting=offload.waiting_for,
         route=route,
         tell=tell,
-        remember=directory / LEVELS,
+        remember=directory / PROVISIONED_FILE,
     )
     settings = scaling_settings(resolved.cluster.functions.scaling)
     return Scaler(offload.functions, chain, seen=seen, meter=seen, settings=settings, around=around)

@@ -13,79 +13,79 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from placement.architecture import Shape as ModelShape
+from placement.architecture import DecoderShape as ModelShape
 from placement.constants import TrainingConstants
 from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
-from rollart.compose.crews import keepers
-from rollart.compose.elastic import elastic_planner, fitting, modelled_nodes
-from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
-from rollart.compose.parallelism import elastic, reshard_settings
-from rollart.compose.recording import SIMULATED, MachineSeen, Recording
-from rollart.compose.routing import SERVING, PlannedTurns, seat
-from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
-from rollart.compose.simulated_hosts import modelled_hosts
-from rollart.compose.starts import trainer_start
+from rollart.compose.crews import host_count_keepers
+from rollart.compose.elastic import elastic_planner, fit_to_devices, simulated_nodes
+from rollart.compose.faults import ObservedFaults, SimulationFaults, kv_pairs
+from rollart.compose.parallelism import engines_are_elastic, reshard_settings
+from rollart.compose.recording import SIMULATED_KEY, RecordedRun, RecordedTimings
+from rollart.compose.routing import SERVING_ROLES, PlannedTurnModel, engine_placement
+from rollart.compose.simulated_functions import SimulatedFunctions, function_behaviours, with_function_faults
+from rollart.compose.simulated_hosts import simulated_environment_hosts
+from rollart.compose.starts import trainer_start_s
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
-from rollart.fleet import EngineKind, Seat
+from rollart.fleet import EngineKind, EnginePlacement
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
 from rollart.runtime.control import ControlSettings
 from rollart.runtime.domain import Domain
 from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop as virtual
-from rollart.sim.disaggregated import HandoffEngine, KvFabric
+from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
 from rollart.sim.draws import Constant, Distribution, LogNormal
-from rollart.sim.elastic import Billed, ModelledSite, Place
+from rollart.sim.elastic import BilledDevices, ModelledSite, PlacedEngine
 from rollart.sim.engines import EngineLimits, ModelledEngine
-from rollart.sim.environments import World
+from rollart.sim.environments import SimulatedDomain
 from rollart.sim.hosts import ModelledHosts
 from rollart.sim.links import RDMA, LinkProfile, SharedLink
-from rollart.sim.machines import Machines
+from rollart.sim.machines import MachineInventory
 from rollart.sim.mass import mass_of
-from rollart.sim.modelled import ModelledRun, StepSeen, Traced
+from rollart.sim.modelled import ModelledRun, StepTrace, TracedLedger
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
-from rollart.sim.weights import Moved, WeightTransfer
-from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
+from rollart.sim.weights import VersionTransfer, WeightTransfer
+from rollart.sim.workload import PRESETS, AnswerLengths, GeneratedWorkload, ReplayedWorkload, Workload, WorkloadShape
 from rollart.spec.faults import LINK, FaultPlanSpec
-from rollart.spec.other_schedule import under
+from rollart.spec.other_schedule import adapt_to_schedule
 from rollart.spec.planning import publishing_of
 from rollart.spec.resolve import NO_PREDICTION, Resolved
 
-__all__ = ["Replay", "Simulated", "simulate", "workload"]
+__all__ = ["ReplayPlan", "SimulationResult", "simulate", "workload"]
 
 
-AT_ONCE_GB_PER_S = 1e9
+INSTANT_GB_PER_S = 1e9
 """Of what takes no time: a broadcast leaves nothing to pull."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayPlan:
     """Trajectories and functions of a recorded run in place of the domains' profiles, in their order or `resample`d.
     With a `machine` the trainer and publishes take what they took there, and engines `pace` times their roofline."""
 
-    recording: Recording
+    recording: RecordedRun
     resample: bool = False
-    machine: MachineSeen | None = None
+    machine: RecordedTimings | None = None
     pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulationResult:
     """What one simulation did. `directory` has its ledger; `trace` is the same for the same spec, schedule and seed."""
 
     schedule: str
     seed: int
     seconds: float
     trace: str
-    steps: tuple[StepSeen, ...]
-    moved: tuple[Moved, ...]
+    steps: tuple[StepTrace, ...]
+    moved: tuple[VersionTransfer, ...]
     directory: Path
-    trouble: TroubleSeen | None = None
+    trouble: ObservedFaults | None = None
     """What a fault plan did."""
 
 
@@ -97,18 +97,18 @@ def simulate(
     seed: int = 0,
     steps: int | None = None,
     fuzz: int | None = None,
-    replay: Replay | None = None,
+    replay: ReplayPlan | None = None,
     faults: FaultPlanSpec | None = None,
-    on_step: Callable[[StepSeen], None] = lambda _: None,
+    on_step: Callable[[StepTrace], None] = lambda _: None,
     on_time: Callable[[float], None] = lambda _: None,
-) -> Simulated:
+) -> SimulationResult:
     """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant, `replay` repeats
     what a recorded run did, `faults` says what dies.
 
     SpecError for a run or a cluster that cannot be modelled, ValueError for a schedule that is none.
     """
     name = schedule or resolved.run.schedule
-    run, left = under(resolved.run, name)
+    run, left = adapt_to_schedule(resolved.run, name)
     resolved = replace(resolved, run=run) if left else resolved
     rules = schedule_named(name, run.staleness if name == run.schedule else None)
     if name != run.schedule and rules.windowed:
@@ -130,24 +130,24 @@ async def _main(
     settings: ControlSettings,
     name: str,
     seed: int,
-    replay: Replay | None,
+    replay: ReplayPlan | None,
     faults: FaultPlanSpec | None,
-    on_step: Callable[[StepSeen], None],
+    on_step: Callable[[StepTrace], None],
     on_time: Callable[[float], None],
-) -> Simulated:
+) -> SimulationResult:
     loop = asyncio.get_running_loop()
     recording = None if replay is None else replay.recording
-    trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)
+    trouble = SimulationFaults(faults or FaultPlanSpec(), resolved, seed)
     wanted, machines = resolved, trouble.machines
-    resolved = resolved if machines is None else fitting(resolved, machines.there())
-    world = _Cluster(resolved, replay)
-    config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
-    with Traced(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
-        functions = troubled(behaviours(resolved, recording), faults)
+    resolved = resolved if machines is None else fit_to_devices(resolved, machines.there())
+    world = _ModelledCluster(resolved, replay)
+    config = {**resolved.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
+    with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
+        functions = with_function_faults(function_behaviours(resolved, recording), faults)
         scoring = SimulatedFunctions(functions, resolved, ledger, seed)
         async with scoring as rewarder:
-            hosts = modelled_hosts(resolved, trouble, wanted)
-            nodes = None if machines is None else modelled_nodes(wanted, machines, ledger)
+            hosts = simulated_environment_hosts(resolved, trouble, wanted)
+            nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
             run = ModelledRun(
                 [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
                 world.places(),
@@ -156,27 +156,29 @@ async def _main(
                 rewarder,
                 settings,
                 ledger,
-                unused=() if elastic(resolved) else world.unused(),
-                site=world.site(ledger, machines) if elastic(resolved) else None,
+                unused=() if engines_are_elastic(resolved) else world.unused(),
+                site=world.site(ledger, machines) if engines_are_elastic(resolved) else None,
                 planner=None if machines is None else elastic_planner(wanted, resolved),
                 nodes=nodes,
                 on_step=on_step,
                 help=world.help,
                 beside=trouble.beside,
                 hosts=hosts,
-                keepers=None if nodes is None else lambda fleet: keepers(wanted, nodes, fleet, None, ledger),
-                restart_s=trainer_start(resolved),
+                keepers=None if nodes is None else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
+                restart_s=trainer_start_s(resolved),
             )
             trouble.begin(run, world.links(), scoring.machines)
             await run.run()
         moved = tuple(world.transfer.moved.values())
-        return Simulated(name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.seen(run))
+        return SimulationResult(
+            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.seen(run)
+        )
 
 
-class _Cluster:
+class _ModelledCluster:
     """The plan's parts, modelled."""
 
-    def __init__(self, resolved: Resolved, replay: Replay | None = None) -> None:
+    def __init__(self, resolved: Resolved, replay: ReplayPlan | None = None) -> None:
         if resolved.problem is None:
             raise _unknown_speed(resolved)
         self._resolved = resolved
@@ -184,7 +186,7 @@ class _Cluster:
         self._pace = 1.0 if replay is None else replay.pace
         self._performance = resolved.problem.performance
         self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
-        self._links = PlannedTurns.of(resolved.problem, ()).links
+        self._links = PlannedTurnModel.of(resolved.problem, ()).links
         self._shared: dict[tuple[str, str], SharedLink] = {}
         self._models: dict[tuple[str, int], StepModel] = {}
         self._pool_of = {a.name: a.pool for a in resolved.plan.assignments}
@@ -197,7 +199,7 @@ class _Cluster:
             resolved.problem.pools,
             resolved.problem.links,
             self._train.pool,
-            {a.pool for a in resolved.plan.assignments if a.role in SERVING},
+            {a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES},
         )
         self._pulls: dict[str, SharedLink] = {}
         self._fabric = KvFabric(self._link)
@@ -220,7 +222,7 @@ class _Cluster:
             return {}
         found = {f"{LINK}weights": self.transfer.pushed_over}
         for a in self._resolved.plan.assignments:
-            if a.role in SERVING:
+            if a.role in SERVING_ROLES:
                 found[f"{LINK}weights-{a.name}"] = self._pull(a.name)
         for one, other in kv_pairs(self._resolved):
             found[f"{LINK}kv-{one}-{other}"] = self._between(one, other)
@@ -232,17 +234,17 @@ class _Cluster:
             problem = self._resolved.problem
             assert problem is not None, "what has no problem is not simulated"
             path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
-            self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, AT_ONCE_GB_PER_S)))
+            self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
         return self._pulls[engine]
 
-    def places(self) -> list[Place]:
-        return [self._place(a) for role in SERVING for a in self._resolved.plan.of(role)]
+    def places(self) -> list[PlacedEngine]:
+        return [self._place(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
 
-    def site(self, ledger: Traced, machines: Machines | None) -> ModelledSite:
+    def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
         """The devices of the plan's engines and of nobody, for a run whose engines come and go."""
         resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
         for assignment in resolved.plan.assignments:
-            if assignment.role in SERVING:
+            if assignment.role in SERVING_ROLES:
                 devices[assignment.pool] += len(assignment.devices)
         for pool, count in resolved.plan.idle.items():
             devices[pool] += count
@@ -259,7 +261,7 @@ class _Cluster:
             others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
         )
 
-    def _started(self, kind: EngineKind) -> Place:
+    def _started(self, kind: EngineKind) -> PlacedEngine:
         number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
         self._made += 1
         assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
@@ -293,25 +295,25 @@ class _Cluster:
         train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
         return training_mfu(problem, pool, train)
 
-    def help(self, seat: Seat) -> float:
+    def help(self, seat: EnginePlacement) -> float:
         """How fast an engine's devices train beside the trainer's."""
         own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
         return (self._devices[seat.pool].tflops_bf16 or 0.0) * seat.tp / own if own else 0.0
 
-    def trained_by(self) -> Billed:
+    def trained_by(self) -> BilledDevices:
         return self._billed(self._train)
 
-    def unused(self) -> list[Billed]:
+    def unused(self) -> list[BilledDevices]:
         """Devices that are paid and that nothing runs on."""
         rented = {p.name for p in self._resolved.cluster.pools if p.rented}
         price = self._resolved.usd_per_device_hour
         return [
-            Billed("unused", f"unused-{pool}", float(count), price[pool])
+            BilledDevices("unused", f"unused-{pool}", float(count), price[pool])
             for pool, count in self._resolved.plan.idle.items()
             if count and pool not in rented
         ]
 
-    def _place(self, assignment: Assignment) -> Place:
+    def _place(self, assignment: Assignment) -> PlacedEngine:
         tp = len(assignment.devices)
         limits = EngineLimits(slots=self._resolved.cluster.engines.max_slots)
         name, steps = assignment.name, self._steps(assignment.pool, tp)
@@ -326,9 +328,9 @@ class _Cluster:
         if assignment.role is Role.ENGINE:
             engine = ModelledEngine(name, steps, limits=limits, load=load)
         else:
-            engine = HandoffEngine(name, steps, self._fabric, limits=limits, load=load)
+            engine = DisaggregatedEngine(name, steps, self._fabric, limits=limits, load=load)
         self.transfer.subscribe(name)
-        return Place(engine, seat(self._resolved, assignment), self._billed(assignment))
+        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self._billed(assignment))
 
     def _steps(self, pool: str, tp: int) -> StepModel:
         if (pool, tp) not in self._models:
@@ -349,9 +351,9 @@ class _Cluster:
             self._shared[a, b] = SharedLink(LinkProfile(gb_per_s, latency_s=latency_s) if given else RDMA)
         return self._shared[a, b]
 
-    def _billed(self, assignment: Assignment) -> Billed:
+    def _billed(self, assignment: Assignment) -> BilledDevices:
         usd = self._resolved.usd_per_device_hour[assignment.pool]
-        return Billed(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
+        return BilledDevices(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
 
 
 def _unknown_speed(resolved: Resolved) -> SpecError:
@@ -365,11 +367,16 @@ def _unknown_speed(resolved: Resolved) -> SpecError:
 
 
 def _domain(
-    resolved: Resolved, number: int, seed: int, replay: Replay | None, trouble: Trouble, hosts: ModelledHosts | None
+    resolved: Resolved,
+    number: int,
+    seed: int,
+    replay: ReplayPlan | None,
+    trouble: SimulationFaults,
+    hosts: ModelledHosts | None,
 ) -> Domain:
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
-    world = World(
+    world = SimulatedDomain(
         workload(resolved, spec.name, seed, replay),
         seed=seed,
         name=spec.name,
@@ -389,26 +396,26 @@ def _domain(
     )
 
 
-def workload(resolved: Resolved, name: str, seed: int, replay: Replay | None) -> Workload:
+def workload(resolved: Resolved, name: str, seed: int, replay: ReplayPlan | None) -> Workload:
     if replay is not None:
-        return Replayed(replay.recording.scripts[name], seed=seed, resample=replay.resample)
+        return ReplayedWorkload(replay.recording.scripts[name], seed=seed, resample=replay.resample)
     assert resolved.problem is not None
     profile = next(d for d in resolved.problem.domains if d.name == name)
     spec = resolved.run.domain(name)
-    shape = PRESETS[spec.shape] if spec.shape is not None else shape_of(profile, resolved.run.model.context)
-    return Generated(replace(shape, most_turns=min(shape.most_turns, spec.max_turns)), seed, name=name)
+    shape = PRESETS[spec.shape] if spec.shape is not None else workload_shape(profile, resolved.run.model.context)
+    return GeneratedWorkload(replace(shape, most_turns=min(shape.most_turns, spec.max_turns)), seed, name=name)
 
 
-def shape_of(profile: DomainProfile, context: int) -> Shape:
+def workload_shape(profile: DomainProfile, context: int) -> WorkloadShape:
     """A profile as distributions: log-normal through the median and 90th percentile where these are known, else the
     mean for all."""
     output = profile.output_tokens
     median, sigma = log_normal(output)
-    return Shape(
+    return WorkloadShape(
         turns=_distribution(profile.turns, low=1.0),
         first=_distribution(profile.prompt, low=1.0),
         observation=_distribution(profile.new_tokens, low=1.0),
-        answers=Answers(median, sigma, cap=context),
+        answers=AnswerLengths(median, sigma, cap=context),
         reset_s=Constant(profile.environment.reset_s),
         step_s=Constant(profile.environment.wait_s),
         context=context,

@@ -6,32 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
-from rollart.compose.functions import function_hosts
-from rollart.compose.recording import Recording
+from rollart.compose.functions import initial_function_hosts
+from rollart.compose.recording import RecordedRun
 from rollart.ports import Rewarder
 from rollart.sim import scoring
-from rollart.sim.modelled import Traced
-from rollart.spec.faults import FaultPlanSpec, FunctionTroubleSpec, matching
+from rollart.sim.modelled import TracedLedger
+from rollart.spec.faults import FaultPlanSpec, FunctionTroubleSpec, matching_names
 from rollart.spec.resolve import Resolved
 from serverless.backends.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.deploy.package import build
 from serverless.pipeline import Offload
-from serverless.spec import BatchSpec, FunctionSpec
+from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import FaultKind, Invocation
 
-__all__ = ["Behaviour", "SimulatedFunctions", "behaviours", "simulated_hosts", "troubled"]
+__all__ = [
+    "FunctionBehaviour",
+    "SimulatedFunctions",
+    "function_behaviours",
+    "simulated_function_hosts",
+    "with_function_faults",
+]
 
-COLD_S = 0.5
+COLD_START_S = 0.5
 """Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
 
-TROUBLE = (FaultKind.THROTTLED, FaultKind.CRASH, FaultKind.OUT_OF_MEMORY, FaultKind.TIMEOUT, FaultKind.UNAVAILABLE)
+PLANNED_FAULT_KINDS = (
+    FaultKind.THROTTLED,
+    FaultKind.CRASH,
+    FaultKind.OUT_OF_MEMORY,
+    FaultKind.TIMEOUT,
+    FaultKind.UNAVAILABLE,
+)
 """Kinds of faults that a fault plan gives probabilities of, by the names of its keys."""
 
-SCORE = "rollart.sim.scoring:score"
+SCORE_SOURCE = "rollart.sim.scoring:score"
 
 
 @dataclass(frozen=True, slots=True)
-class Behaviour:
+class FunctionBehaviour:
     """A function, how it behaves, and the domains that it scores."""
 
     spec: FunctionSpec
@@ -39,14 +51,16 @@ class Behaviour:
     domains: tuple[str, ...]
 
 
-def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviour]:
+def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> list[FunctionBehaviour]:
     """The functions of a run: those of a recording with what their calls took there, else one per domain whose profile
-    has a reward. Cold starts of another provider than the recorded one are `COLD_S`."""
+    has a reward. Cold starts of another provider than the recorded one are `COLD_START_S`."""
     if recording is None:
         assert resolved.problem is not None
         costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
         return [
-            Behaviour(_function(name, memory_gb=c.memory_gb), Profile(COLD_S, call_s=c.seconds, item_s=0.0), (name,))
+            FunctionBehaviour(
+                _function(name, memory_gb=c.memory_gb), Profile(COLD_START_S, call_s=c.seconds, item_s=0.0), (name,)
+            )
             for name, c in costs.items()
         ]
     found = []
@@ -56,9 +70,9 @@ def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviou
         if seen is None or not domains:
             continue
         if recording.provider not in resolved.cluster.functions.chain:
-            seen = Profile(COLD_S, call_s=seen.call_s, item_s=seen.item_s)
+            seen = Profile(COLD_START_S, call_s=seen.call_s, item_s=seen.item_s)
         changed = {
-            "source": SCORE,
+            "source": SCORE_SOURCE,
             "handler": "",
             "takes": "samples",
             "deterministic": False,
@@ -66,22 +80,22 @@ def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviou
             "requirements": (),
             "preload": (),
         }
-        found.append(Behaviour(spec.model_copy(update=changed), seen, domains))
+        found.append(FunctionBehaviour(spec.model_copy(update=changed), seen, domains))
     return found
 
 
-def troubled(known: list[Behaviour], plan: FaultPlanSpec | None) -> list[Behaviour]:
+def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec | None) -> list[FunctionBehaviour]:
     """The functions as a fault plan has them: of several entries that name one, the first."""
     found = []
     for one in known:
         entries = () if plan is None else plan.functions
-        entry = next((e for e in entries if any(matching(p, [one.spec.name]) for p in e.functions)), None)
-        found.append(one if entry is None else _in_trouble(one, entry))
+        entry = next((e for e in entries if any(matching_names(p, [one.spec.name]) for p in e.functions)), None)
+        found.append(one if entry is None else _with_faults(one, entry))
     return found
 
 
-def _in_trouble(one: Behaviour, entry: FunctionTroubleSpec) -> Behaviour:
-    faults = {kind: getattr(entry, kind.value) for kind in TROUBLE if getattr(entry, kind.value)}
+def _with_faults(one: FunctionBehaviour, entry: FunctionTroubleSpec) -> FunctionBehaviour:
+    faults = {kind: getattr(entry, kind.value) for kind in PLANNED_FAULT_KINDS if getattr(entry, kind.value)}
     cold_s = one.profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
     profile = replace(
         one.profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
@@ -92,12 +106,12 @@ def _in_trouble(one: Behaviour, entry: FunctionTroubleSpec) -> Behaviour:
     return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
 
 
-def simulated_hosts(resolved: Resolved) -> tuple[str, ...]:
+def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
     """Hosts of function workers, to which something may happen; none where another provider has the workers."""
     if _provider(resolved) != "local":
         return ()
     domains = () if resolved.problem is None else resolved.problem.domains
-    return function_hosts(resolved, profiled=any(d.reward is not None and not d.reward.on_gpu for d in domains))
+    return initial_function_hosts(resolved, profiled=any(d.reward is not None and not d.reward.on_gpu for d in domains))
 
 
 def _provider(resolved: Resolved) -> str:
@@ -109,11 +123,11 @@ class SimulatedFunctions:
     """Open it for the run's rewarder. A domain without a function is paid by its environment. `machines` are the hosts
     of its workers, None where nothing can happen to these."""
 
-    def __init__(self, known: list[Behaviour], resolved: Resolved, ledger: Traced, seed: int) -> None:
-        names = simulated_hosts(resolved)
+    def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
+        names = simulated_function_hosts(resolved)
         self.machines = SimulatedMachines(names) if names else None
         kind = type("Provider", (SimulatedBackend,), {"provider": _provider(resolved)})
-        meter = _Calls(ledger)
+        meter = _InvocationMeter(ledger)
         self._backend: SimulatedBackend = kind(
             {b.spec.name: scoring.score for b in known},
             meter=meter,
@@ -143,22 +157,22 @@ def _paid_by(functions: list[str]) -> DomainRewards:
 def _function(domain: str, *, memory_gb: float) -> FunctionSpec:
     return FunctionSpec(
         name=f"reward-{domain}"[:64],
-        source=SCORE,
+        source=SCORE_SOURCE,
         takes="samples",
         memory_mb=min(32_768, max(128, round(memory_gb * 1024))),
         concurrency=10_000,
         queue=1_000_000,
         timeout_s=900.0,
         deterministic=False,
-        batch=BatchSpec(max_items=1),
+        batch=FunctionBatchSpec(max_items=1),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
+class _InvocationMeter:
     """`MeterSink`."""
 
-    ledger: Traced
+    ledger: TracedLedger
 
     def invocation(self, invocation: Invocation) -> None:
         self.ledger.invocation(invocation)

@@ -5,30 +5,32 @@ from __future__ import annotations
 import asyncio
 import math
 
-from rollart.compose.actors import pool_of_cores
-from rollart.compose.clusters import PLACE_S
-from rollart.compose.environments import Rooms, host_count
-from rollart.compose.faults import Trouble, machine_of
+from rollart.compose.actors import cpu_pool
+from rollart.compose.clusters import PLACEMENT_S
+from rollart.compose.environments import HostAssignments, host_count
+from rollart.compose.faults import SimulationFaults, machine_name
 from rollart.errors import UsageError
 from rollart.runtime.hostwatch import HostLimits
 from rollart.sim.hosts import START_S, ModelledHosts
-from rollart.sim.machines import HostRoom, Machines
+from rollart.sim.machines import HostReservation, MachineInventory
 from rollart.spec.resolve import Resolved
 
-__all__ = ["modelled_hosts"]
+__all__ = ["simulated_environment_hosts"]
 
-ROOM = 1_000_000
+UNLIMITED_EPISODES = 1_000_000
 """Episodes of a host that only a fault plan names: nobody said how many it has room for."""
 
 
-def modelled_hosts(resolved: Resolved, trouble: Trouble, wanted: Resolved) -> ModelledHosts | None:
+def simulated_environment_hosts(
+    resolved: Resolved, trouble: SimulationFaults, wanted: Resolved
+) -> ModelledHosts | None:
     """None where environments live in the controller and nothing can happen to them there. `wanted`: the run with all
     of its plan. Hosts that only a fault plan names are on no machine."""
     spec, some = resolved.cluster.environments, host_count(resolved)
     if not some and not trouble.of_hosts:
         return None
     limits = HostLimits(
-        per_host=spec.per_worker if some else ROOM,
+        per_host=spec.per_worker if some else UNLIMITED_EPISODES,
         health_s=math.inf,
         start_s=START_S,
         call_s=resolved.run.leases.env_step_s,
@@ -40,18 +42,18 @@ def modelled_hosts(resolved: Resolved, trouble: Trouble, wanted: Resolved) -> Mo
     return hosts
 
 
-def _on_machines(hosts: ModelledHosts, machines: Machines, resolved: Resolved, wanted: Resolved) -> None:
+def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
     """They are placed as real ones are: with the cores that the plan gave them, or beside what holds those."""
-    rooms, limit = Rooms(resolved, wanted), resolved.cluster.runtime.wait_s + PLACE_S
-    beside = pool_of_cores(resolved, resolved.cluster.environments.pool).name
+    rooms, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
+    beside = cpu_pool(resolved, resolved.cluster.environments.pool).name
 
-    async def room(name: str) -> HostRoom:
+    async def room(name: str) -> HostReservation:
         with rooms.given(name, hosts.fleet.where(), machines.there()) as given:
             if given is None:
-                found = HostRoom(machines, beside, 0)
+                found = HostReservation(machines, beside, 0)
             else:
-                first = machine_of(wanted, given.pool, given.devices[0])
-                found = HostRoom(machines, given.pool, len(given.devices), first)
+                first = machine_name(wanted, given.pool, given.devices[0])
+                found = HostReservation(machines, given.pool, len(given.devices), first)
             try:
                 async with asyncio.timeout(limit):
                     await found.found()

@@ -19,22 +19,22 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
 
-from rollart.compose.simulate import Replay, Simulated, simulate
+from rollart.compose.simulate import ReplayPlan, SimulationResult, simulate
 from rollart.errors import RollartError, RunFailed
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.report.faults import INFRA_FAULT, fault_cost
 from rollart.report.rows import collect
-from rollart.report.simulation import Finding, StepTimes, finding
+from rollart.report.simulation import SimulationFigures, StepTimes, simulation_figures
 from rollart.report.timeline import timeline
-from rollart.sim.modelled import StepSeen
+from rollart.sim.modelled import StepTrace
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Progress", "Task", "found_in", "simulate_all"]
+__all__ = ["TaskProgress", "SimulationTask", "simulation_finding", "simulate_all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TaskProgress:
     """How far a simulation is: which of the tasks, steps trained, and virtual seconds."""
 
     task: int
@@ -42,11 +42,11 @@ class Progress:
     seconds: float
 
 
-Watch = Callable[[Progress], None]
+ProgressWatcher = Callable[[TaskProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimulationTask:
     """One simulation: its ledger stays in `keep`, or is removed if that is None."""
 
     resolved: Resolved
@@ -57,17 +57,17 @@ class Task:
     fuzz: int | None = None
     timeline: bool = False
     """Whether its finding says who did what when."""
-    replay: Replay | None = None
+    replay: ReplayPlan | None = None
     faults: FaultPlanSpec | None = None
 
 
 def simulate_all(
-    tasks: Sequence[Task],
+    tasks: Sequence[SimulationTask],
     *,
     workers: int | None = None,
-    on_done: Callable[[Finding], None] = lambda _: None,
-    on_progress: Watch = lambda _: None,
-) -> list[Finding]:
+    on_done: Callable[[SimulationFigures], None] = lambda _: None,
+    on_progress: ProgressWatcher = lambda _: None,
+) -> list[SimulationFigures]:
     """Findings in the order of the tasks; `workers` processes, as many as there are cores if None. `on_progress` is
     called on another thread where there are several.
 
@@ -78,10 +78,10 @@ def simulate_all(
     with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
         placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
         if count > 1:
-            return _side_by_side(placed, count, on_done, on_progress)
+            return _run_in_processes(placed, count, on_done, on_progress)
         found = []
         for n, (task, directory) in enumerate(placed):
-            found.append(_one(task, directory, n, on_progress))
+            found.append(_run_task(task, directory, n, on_progress))
             on_done(found[-1])
         return found
 
@@ -112,17 +112,20 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _side_by_side(
-    placed: Sequence[tuple[Task, Path]], count: int, on_done: Callable[[Finding], None], on_progress: Watch
-) -> list[Finding]:
-    by_task: dict[int, Finding] = {}
+def _run_in_processes(
+    placed: Sequence[tuple[SimulationTask, Path]],
+    count: int,
+    on_done: Callable[[SimulationFigures], None],
+    on_progress: ProgressWatcher,
+) -> list[SimulationFigures]:
+    by_task: dict[int, SimulationFigures] = {}
     spawn = multiprocessing.get_context("spawn")
-    told: Queue[Progress | None] = spawn.Queue()
-    watcher = threading.Thread(target=_watch, args=(told, on_progress), name="progress", daemon=True)
+    told: Queue[TaskProgress | None] = spawn.Queue()
+    watcher = threading.Thread(target=_forward_progress, args=(told, on_progress), name="progress", daemon=True)
     watcher.start()
-    with ProcessPoolExecutor(count, spawn, initializer=_begin, initargs=(told,)) as pool:
+    with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(told,)) as pool:
         try:
-            futures = {pool.submit(_one, *one, n): n for n, one in enumerate(placed)}
+            futures = {pool.submit(_run_task, *one, n): n for n, one in enumerate(placed)}
             for future in as_completed(futures):
                 by_task[futures[future]] = future.result()
                 on_done(by_task[futures[future]])
@@ -143,31 +146,31 @@ def _side_by_side(
 JOIN_S = 1.0
 """Longest wait for the last words of processes that are gone."""
 
-_telling: Queue[Progress | None] | None = None
+_progress_queue: Queue[TaskProgress | None] | None = None
 """In a simulation's process: where it says how far it is."""
 
 
-def _begin(told: Queue[Progress | None]) -> None:
-    global _telling
+def _init_worker(told: Queue[TaskProgress | None]) -> None:
+    global _progress_queue
     # An interrupt at the terminal reaches every process: the one that started them alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told.cancel_join_thread()
-    _telling = told
+    _progress_queue = told
 
 
-def _watch(told: Queue[Progress | None], on_progress: Watch) -> None:
+def _forward_progress(told: Queue[TaskProgress | None], on_progress: ProgressWatcher) -> None:
     while (said := told.get()) is not None:
         on_progress(said)
 
 
-def _tell(said: Progress) -> None:
-    if _telling is not None:
-        _telling.put(said)
+def _report_progress(said: TaskProgress) -> None:
+    if _progress_queue is not None:
+        _progress_queue.put(said)
 
 
-def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
+def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -> SimulationFigures:
     """The figures of a simulation from its ledger."""
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         rows = collect(reader, done.directory.name)
         faults = None
         if done.trouble is not None:
@@ -178,17 +181,19 @@ def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
         for s in done.steps
     ]
     lags: Counter[int] = sum((s.lags for s in done.steps), Counter())
-    found = finding(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
+    found = simulation_figures(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
     return replace(found, timeline=drawn, faults=faults)
 
 
-def _one(task: Task, directory: Path, number: int, on_progress: Watch = _tell) -> Finding:
+def _run_task(
+    task: SimulationTask, directory: Path, number: int, on_progress: ProgressWatcher = _report_progress
+) -> SimulationFigures:
     steps = 0
 
-    def stepped(seen: StepSeen) -> None:
+    def stepped(seen: StepTrace) -> None:
         nonlocal steps
         steps += 1
-        on_progress(Progress(number, steps, seen.ended))
+        on_progress(TaskProgress(number, steps, seen.ended))
 
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)  # a world of long-lived objects: full collections find nothing and cost a third
@@ -196,7 +201,7 @@ def _one(task: Task, directory: Path, number: int, on_progress: Watch = _tell) -
         directory.mkdir(parents=True, exist_ok=True)
         if task.keep is not None:
             (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # what makes it a run for reports
-        return found_in(
+        return simulation_finding(
             simulate(
                 task.resolved,
                 directory,
@@ -207,15 +212,15 @@ def _one(task: Task, directory: Path, number: int, on_progress: Watch = _tell) -
                 replay=task.replay,
                 faults=task.faults,
                 on_step=stepped,
-                on_time=lambda now: on_progress(Progress(number, steps, now)),
+                on_time=lambda now: on_progress(TaskProgress(number, steps, now)),
             ),
             with_timeline=task.timeline,
         )
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        raise _first_error(group) from None
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of what ended a simulation, the product's own error; it crosses processes as itself."""
     ours = group.subgroup(RollartError)
     error: BaseException = group if ours is None else ours

@@ -11,9 +11,9 @@ from rollart.ports import Handle, Recorder, RunEvent
 from rollart.spec.planning import run_shape
 from rollart.spec.resolve import Resolved
 
-__all__ = ["STARTING", "StartLimits", "Starting", "engine_start", "trainer_start"]
+__all__ = ["STARTING_EVENT", "StartLimits", "StartWatcher", "engine_start_limits", "trainer_start_s"]
 
-STARTING = "engine_starting"
+STARTING_EVENT = "engine_starting"
 """The event of an engine that is not there yet: seconds so far, and the last line of its log."""
 
 START_S, VLLM_START_S = 120.0, 300.0
@@ -22,16 +22,16 @@ START_S, VLLM_START_S = 120.0, 300.0
 BYTES_PER_PARAMETER, BYTES_PER_S = 4.0, 0.5e9
 """What is read of a model at most, and how fast at least: a network file system in use, or a disk."""
 
-PATIENCE = 4.0
+VLLM_START_FACTOR = 4.0
 """A vLLM server that goes on telling what it does gets so many times its time in all."""
 
-QUIET_S = 120.0
+LOG_SILENCE_S = 120.0
 """Seconds without a new line after which one that is late is given up. The longest silences are compilations."""
 
-BEFORE = 0.99
+DEADLINE_SHARE = 0.99
 """Share of its longest time after which it is given up with its last line: the lease that ends it then has none."""
 
-SAY_S = 10.0
+LOG_POLL_S = 10.0
 """Between two looks at its log. The embedded engine is there before the first."""
 
 
@@ -43,22 +43,22 @@ class StartLimits:
     most_s: float
 
 
-def engine_start(resolved: Resolved) -> StartLimits:
+def engine_start_limits(resolved: Resolved) -> StartLimits:
     """What `leases.engine_start_s` says; with `auto` by the kind of engine and the size of the model."""
     given, vllm = resolved.run.leases.engine_start_s, resolved.cluster.engines.kind == "vllm"
     if given != "auto":
         return StartLimits(given, given)
     seconds = (VLLM_START_S if vllm else START_S) + _reading_s(resolved)
-    return StartLimits(seconds, PATIENCE * seconds if vllm else seconds)
+    return StartLimits(seconds, VLLM_START_FACTOR * seconds if vllm else seconds)
 
 
-def trainer_start(resolved: Resolved) -> float:
+def trainer_start_s(resolved: Resolved) -> float:
     """Seconds, and as many for a version that it restores."""
     given = resolved.run.leases.engine_start_s
     return START_S + _reading_s(resolved) if given == "auto" else given
 
 
-class Starting:
+class StartWatcher:
     """Watches one start of a program: tells what its log says, and gives it up."""
 
     def __init__(self, limits: StartLimits, recorder: Recorder) -> None:
@@ -68,17 +68,17 @@ class Starting:
         """Until it is cancelled. `PartDied` for one that has had its time, with the last line that it said."""
         loop = asyncio.get_running_loop()
         began = news = loop.time()
-        last, size = began + BEFORE * self._limits.most_s, 0
+        last, size = began + DEADLINE_SHARE * self._limits.most_s, 0
         while True:
-            await asyncio.sleep(max(0.0, min(SAY_S, last - loop.time())))
+            await asyncio.sleep(max(0.0, min(LOG_POLL_S, last - loop.time())))
             grown, line = await program.call("said")
             now = loop.time()
             if grown != size:
                 size, news = grown, now
             took = now - began
             told = {"seconds": round(took, 1), "said": line}
-            self._recorder.event(RunEvent(now, STARTING, program.name, told))
-            if (took > self._limits.seconds and now - news > QUIET_S) or now >= last:
+            self._recorder.event(RunEvent(now, STARTING_EVENT, program.name, told))
+            if (took > self._limits.seconds and now - news > LOG_SILENCE_S) or now >= last:
                 raise PartDied(
                     program.name,
                     f"was not ready after {took:.0f} s, and has said nothing new for {now - news:.0f} s; its last "

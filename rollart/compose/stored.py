@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollart.adapters.weights.arrivals import Arrivals
-from rollart.adapters.weights.buckets import BucketPusher, Progress, Pulled, Pushed, failing_once
+from rollart.adapters.weights.arrivals import BucketArrivals
+from rollart.adapters.weights.buckets import BucketPusher, PullProgress, PullResult, PushResult, first_failure_only
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.adapters.weights.hosts import Place
+from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.errors import EngineError, LeaseExpired, PartDied, StorageFailed
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
@@ -20,9 +20,9 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved
 
-__all__ = ["StoredWeights", "place_of", "run_id", "weight_store"]
+__all__ = ["SharedWeightStore", "weight_store_location", "run_id", "weight_store"]
 
-NAMED = "weight-store"
+STORE_NAME_FILE = "weight-store"
 """In the run's directory: its name in a store that other runs use as well, whatever their directories are called."""
 
 
@@ -38,23 +38,23 @@ def run_id(directory: Path, file: Path) -> str:
     return known
 
 
-def place_of(resolved: Resolved, directory: Path) -> Place | None:
+def weight_store_location(resolved: Resolved, directory: Path) -> WeightStoreLocation | None:
     """Where the run's versions go; None: engines read the run's directory."""
     spec = resolved.run.weights.store
     if spec is None:
         return None
-    name = run_id(directory, directory / NAMED)
+    name = run_id(directory, directory / STORE_NAME_FILE)
     url = spec.url if spec.kind == "s3" else str((Path(resolved.base) / spec.url).resolve())
     root = directory / "pulled" if spec.local is None else Path(spec.local) / name
-    return Place(spec.kind, f"{url.rstrip('/')}/{name}", str(root), spec.in_flight)
+    return WeightStoreLocation(spec.kind, f"{url.rstrip('/')}/{name}", str(root), spec.in_flight)
 
 
 def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: Recorder) -> DirectoryWeightStore:
     """What the trainer publishes into, and whether that is shared further."""
-    spec, place, root = resolved.run.weights.store, place_of(resolved, directory), directory / "weights"
+    spec, place, root = resolved.run.weights.store, weight_store_location(resolved, directory), directory / "weights"
     if spec is None or place is None:
         return DirectoryWeightStore(root)
-    return StoredWeights(
+    return SharedWeightStore(
         root,
         place,
         leases,
@@ -65,14 +65,14 @@ def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: 
     )
 
 
-STALL_S = 10.0
+PULL_STALL_S = 10.0
 """A host that says nothing for so long hangs, seconds."""
 
-PATIENCE = 8.0
+SLOWEST_BUCKET_FACTOR = 8.0
 """So many times the longest bucket of any host: links differ, and many buckets share one."""
 
 
-class Program(Protocol):
+class WeightPullProgram(Protocol):
     """An engine's program on its host, or what stands for one that was attached: it has `pull`, `arrived` and
     `pulling` of `clusters.program.Program`."""
 
@@ -82,7 +82,7 @@ class Program(Protocol):
     async def call(self, method: str, *args: Any) -> Any: ...
 
 
-class StoredWeights(DirectoryWeightStore):
+class SharedWeightStore(DirectoryWeightStore):
     """Implements `WeightStore` over the run's directory, as without a store: trainer and resume read it there.
 
     `push` is the publish's, one at a time: it returns when the store has the version, and, with `ahead`, when every
@@ -94,7 +94,7 @@ class StoredWeights(DirectoryWeightStore):
     def __init__(
         self,
         root: Path,
-        place: Place,
+        place: WeightStoreLocation,
         leases: Leases,
         recorder: Recorder,
         *,
@@ -108,7 +108,7 @@ class StoredWeights(DirectoryWeightStore):
         self._ahead, self._pull_s = ahead, pull_s
         self._objects = place.objects()
         self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, WeightPullProgram] = {}
         self._longest_s = 0.0
         """Seconds that the slowest bucket took so far, to any host."""
         self._keep: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class StoredWeights(DirectoryWeightStore):
         self._keep = tuple(keep)
         self._stamps = {v: stamp for v, stamp in self._stamps.items() if v in keep or v > max(keep)}
 
-    def join(self, program: Program) -> None:
+    def join(self, program: WeightPullProgram) -> None:
         """An engine's program: its host has new versions before the engine asks."""
         self._programs[program.name] = program
 
@@ -130,8 +130,8 @@ class StoredWeights(DirectoryWeightStore):
         """`StorageFailed` if the store does not take it: nobody could load it."""
         arrivals = await self._pusher.prepare(weights.version, weights.path)
         self._stamps[weights.version] = arrivals.manifest.stamp
-        pushed: Pushed | StorageFailed
-        async with failing_once(), asyncio.TaskGroup() as pulls:
+        pushed: PushResult | StorageFailed
+        async with first_failure_only(), asyncio.TaskGroup() as pulls:
             for program in list(self._programs.values()) if self._ahead else ():
                 early = self._early(program, weights, arrivals)
                 pulls.create_task(early, name=f"v{weights.version} to {program.name}")
@@ -151,11 +151,11 @@ class StoredWeights(DirectoryWeightStore):
         if self._keep:
             await self._pusher.collect([*self._keep, weights.version])
 
-    async def local(self, program: Program, weights: WeightsRef) -> str:
+    async def local(self, program: WeightPullProgram, weights: WeightsRef) -> str:
         """The version's directory on the program's host. `EngineError`: it could not be pulled, or not in time."""
         return await self._pull(program, weights, None)
 
-    async def _pull(self, program: Program, weights: WeightsRef, coming: bytes | None) -> str:
+    async def _pull(self, program: WeightPullProgram, weights: WeightsRef, coming: bytes | None) -> str:
         try:
             async with self._leases.hold(
                 program.name, f"v{weights.version} from the store", self._pull_s, Expiry.RETRY
@@ -163,7 +163,7 @@ class StoredWeights(DirectoryWeightStore):
                 stamp = self._stamps.get(weights.version)
                 if stamp is None:
                     raise StorageFailed("it was not pushed, or is collected")
-                async with failing_once(), asyncio.TaskGroup() as tasks:
+                async with first_failure_only(), asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self._watch(program), name=f"the pull of {program.name}")
                     call = program.call("pull", self.place, weights.version, stamp, self._keep, coming)
                     path, pulled = await call
@@ -173,22 +173,22 @@ class StoredWeights(DirectoryWeightStore):
         self._pulled(program.name, pulled)
         return str(path)
 
-    async def _watch(self, program: Program) -> None:
+    async def _watch(self, program: WeightPullProgram) -> None:
         """Until it is cancelled. `StorageFailed` for a host that answers no more, or to which no bucket comes though it
         asked for some, for much longer than buckets take."""
         loop = asyncio.get_running_loop()
         buckets, since = -1, loop.time()
         while True:
-            await asyncio.sleep(STALL_S / 4)
+            await asyncio.sleep(PULL_STALL_S / 4)
             try:
-                async with asyncio.timeout(STALL_S):
-                    seen: Progress | None = await program.call("pulling")
+                async with asyncio.timeout(PULL_STALL_S):
+                    seen: PullProgress | None = await program.call("pulling")
             except TimeoutError:
-                raise StorageFailed(f"its host has not answered for {STALL_S:g} s") from None
+                raise StorageFailed(f"its host has not answered for {PULL_STALL_S:g} s") from None
             if seen is None or seen.buckets != buckets or not seen.open:
                 buckets, since = -1 if seen is None else seen.buckets, loop.time()
             self._longest_s = max(self._longest_s, 0.0 if seen is None else seen.longest_s)
-            limit = max(STALL_S, PATIENCE * self._longest_s)
+            limit = max(PULL_STALL_S, SLOWEST_BUCKET_FACTOR * self._longest_s)
             if self._longest_s and loop.time() - since > limit:
                 raise StorageFailed(
                     f"no bucket has come to its host for {limit:.3g} s (the longest took {self._longest_s:.3g} s)"
@@ -197,18 +197,18 @@ class StoredWeights(DirectoryWeightStore):
     async def aclose(self) -> None:
         await self._objects.aclose()
 
-    async def _early(self, program: Program, weights: WeightsRef, arrivals: Arrivals) -> None:
+    async def _early(self, program: WeightPullProgram, weights: WeightsRef, arrivals: BucketArrivals) -> None:
         """Ahead of the engine, bucket by bucket as they are pushed."""
         manifest = arrivals.manifest.encode()
         try:
-            async with failing_once(), asyncio.TaskGroup() as tasks:
+            async with first_failure_only(), asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._tell(program, manifest, arrivals), name=f"buckets for {program.name}")
                 await self._pull(program, weights, manifest)
                 telling.cancel()
         except EngineError as error:  # it will ask again when it loads, and then it matters
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
 
-    async def _tell(self, program: Program, manifest: bytes, arrivals: Arrivals) -> None:
+    async def _tell(self, program: WeightPullProgram, manifest: bytes, arrivals: BucketArrivals) -> None:
         told: set[str] = set()
         over = False
         while not over:
@@ -218,7 +218,7 @@ class StoredWeights(DirectoryWeightStore):
             with contextlib.suppress(PartDied, StorageFailed):  # the pull will say so
                 await program.call("arrived", self.place, manifest, sorted(fresh), over, arrivals.whole)
 
-    def _pulled(self, name: str, pulled: Pulled) -> None:
+    def _pulled(self, name: str, pulled: PullResult) -> None:
         if pulled.bytes:
             self._event(
                 "weights_pulled",

@@ -10,31 +10,31 @@ from typing import Any
 
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.compose.actors import trainer_actors
-from rollart.compose.clusters import placed
+from rollart.compose.clusters import place_actor
 from rollart.errors import PartDied, RollartError
 from rollart.ports import Handle, Runtime
 from rollart.spec.resolve import Resolved
 
-__all__ = ["TrainerHosts", "on_its_hosts"]
+__all__ = ["MultiHostTrainer", "place_trainer"]
 
 STOP_S = 15.0
 """Seconds that a host may take to stop its program, which gets 5 before it is killed. The actor of a host that is gone
 may be on its way back for ever: with room again, its next start ends what is left."""
 
 
-async def on_its_hosts(
+async def place_trainer(
     stack: contextlib.AsyncExitStack, resolved: Resolved, runtime: Runtime, directory: Path, config: Path
-) -> Handle | TrainerHosts:
+) -> Handle | MultiHostTrainer:
     """The trainer's program, where the plan puts it; nothing of it runs yet."""
-    handles = [await placed(resolved, runtime, actor) for actor in trainer_actors(resolved, directory, config)]
+    handles = [await place_actor(resolved, runtime, actor) for actor in trainer_actors(resolved, directory, config)]
     if len(handles) == 1:
         return handles[0]
-    hosts = TrainerHosts(handles)
+    hosts = MultiHostTrainer(handles)
     stack.push_async_callback(hosts.aclose)
     return hosts
 
 
-class TrainerHosts:
+class MultiHostTrainer:
     """Programs that are one: started together, lost together. Has the one call of a `Handle` that `TrainerProgram`
     makes.
 
@@ -92,7 +92,7 @@ class TrainerHosts:
     async def _stop(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for host in (self._leader, *self._others):
-                tasks.create_task(_stopped(host))
+                tasks.create_task(_stop_host(host))
 
     async def _forget(self) -> None:
         watching, self._watching = self._watching, None
@@ -101,7 +101,7 @@ class TrainerHosts:
             await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _stopped(host: Handle) -> None:
+async def _stop_host(host: Handle) -> None:
     with contextlib.suppress(RollartError, TimeoutError):
         async with asyncio.timeout(STOP_S):
             await host.call("stop")

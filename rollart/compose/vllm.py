@@ -62,7 +62,7 @@ def vllm_command(
     else:
         args += ["--tensor-parallel-size", str(devices), "--gpu-memory-utilization", f"{spec.memory:g}"]
     if role in (Role.PREFILL, Role.DECODE):
-        args += ["--kv-transfer-config", json.dumps(_transfer(cpu))]
+        args += ["--kv-transfer-config", json.dumps(_kv_transfer_config(cpu))]
         if cpu:
             env["UCX_TLS"] = "tcp,sm,self"
     return VllmCommand((*args, *spec.args), {**env, **spec.env})
@@ -82,7 +82,7 @@ CPU_ENV = {
 }
 
 
-def _transfer(cpu: bool) -> dict[str, object]:
+def _kv_transfer_config(cpu: bool) -> dict[str, object]:
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",  # roles are the router's, and may flip

@@ -15,18 +15,25 @@ from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import Resolved
 from rollart.spec.work import model_config
 
-__all__ = ["PYTHON", "VllmHome", "refuse_dead_servers", "refuse_without_vllm", "vllm_home", "vllm_python"]
+__all__ = [
+    "PYTHON_VARIABLE",
+    "VllmInstallation",
+    "refuse_dead_servers",
+    "refuse_without_vllm",
+    "vllm_home",
+    "vllm_python",
+]
 
-PYTHON = "ROLLART_VLLM_PYTHON"
+PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
 """Names the interpreter of vLLM's environment where the cluster spec does not."""
 
-LOOK_S = 60.0
+INTERPRETER_TIMEOUT_S = 60.0
 """For an interpreter that looks at its packages: a fraction of a second, unless its disk is far away."""
 
-ANSWER_S = 10.0
+SERVER_TIMEOUT_S = 10.0
 """For a server that serves: it answers from its loop, whatever it computes."""
 
-SIZES = (
+ARCHITECTURE_KEYS = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -36,9 +43,9 @@ SIZES = (
 )
 """Keys of a model's configuration that its weights' shapes follow from."""
 
-PLUGIN = "pip install integrations/vllm into vLLM's environment"
+PLUGIN_REMEDY = "pip install integrations/vllm into vLLM's environment"
 
-_LOOK = """
+_PACKAGES_SCRIPT = """
 import importlib.metadata as m, importlib.util as u, json
 try: version = m.version("vllm") if u.find_spec("vllm") else ""
 except m.PackageNotFoundError: version = ""
@@ -49,7 +56,7 @@ print(json.dumps([version, plugin, u.find_spec("nixl") is not None]))
 
 
 @dataclass(frozen=True, slots=True)
-class VllmHome:
+class VllmInstallation:
     """An environment's packages: the version of vLLM ('' if it is not there), rollart's plugin, NIXL."""
 
     version: str
@@ -59,33 +66,35 @@ class VllmHome:
 
 def vllm_python(resolved: Resolved) -> str:
     """The interpreter that the cluster spec or the environment names. SpecError if neither does."""
-    python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON)
+    python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON_VARIABLE)
     if not python:
         raise SpecError(
-            f"engines.vllm.python is not given, nor is {PYTHON} (rule: the interpreter of the environment that vLLM is "
-            "installed in)",
+            f"engines.vllm.python is not given, nor is {PYTHON_VARIABLE} (rule: the interpreter of the environment "
+            "that vLLM is installed in)",
             remedy="see docs/fleet.md, vLLM engines",
         )
     return python
 
 
-def vllm_home(python: str) -> VllmHome:
+def vllm_home(python: str) -> VllmInstallation:
     """What an interpreter of this machine finds. `UsageError` if it cannot be run."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of ours, not of vLLM's
     try:
-        found = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=LOOK_S, env=env)
+        found = subprocess.run(
+            [python, "-c", _PACKAGES_SCRIPT], capture_output=True, text=True, timeout=INTERPRETER_TIMEOUT_S, env=env
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = error.strerror if isinstance(error, OSError) else f"silent for {LOOK_S:g} s"
+        why = error.strerror if isinstance(error, OSError) else f"silent for {INTERPRETER_TIMEOUT_S:g} s"
         raise UsageError(
-            f"vLLM's interpreter {python} cannot be run: {why}", remedy=f"mend engines.vllm.python or {PYTHON}"
+            f"vLLM's interpreter {python} cannot be run: {why}", remedy=f"mend engines.vllm.python or {PYTHON_VARIABLE}"
         ) from None
     try:
-        return VllmHome(*json.loads(found.stdout.splitlines()[-1]))
+        return VllmInstallation(*json.loads(found.stdout.splitlines()[-1]))
     except (ValueError, TypeError, IndexError):
         said = found.stderr.strip().splitlines() or ["it said nothing"]
         raise UsageError(
             f"{python} is no interpreter that vLLM could run under: {said[-1][:200]}",
-            remedy=f"mend engines.vllm.python or {PYTHON}",
+            remedy=f"mend engines.vllm.python or {PYTHON_VARIABLE}",
         ) from None
 
 
@@ -106,9 +115,9 @@ def refuse_without_vllm(resolved: Resolved) -> None:
         return
     home = vllm_home(python)
     if not home.version:
-        raise UsageError(f"{python} has no vLLM", remedy=f"name another with engines.vllm.python or {PYTHON}")
+        raise UsageError(f"{python} has no vLLM", remedy=f"name another with engines.vllm.python or {PYTHON_VARIABLE}")
     if not home.plugin:
-        raise UsageError(f"{python} has vLLM {home.version} without rollart's plugin", remedy=PLUGIN)
+        raise UsageError(f"{python} has vLLM {home.version} without rollart's plugin", remedy=PLUGIN_REMEDY)
     if not home.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
         raise UsageError(
             f"{python} has no nixl, by which prefill engines hand over to those that decode",
@@ -126,7 +135,7 @@ def _refuse_another_model(resolved: Resolved, url: str) -> None:
         return  # a name of the Hub, or another machine's directory: the first publish compares the weights
     trained = resolved.run.model.model_copy(update={"config": None})  # `config` is what plans are computed for
     ours = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
-    for key in ("architectures", *SIZES):
+    for key in ("architectures", *ARCHITECTURE_KEYS):
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise UsageError(
                 f"engines.attach: {url} serves another model ({served}): {key} is {theirs[key]!r} (rule: the run's, "
@@ -138,7 +147,7 @@ def _refuse_another_model(resolved: Resolved, url: str) -> None:
 def _get(url: str, route: str) -> bytes:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run will ask
     try:
-        with direct.open(url.rstrip("/") + route, timeout=ANSWER_S) as answer:
+        with direct.open(url.rstrip("/") + route, timeout=SERVER_TIMEOUT_S) as answer:
             return bytes(answer.read())
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error

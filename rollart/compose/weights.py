@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rollart.compose.starts import engine_start
-from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
+from rollart.compose.starts import engine_start_limits
+from rollart.policy.updates import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.spec.resolve import Resolved
 
-__all__ = ["nodes_patience_s", "patience_s", "stall_seconds", "update_policy"]
+__all__ = ["node_wait_s", "engine_wait_s", "stall_limit_s", "update_policy"]
 
 STALL_S = 600.0
 """Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
 
-LONGEST_S = 120.0
+DELAYED_UPDATE_S = 120.0
 """As long as a turn's generation may take by default: most iterations end by themselves."""
 
 
@@ -20,36 +20,36 @@ def update_policy(resolved: Resolved) -> UpdatePolicy | None:
     weights = resolved.run.weights
     match weights.update:
         case "delayed":
-            return Delayed(LONGEST_S if weights.longest_s is None else weights.longest_s)
+            return Delayed(DELAYED_UPDATE_S if weights.longest_s is None else weights.longest_s)
         case "staggered":
             return Staggered() if weights.fraction is None else Staggered(weights.fraction)
         case "on_divergence":
             assert weights.threshold is not None, "a rule of the spec"
-            return OnDivergence(Probe(-1, "", {}), weights.threshold)
+            return OnDivergence(VersionProbe(-1, "", {}), weights.threshold)
         case "all":
             return None
 
 
-def patience_s(resolved: Resolved) -> float:
+def engine_wait_s(resolved: Resolved) -> float:
     """How much longer a turn may have to wait for an engine than a restart and an update take, seconds."""
     policy = update_policy(resolved)
-    return (policy.longest_s if isinstance(policy, Delayed) else 0.0) + nodes_patience_s(resolved)
+    return (policy.longest_s if isinstance(policy, Delayed) else 0.0) + node_wait_s(resolved)
 
 
-def nodes_patience_s(resolved: Resolved) -> float:
+def node_wait_s(resolved: Resolved) -> float:
     """How long the run waits for a node when no engine is left, seconds."""
     elastic = resolved.cluster.runtime.elastic
     return 0.0 if elastic is None else elastic.wait_s
 
 
-def stall_seconds(resolved: Resolved) -> float:
+def stall_limit_s(resolved: Resolved) -> float:
     """Longer than any wait that ends by itself: no lease expires after it."""
     leases, hosts = resolved.run.leases, resolved.cluster.environments
     longest = max(
         hosts.start_s if hosts.workers else 0.0,
         hosts.pull_s if hosts.workers and hosts.images is not None else 0.0,
         leases.generate_s,
-        engine_start(resolved).most_s + leases.publish_s,
+        engine_start_limits(resolved).most_s + leases.publish_s,
         leases.env_step_s,
         1.5 * leases.reward_s,
         leases.train_s,

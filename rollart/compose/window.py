@@ -7,27 +7,34 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 
-from placement.architecture import Shape
+from placement.architecture import DecoderShape
 from placement.publish import PublishPath
 from placement.solve import solve
 from placement.types import Infeasible, Role
-from placement.window import Held, spans, windows
-from rollart.compose.routing import SERVING
+from placement.window import DomainWindow, domain_windows, longest_member_ratios
+from rollart.compose.routing import SERVING_ROLES
 from rollart.spec.planning import publishing_of, window_of
 from rollart.spec.resolve import Resolved
 from rollart.spec.run import LAG, MAX_STALENESS
 
-__all__ = ["InTime", "Recommended", "in_time", "publish_paths", "recommended", "sustained"]
+__all__ = [
+    "FreshGroupShare",
+    "RecommendedStaleness",
+    "fresh_group_shares",
+    "publish_paths",
+    "recommended_staleness",
+    "sustained_slots",
+]
 
-TOLERANCE = 0.01
+WINDOW_TOLERANCE = 0.01
 """A plan is within its window up to so much."""
-ENOUGH = 0.9
+SUFFICIENT_RATE_SHARE = 0.9
 """Share of the best rate at any staleness that a recommended one reaches: each version of lag costs samples to learn
 from (docs/training.md), so that the last tenth of the rate is not worth several of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class InTime:
+class FreshGroupShare:
     """`share` of a domain's groups ends within the run's staleness bound, at the rate of the plan."""
 
     domain: str
@@ -35,25 +42,25 @@ class InTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommended:
+class RecommendedStaleness:
     """The least `staleness` at which a plan whose batches wait for their longest groups yields `rate` trajectories/s,
-    `ENOUGH` of the `best` at any staleness. The run's own staleness has no part in it."""
+    `SUFFICIENT_RATE_SHARE` of the `best` at any staleness. The run's own staleness has no part in it."""
 
     staleness: int
     rate: float
     best: float
 
 
-def sustained(resolved: Resolved) -> tuple[Held, ...]:
+def sustained_slots(resolved: Resolved) -> tuple[DomainWindow, ...]:
     """Every domain's slots; none without a computed plan of the whole loop."""
     found, problem, run = resolved.plan.placement, resolved.problem, resolved.run
     trained = resolved.plan.of(Role.TRAINER)
-    if found is None or problem is None or not trained or not isinstance(problem.performance.shape, Shape):
+    if found is None or problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
         return ()
-    return windows(found, problem, problem.window or window_of(run, resolved.cluster, problem.performance.shape))
+    return domain_windows(found, problem, problem.window or window_of(run, resolved.cluster, problem.performance.shape))
 
 
-def in_time(resolved: Resolved) -> tuple[InTime, ...]:
+def fresh_group_shares(resolved: Resolved) -> tuple[FreshGroupShare, ...]:
     """By domain, what the staleness bound keeps of its lengths at the planned rate.
 
     A group that starts at a publish can take (alpha + 1) steps less training and publish until its last batch is taken.
@@ -63,24 +70,26 @@ def in_time(resolved: Resolved) -> tuple[InTime, ...]:
         return ()
     step = problem.train.batch / resolved.plan.placement.rate if resolved.plan.placement.rate else math.inf
     profiles = {d.name: d for d in problem.domains}
-    for held in sustained(resolved):
-        lengths = spans(profiles[held.domain], run.domain(held.domain).group_size, float(run.model.context))
-        limit = ((run.staleness + 1) * step * (1 + TOLERANCE) - held.train_s - held.publish_s) / held.seconds
-        found.append(InTime(held.domain, bisect_right(lengths, limit) / len(lengths)))
+    for held in sustained_slots(resolved):
+        lengths = longest_member_ratios(
+            profiles[held.domain], run.domain(held.domain).group_size, float(run.model.context)
+        )
+        limit = ((run.staleness + 1) * step * (1 + WINDOW_TOLERANCE) - held.train_s - held.publish_s) / held.seconds
+        found.append(FreshGroupShare(held.domain, bisect_right(lengths, limit) / len(lengths)))
     return tuple(found)
 
 
-def recommended(resolved: Resolved) -> Recommended | None:
+def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
     """The staleness that the lengths of the domains ask for; None where no window of groups is planned.
 
     Each staleness is judged by the plan that is made for it: a plan for a longer window has slower engines, whose
     groups take longer. So no plan asks for another staleness than the one that it was made for."""
     problem, run = resolved.problem, resolved.run
-    if run.schedule in LAG or not sustained(resolved):
+    if run.schedule in LAG or not sustained_slots(resolved):
         return None
     assert problem is not None
     assert problem.train is not None
-    assert isinstance(problem.performance.shape, Shape)
+    assert isinstance(problem.performance.shape, DecoderShape)
     train, window = problem.train, window_of(run, resolved.cluster, problem.performance.shape)
     window = replace(window, aborts=False, waits=True)
 
@@ -90,18 +99,20 @@ def recommended(resolved: Resolved) -> Recommended | None:
         found = solve(asked if problem.fixed is not None else replace(asked, window=window))
         if isinstance(found, Infeasible):
             return 0.0
-        return min([found.rate, *(held.rate for held in windows(found, asked, window))])
+        return min([found.rate, *(held.rate for held in domain_windows(found, asked, window))])
 
     best = rate(MAX_STALENESS)
-    least = bisect_left(range(MAX_STALENESS), True, key=lambda staleness: rate(staleness) >= ENOUGH * best)
-    return Recommended(least, rate(least), best)
+    least = bisect_left(
+        range(MAX_STALENESS), True, key=lambda staleness: rate(staleness) >= SUFFICIENT_RATE_SHARE * best
+    )
+    return RecommendedStaleness(least, rate(least), best)
 
 
 def publish_paths(resolved: Resolved) -> dict[str, PublishPath]:
     """By pool with engines, how a version gets there; none where nothing is planned or trained."""
     problem, trained = resolved.problem, resolved.plan.of(Role.TRAINER)
-    if problem is None or not trained or not isinstance(problem.performance.shape, Shape):
+    if problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
         return {}
     publishing = publishing_of(resolved.run, resolved.cluster, problem.performance.shape)
-    pools = sorted({a.pool for a in resolved.plan.assignments if a.role in SERVING})
+    pools = sorted({a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES})
     return {pool: publishing.path(problem.pools, problem.links, trained[0].pool, pool) for pool in pools}

@@ -9,36 +9,36 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollart.adapters.rewards.beside import Scorers
+from rollart.adapters.rewards.beside import RewardFunctions
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.architecture import stamp_of
-from rollart.compose.adopted import Start
+from rollart.compose.adopted import RunStart
 from rollart.compose.agreement import agreement_sample
-from rollart.compose.broadcasts import broadcasts
-from rollart.compose.clusters import opened
-from rollart.compose.elastic import elastic_planner, nodes_of
-from rollart.compose.environments import environment_fleet, hosted
-from rollart.compose.fleet import LocalSite
-from rollart.compose.functions import function_fleet, provider_run
-from rollart.compose.metering import CallsToLedger, record_offload
-from rollart.compose.other_parts import clocks_of_others
-from rollart.compose.parallelism import lending_settings, served_settings
+from rollart.compose.broadcasts import weight_broadcaster
+from rollart.compose.clusters import open_cluster
+from rollart.compose.elastic import elastic_nodes, elastic_planner
+from rollart.compose.environments import environment_fleet, hosted_environment_factory
+from rollart.compose.fleet import ClusterEngineSite
+from rollart.compose.functions import function_fleet, provider_run_id
+from rollart.compose.metering import LedgerMeter, record_offload
+from rollart.compose.other_parts import unsupervised_clocks
+from rollart.compose.parallelism import launch_reshard_settings, lending_settings
 from rollart.compose.parts import TrainerProgram
-from rollart.compose.planner import movable, rebalance_settings
-from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
-from rollart.compose.progress import SHOWN, evaluation_fields, step_fields
-from rollart.compose.providers import backend, pipeline_settings, translated
-from rollart.compose.proxy import harnesses
-from rollart.compose.rewards import Rewards
-from rollart.compose.rolling import fairness, filtering
-from rollart.compose.routing import concurrency, router, seats
-from rollart.compose.scaling import scaler
-from rollart.compose.starts import engine_start, trainer_start
-from rollart.compose.stored import StoredWeights, weight_store
-from rollart.compose.trainer_hosts import on_its_hosts
-from rollart.compose.weights import nodes_patience_s, patience_s, stall_seconds, update_policy
+from rollart.compose.planner import engines_are_movable, rebalance_settings
+from rollart.compose.prepare import prepare_tokenizer, reward_plan, runtime_domains, trainer_config
+from rollart.compose.progress import SHOWN_EVENTS, evaluation_fields, step_fields
+from rollart.compose.providers import backend, pipeline_settings, translated_errors
+from rollart.compose.proxy import open_harnesses
+from rollart.compose.rewards import RunRewards
+from rollart.compose.rolling import fairness_settings, filter_settings
+from rollart.compose.routing import concurrency_settings, engine_placements, make_router
+from rollart.compose.scaling import make_scaler
+from rollart.compose.starts import engine_start_limits, trainer_start_s
+from rollart.compose.stored import SharedWeightStore, weight_store
+from rollart.compose.trainer_hosts import place_trainer
+from rollart.compose.weights import engine_wait_s, node_wait_s, stall_limit_s, update_policy
 from rollart.controller_loop import ControllerLoop
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
@@ -71,17 +71,17 @@ from rollart.spec.rollout import RolloutSpec
 from rollart.spec.run_parts import BatchSpec
 from serverless.backends.hosted import WorkerHosts
 from serverless.pipeline import Offload
-from serverless.scaling_seen import Seen
+from serverless.scaling_seen import StatisticsMeter
 
-__all__ = ["Parts", "wire"]
+__all__ = ["RunContext", "open_run"]
 
 
-TOLD_S = 5.0
+NOTABLE_PAUSE_S = 5.0
 """Pauses of the controller's loop that are worth a line, seconds."""
 
 
 @dataclass(slots=True)
-class Parts:
+class RunContext:
     """Everything of one run, made but not started. `begin` and `open_functions` complete it in this order."""
 
     resolved: Resolved  # what of `wanted`, which the specs ask for, fits on the nodes that there were at the start
@@ -96,7 +96,7 @@ class Parts:
     domains: Sequence[Domain]
     trainer: TrainerProgram
     trainer_clock: ResourceClock
-    site: LocalSite
+    site: ClusterEngineSite
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
     devices_before: float
@@ -117,7 +117,7 @@ class Parts:
         self.said += 1
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
-        if kind not in SHOWN:  # others the ledger shows
+        if kind not in SHOWN_EVENTS:  # others the ledger shows
             self.progress(event)
 
     def paused(self, seconds: float) -> None:
@@ -125,7 +125,7 @@ class Parts:
         self.leases.moved(seconds)
         event = RunEvent(asyncio.get_running_loop().time(), "controller_paused", "run", {"seconds": round(seconds, 3)})
         self.ledger.event(event)
-        if seconds >= TOLD_S:
+        if seconds >= NOTABLE_PAUSE_S:
             self.progress(event)
 
     def begin(self, weights: WeightsRef) -> None:
@@ -159,37 +159,37 @@ class Parts:
             self,
             shares=self.site.shares,
             weights=self._current,
-            start_s=engine_start(self.resolved).most_s,
+            start_s=engine_start_limits(self.resolved).most_s,
             on_gone=self._gone,
-            patience_s=nodes_patience_s(self.resolved),
+            patience_s=node_wait_s(self.resolved),
         )
         self.fleet = EngineFleet(
             self.control.gateway, self.supervisor, self.site, self, drain_s=self.resolved.run.leases.generate_s
         )
-        if movable(self.resolved):
+        if engines_are_movable(self.resolved):
             self.control.move_by(self.fleet)
         self.control.reshard_by(self.fleet)
-        self.nodes = nodes_of(self.resolved, self.site.where)
+        self.nodes = elastic_nodes(self.resolved, self.site.where)
         self.control.follow(self.nodes)
 
     @contextlib.asynccontextmanager
-    async def open_functions(self, rewards: Rewards) -> AsyncIterator[None]:
+    async def open_functions(self, rewards: RunRewards) -> AsyncIterator[None]:
         """The reward functions are deployed while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
-        meter, plan = Seen(CallsToLedger(self.ledger)), reward_plan(self.resolved)
+        meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
         at = functools.partial(
             backend,
             meter=meter,
             root=root,
             allow_unsafe=spec.allow_unsafe,
             hosts=self.workers,
-            run=provider_run(self.directory),
+            run=provider_run_id(self.directory),
         )
         for name, why in rewards.why.items():
             self.say("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
             self.say("rehearsal", "functions", provider=played, seed=spec.local.seed)
-        with translated("reward functions: "):
+        with translated_errors("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
                 chain = [await stack.enter_async_context(at(name, spec.settings(name))) for name in spec.chain]
                 offload = Offload(
@@ -201,9 +201,9 @@ class Parts:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(Scorers(offload, rewards.beside), plan)
+                self.rewarder = OffloadRewarder(RewardFunctions(offload, rewards.beside), plan)
                 scheduler = self.control.scheduler
-                scaling = scaler(
+                scaling = make_scaler(
                     self.resolved,
                     offload,
                     chain,
@@ -231,7 +231,7 @@ class Parts:
             self.leases,
             self,
             progress=self._progress,
-            stall_s=stall_seconds(self.resolved),
+            stall_s=stall_limit_s(self.resolved),
             check=self._look,
             seconds=lambda: self.ledger.seconds,
             budget_wall_s=budget.wall_s,
@@ -303,7 +303,7 @@ class Parts:
 def control_settings(
     resolved: Resolved, roles: Mapping[str, EngineRole] | None = None, vocab: int | None = None
 ) -> ControlSettings:
-    """The run spec for the control plane. `roles`: see `seats`; `vocab`: see `GatewayLimits`."""
+    """The run spec for the control plane. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
     run, leases = resolved.run, resolved.run.leases
     tail = run.rollout.tail_batching
     return ControlSettings(
@@ -316,13 +316,13 @@ def control_settings(
             min_faults=run.faults.min_count,
             redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
             tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
-            filter=filtering(run.rollout.filter),
-            fairness=fairness(run),
-            prefetch=prefetching(run.rollout),
+            filter=filter_settings(run.rollout.filter),
+            fairness=fairness_settings(run),
+            prefetch=prefetch_settings(run.rollout),
         ),
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
         cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
-        due=due(run.batch),
+        due=batch_deadline(run.batch),
         columns=[Column(name) for name in run.training.columns],
         reference=run.training.loss.kl > 0,
         waits=WaitLimits(
@@ -333,7 +333,7 @@ def control_settings(
         ),
         gateway=GatewayLimits(
             generate_s=leases.generate_s,
-            engine_s=engine_start(resolved).most_s + leases.publish_s + patience_s(resolved),
+            engine_s=engine_start_limits(resolved).most_s + leases.publish_s + engine_wait_s(resolved),
             sync_s=leases.publish_s,
             slots=resolved.cluster.engines.max_slots,
             handoff_s=leases.handoff_s,
@@ -348,32 +348,32 @@ def control_settings(
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
-        router=router(resolved),
-        seats=seats(resolved, roles),
+        router=make_router(resolved),
+        seats=engine_placements(resolved, roles),
         rebalance=rebalance_settings(resolved),
-        concurrency=concurrency(resolved),
-        reshard=served_settings(resolved),
+        concurrency=concurrency_settings(resolved),
+        reshard=launch_reshard_settings(resolved),
         lending=lending_settings(resolved),
         together=not run.rollout.replication,
     )
 
 
-def due(batch: BatchSpec) -> Due | None:
+def batch_deadline(batch: BatchSpec) -> Due | None:
     if batch.deadline_s is None:
         return None
     return Due(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
 
 
-def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:
+def prefetch_settings(rollout: RolloutSpec) -> PrefetchSettings | None:
     if rollout.prefetch == 0:
         return None
     return PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch)
 
 
 @contextlib.asynccontextmanager
-async def wire(
-    start: Start, directory: Path, progress: Callable[[RunEvent], None], *, began: float
-) -> AsyncIterator[Parts]:
+async def open_run(
+    start: RunStart, directory: Path, progress: Callable[[RunEvent], None], *, began: float
+) -> AsyncIterator[RunContext]:
     """Make every part of the run; at the end stop what was started, in reverse order. `began`: the loop's second at
     which the run's process began."""
     resolved = start.resolved
@@ -388,19 +388,19 @@ async def wire(
                 config=resolved.to_dict(),
                 prices=PriceBook(resolved.prices),
                 began=began,
-                held=_owned(resolved),
-                on_event=lambda event: progress(event) if event.kind in SHOWN else None,
+                held=_owned_resources(resolved),
+                on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,
             )
         )
         devices_before = ledger.spent_usd - ledger.functions_usd
         leases = Leases(ledger)
         weights = weight_store(resolved, directory, leases, ledger)
-        if (stored := weights if isinstance(weights, StoredWeights) else None) is not None:
+        if (stored := weights if isinstance(weights, SharedWeightStore) else None) is not None:
             stack.push_async_callback(stored.aclose)
-        runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
-        by_part = clocks_of_others(stack, resolved, ledger)
-        sent = broadcasts(resolved, leases, ledger)
-        site = LocalSite(
+        runtime, resolved = await stack.enter_async_context(open_cluster(resolved, directory, progress))
+        by_part = unsupervised_clocks(stack, resolved, ledger)
+        sent = weight_broadcaster(resolved, leases, ledger)
+        site = ClusterEngineSite(
             resolved,
             directory,
             ledger,
@@ -411,14 +411,14 @@ async def wire(
             began=began,
         )
         stack.push_async_callback(site.close)
-        parts_of: list[Parts] = []
+        parts_of: list[RunContext] = []
         trainer = TrainerProgram(
-            await on_its_hosts(stack, resolved, runtime, directory, config),
+            await place_trainer(stack, resolved, runtime, directory, config),
             leases,
             ledger,
             by_part["trainer-0"],
             current=lambda: parts_of[0].current,
-            start_s=trainer_start(resolved),
+            start_s=trainer_start_s(resolved),
             agreement=agreement_sample(resolved),
             share=None if stored is None else stored.push,
             broadcasts=sent,
@@ -427,7 +427,7 @@ async def wire(
         await site.open()
         told = resolved, directory, runtime, leases, ledger
         fleet = environment_fleet(*told, used=start.names, wanted=start.resolved)
-        parts = Parts(
+        parts = RunContext(
             resolved,
             start.resolved,
             start.roles,
@@ -437,7 +437,12 @@ async def wire(
             runtime,
             leases,
             tokenizer,
-            domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),
+            runtime_domains(
+                resolved,
+                tokenizer,
+                await open_harnesses(stack, resolved, tokenizer_dir),
+                hosted_environment_factory(fleet),
+            ),
             trainer,
             by_part["trainer-0"],
             site,
@@ -453,7 +458,7 @@ async def wire(
         yield parts
 
 
-def _owned(resolved: Resolved) -> set[str]:
+def _owned_resources(resolved: Resolved) -> set[str]:
     """The resources of the plan on pools that are not rented: somebody pays for them whether the run uses them or
     not."""
     owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}

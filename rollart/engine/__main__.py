@@ -20,11 +20,11 @@ from aiohttp import web
 from rollart.architecture import stamp_of
 from rollart.engine.checkpoint import published_version, read_architecture, read_tensors
 from rollart.engine.driver import Driver
-from rollart.engine.handoff import Settings
+from rollart.engine.handoff import HandoffSettings
 from rollart.engine.network import Network
 from rollart.engine.runner import STEP_TOKENS, Runner
-from rollart.engine.server import Server
-from rollart.engine.shm import BASE
+from rollart.engine.server import EngineServer
+from rollart.engine.shm import SHM_BASE
 from rollart.engine.transfer import DTYPES
 from rollart.errors import RollartError, UsageError
 from rollart.lifeline import die_with_parent
@@ -32,7 +32,7 @@ from rollart.lifeline import die_with_parent
 SHUTDOWN_S = 2.0
 """How long open connections may take to end after SIGTERM, seconds."""
 
-FIT = "lower --max-slots (engines.max_slots) or --max-context (model.context): KV takes their product"
+MEMORY_REMEDY = "lower --max-slots (engines.max_slots) or --max-context (model.context): KV takes their product"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except ExceptionGroup as group:  # a step failed: its requests were told, a restart is the supervisor's matter
         if isinstance(cause := group.exceptions[0], torch.OutOfMemoryError):
-            print(f"rollart.engine: a step found no memory: {_line(cause)} ({FIT})", file=sys.stderr)
+            print(f"rollart.engine: a step found no memory: {_line(cause)} ({MEMORY_REMEDY})", file=sys.stderr)
             return 1
         traceback.print_exception(group)
         print(f"rollart.engine: stopped by {group.exceptions[0]!r}", file=sys.stderr)
@@ -84,7 +84,9 @@ def load(args: argparse.Namespace) -> Runner:
             runner.decoder.prepare()
         return runner
     except (RuntimeError, AssertionError) as error:  # torch: unknown or absent device, out of memory
-        remedy = FIT if isinstance(error, torch.OutOfMemoryError) else "check --device, --max-slots, --max-context"
+        remedy = (
+            MEMORY_REMEDY if isinstance(error, torch.OutOfMemoryError) else "check --device, --max-slots, --max-context"
+        )
         raise UsageError(f"cannot start on {args.device}: {_line(error)}", remedy=remedy) from error
 
 
@@ -98,7 +100,7 @@ async def _serve(runner: Runner, args: argparse.Namespace) -> None:
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
     driver = Driver(runner, threads=args.threads)
-    handoff = Settings(
+    handoff = HandoffSettings(
         lease_s=args.kv_lease_s,
         return_lease_s=args.kv_return_lease_s,
         timeout_s=args.kv_timeout_s,
@@ -106,7 +108,7 @@ async def _serve(runner: Runner, args: argparse.Namespace) -> None:
         shm=args.kv_shm,
     )
     advertise = (args.advertise_host or args.host, args.port)
-    server = Server(driver, model=args.model, advertise=advertise, handoff=handoff)
+    server = EngineServer(driver, model=args.model, advertise=advertise, handoff=handoff)
     web_runner = web.AppRunner(
         server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=3600.0
     )
@@ -147,14 +149,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-step-tokens", type=int, default=STEP_TOKENS, help="new prompt tokens per step")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of an operator")
     parser.add_argument("--weight-version", type=int, help="version of --model (default: its marker's, or 0)")
-    defaults = Settings()
+    defaults = HandoffSettings()
     parser.add_argument("--kv-lease-s", type=float, default=defaults.lease_s, help="how long a prompt's KV waits")
     parser.add_argument(
         "--kv-return-lease-s", type=float, default=defaults.return_lease_s, help="how long KV waits for the next turn"
     )
     parser.add_argument("--kv-timeout-s", type=float, default=defaults.timeout_s, help="longest KV pull")
     parser.add_argument("--kv-pending-mb", type=float, default=defaults.pending_bytes / 2**20, help="KV that may wait")
-    parser.add_argument("--kv-shm", default=BASE, help="where memory is shared ('': KV travels by socket only)")
+    parser.add_argument("--kv-shm", default=SHM_BASE, help="where memory is shared ('': KV travels by socket only)")
     parser.add_argument("--detached", action="store_true", help="outlive the parent process")
     args = parser.parse_args(argv)
     for name in ("max_slots", "max_context", "max_step_tokens", "threads"):

@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollart.engine.sampling import put
+from rollart.engine.sampling import to_device
 
-__all__ = ["Batch", "Group", "build"]
+__all__ = ["PackedBatch", "AttentionGroup", "pack_batch"]
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionGroup:
     """Rows that attend together: packed tokens [t0, t1), rows [r0, r1) of the batch.
 
     `pad` `[rows * width]` picks each padded query from the group's tokens and `keep` `[t1 - t0]` picks the real
@@ -44,7 +44,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedBatch:
     """Tokens `[T]`, their positions `[T]`, the flat cache rows of their keys `[T * kv_heads]`, and the groups.
 
     `order` `[R]` gives, for each row of the result, the row of the caller. `last` `[R]` is the packed index of each
@@ -55,11 +55,11 @@ class Batch:
     positions: Tensor
     write: Tensor
     last: Tensor | None
-    groups: tuple[Group, ...]
+    groups: tuple[AttentionGroup, ...]
     order: Ints
 
 
-def build(
+def pack_batch(
     table: Ints,
     slots: Ints,
     start: Ints,
@@ -71,7 +71,7 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     layers: int,
-) -> Batch:
+) -> PackedBatch:
     """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
 
     `context` is the cache's number of positions per slot, `per_kv_head` the query heads per kv head. With one
@@ -93,11 +93,11 @@ def build(
         _group(int(a), int(b), slots, start, lengths, offsets, per_kv_head, device, dtype, tail_only=layers == 1)
         for a, b in zip([0, *edges], [*edges, rows], strict=True)
     )
-    return Batch(
-        tokens=put(table[slot_of, position], device),
-        positions=put(position, device),
-        write=put(write, device),
-        last=None if total == rows else put(offsets[1:] - 1, device),
+    return PackedBatch(
+        tokens=to_device(table[slot_of, position], device),
+        positions=to_device(position, device),
+        write=to_device(write, device),
+        last=None if total == rows else to_device(offsets[1:] - 1, device),
         groups=groups,
         order=order,
     )
@@ -115,7 +115,7 @@ def _group(
     dtype: torch.dtype,
     *,
     tail_only: bool,
-) -> Group:
+) -> AttentionGroup:
     slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
     rows, width = b - a, int(lengths.max())
     final = start + lengths - 1
@@ -127,19 +127,19 @@ def _group(
         step = np.minimum(np.arange(width), lengths[:, None] - 1)
         if int(lengths.min()) < width:
             local = offsets[a:b] - offsets[a]
-            pad = put((local[:, None] + step).reshape(-1), device)
+            pad = to_device((local[:, None] + step).reshape(-1), device)
             real = np.arange(width) < lengths[:, None]
-            keep = put(np.flatnonzero(real), device)
+            keep = to_device(np.flatnonzero(real), device)
         mask = _causal(start[:, None] + step, length, device, dtype)
         mask = mask.view(rows, 1, width, 1, length).expand(-1, -1, -1, per_kv_head, -1)
         mask = mask.reshape(rows, 1, width * per_kv_head, length)
     run = int(slots[-1]) - int(slots[0]) + 1 == rows
-    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else put(slots, device)
-    return Group(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
+    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
+    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
 
 
 def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Additive mask `[rows, width, length]`: key j is hidden from a query at a position below j."""
-    query = put(positions, device)
+    query = to_device(positions, device)
     hidden = torch.arange(length, device=device) > query[:, :, None]
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))

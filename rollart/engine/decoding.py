@@ -21,34 +21,34 @@ from torch import Tensor
 
 from rollart.engine.cache import KvCache
 from rollart.engine.network import Network
-from rollart.engine.operations import Operations, best
+from rollart.engine.operations import DecodeOperations, select_operations
 
-__all__ = ["Decoder", "sizes"]
+__all__ = ["GraphDecoder", "captured_sizes"]
 
 Ints = npt.NDArray[np.int64]
 
-SHORTEST = 64
+MIN_CAPTURED_LENGTH = 64
 """Least length that attention is captured for where it reads all rows alike; masks are aligned to 16 bytes."""
 
 WARM_UPS = 2
 """Runs before a capture: libraries allocate and choose, kernels are compiled."""
 
 
-class Decoder:
+class GraphDecoder:
     """Owns the graphs and what goes into them. Only the runner's thread uses it, one call at a time; what a call
     returns is overwritten by the next. `cache` has one slot more than the runner uses: its last."""
 
     def __init__(
-        self, network: Network, cache: KvCache, *, operations: Operations | None = None, capture: bool = True
+        self, network: Network, cache: KvCache, *, operations: DecodeOperations | None = None, capture: bool = True
     ) -> None:
         """`capture` False runs the same step operator by operator: elsewhere than on a GPU."""
         self._network, self._cache, self._capture = network, cache, capture
         self.why = ""
         """Why PyTorch's operators are used and not the fused ones, or no graph; '' where neither is so."""
         if operations is None:
-            operations, self.why = best(network.architecture, *network.rope)
+            operations, self.why = select_operations(network.architecture, *network.rope)
         self.operations = operations
-        self._sizes = sizes(cache.slots - 1)
+        self._sizes = captured_sizes(cache.slots - 1)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
         most = 3 * _stride(self._sizes[-1])
@@ -69,7 +69,7 @@ class Decoder:
             return
         self._device.fill_(0)
         for rows in reversed(self._sizes):
-            _rows(self._device, rows)[2] = self._cache.slots - 1
+            _step_inputs(self._device, rows)[2] = self._cache.slots - 1
             if not self._capture or self._captured(rows, self._cache.context) is None:
                 return
 
@@ -78,10 +78,10 @@ class Decoder:
         then."""
         n, context = len(tokens), self._cache.context
         rows = next(size for size in self._sizes if size >= n)
-        length = context if self.operations.ragged else _length(int(positions.max()) + 1, context)
+        length = context if self.operations.ragged else _padded_length(int(positions.max()) + 1, context)
         if self._copied is not None:
             self._copied.synchronize()  # of the last step, whose tokens were waited for: long over
-        staged = _rows(self._host, rows).numpy()
+        staged = _step_inputs(self._host, rows).numpy()
         staged[:, :n] = tokens, positions, slots
         staged[:, n:] = [[0], [0], [self._cache.slots - 1]]
         used = 3 * _stride(rows)  # without gaps, so that it is one copy out of pinned memory
@@ -98,7 +98,7 @@ class Decoder:
         return logits[:n]
 
     def _run(self, rows: int, length: int) -> Tensor:
-        tokens, positions, slots = _rows(self._device, rows)[:, :rows]
+        tokens, positions, slots = _step_inputs(self._device, rows)[:, :rows]
         return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
@@ -130,7 +130,7 @@ def _stride(rows: int) -> int:
     return rows + rows % 2
 
 
-def _rows(buffer: Tensor, rows: int) -> Tensor:
+def _step_inputs(buffer: Tensor, rows: int) -> Tensor:
     """Tokens, positions and slots `[3, rows (to an even number)]` at the buffer's beginning."""
     return buffer[: 3 * _stride(rows)].view(3, _stride(rows))
 
@@ -139,7 +139,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def sizes(most: int) -> Sequence[int]:
+def captured_sizes(most: int) -> Sequence[int]:
     """Numbers of rows that are captured, ascending, up to `most`: powers of two and the halves between them, so that at
     most a third of the rows is padding."""
     steps = {1, 2, 3, most}
@@ -150,9 +150,9 @@ def sizes(most: int) -> Sequence[int]:
     return tuple(sorted(s for s in steps if s <= most))
 
 
-def _length(length: int, context: int) -> int:
+def _padded_length(length: int, context: int) -> int:
     """The next power of two."""
-    size = SHORTEST
+    size = MIN_CAPTURED_LENGTH
     while size < length:
         size *= 2
     return min(size, context)

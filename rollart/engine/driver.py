@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from rollart.engine.jobs import Finished, Job, refuse_invalid
+from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
 from rollart.engine.runner import Runner
 from rollart.errors import EngineError
 from rollart.model import Completion, FinishReason, PauseMode
@@ -24,7 +24,7 @@ __all__ = ["Driver"]
 
 T = TypeVar("T")
 
-Deliver = Callable[[Finished | EngineError], None]
+Deliver = Callable[[FinishedJob | EngineError], None]
 
 INLINE_S = 0.02
 """Longest previous step that still runs on the loop, seconds: what a health check may have to wait."""
@@ -48,10 +48,10 @@ class Driver:
         self._wake = asyncio.Event()
         self._stepping = False
         self._deferred: deque[Callable[[], object]] = deque()
-        self._deliver: dict[str, tuple[Job, Deliver]] = {}
-        self._told: dict[str, Job] = {}
+        self._deliver: dict[str, tuple[EngineJob, Deliver]] = {}
+        self._told: dict[str, EngineJob] = {}
         """Requests whose tokens somebody wants as they are drawn."""
-        self._held: dict[str, Job] = {}
+        self._held: dict[str, EngineJob] = {}
         self._mode: PauseMode | None = None
         self._frozen = False
         self._drained: asyncio.Event = asyncio.Event()
@@ -81,7 +81,7 @@ class Driver:
             for _, deliver in deliveries.values():
                 deliver(EngineError(f"the engine {cause}", retryable=True))
 
-    def submit(self, job: Job, deliver: Deliver) -> None:
+    def submit(self, job: EngineJob, deliver: Deliver) -> None:
         """Queue a request; `deliver` is called once, with its end or with why it was refused. EngineError if the id
         is in use."""
         name = job.request.request_id
@@ -107,18 +107,18 @@ class Driver:
         for name in list(self._held) if request_ids is None else request_ids:
             job = self._held.pop(name, None)
             if job is not None:
-                self._settle([Finished(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))])
+                self._settle([FinishedJob(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))])
         self._soon(lambda: self._settle(self.runner.abort(request_ids)))
 
     def release_soon(self, session: str) -> None:
         """Free a session's prefix before the next step."""
         self._soon(lambda: self.runner.release(session))
 
-    async def generate(self, job: Job) -> Finished:
+    async def generate(self, job: EngineJob) -> FinishedJob:
         """Run a request to its end. Cancelling this call aborts it. EngineError if it is refused."""
-        waiter: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[FinishedJob] = asyncio.get_running_loop().create_future()
 
-        def deliver(result: Finished | EngineError) -> None:
+        def deliver(result: FinishedJob | EngineError) -> None:
             if waiter.done():
                 return
             if isinstance(result, EngineError):
@@ -188,7 +188,7 @@ class Driver:
         else:
             action()
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: EngineJob) -> None:
         name = job.request.request_id
         entry = self._deliver.get(name)
         if entry is None or entry[0] is not job:  # cancelled while it was deferred, and perhaps sent again
@@ -237,7 +237,7 @@ class Driver:
             elif (piece := self.runner.piece(job)) is not None:
                 job.told(piece)
 
-    def _settle(self, over: Sequence[Finished]) -> None:
+    def _settle(self, over: Sequence[FinishedJob]) -> None:
         for finished in over:
             name = finished.job.request.request_id
             entry = self._deliver.get(name)

@@ -10,22 +10,22 @@ from typing import Any
 
 from aiohttp import web
 
-from rollart.engine.jobs import Finished, Job
+from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.protocol import error_body, piece_body, usage
 from rollart.errors import EngineError
-from rollart.model import Piece
+from rollart.model import CompletionChunk
 
-__all__ = ["answered_in_pieces"]
+__all__ = ["stream_response"]
 
 
-async def answered_in_pieces(
-    request: web.Request, job: Job, serve: Callable[[Job], Awaitable[Finished]]
+async def stream_response(
+    request: web.Request, job: EngineJob, serve: Callable[[EngineJob], Awaitable[FinishedJob]]
 ) -> web.StreamResponse:
     """The answer to `request`. EngineError as long as nothing was sent; afterwards it is an event."""
     name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+    pieces: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
     job.told = pieces.put_nowait
-    finished: Finished | None = None
+    finished: FinishedJob | None = None
     failed: EngineError | None = None
 
     async def send(event: dict[str, Any] | str) -> None:
@@ -52,7 +52,9 @@ async def answered_in_pieces(
     if finished is not None:
         c = finished.completion
         version, stamp = (c.spans[-1].version, c.spans[-1].stamp) if c.spans else (0, None)
-        await send(piece_body(name, Piece(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c))
+        await send(
+            piece_body(name, CompletionChunk(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c)
+        )
         await send({"request_id": name, "choices": [], "usage": usage(c)})
     await send("[DONE]")
     await answer.write_eof()

@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rollart.engine.shm import Files
+from rollart.engine.shm import SharedKvFiles
 
-__all__ = ["Export", "Exports"]
+__all__ = ["KvExport", "KvExports"]
 
-REMEMBERED = 256
+MAX_REMEMBERED_REASONS = 256
 """Exports that are gone whose reason is kept: a pull that comes too late is told why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class KvExport:
     """One export. Its bytes are those of `transfer.encode_block`: in `file`, or in `data` where there is no file."""
 
     request_id: str
@@ -35,16 +35,16 @@ class Export:
     data: bytes = b""
 
 
-class Exports:
+class KvExports:
     """The exports of one engine by request id. Owned by the server's loop, whose clock `now` is.
 
     Invariant: their sizes sum up to `limit_bytes` at most; a file exists only for an export that is here, except in the
     moment between another engine's taking it and the next `sweep`.
     """
 
-    def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: Files | None = None) -> None:
+    def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
         self._now, self._limit, self._files = now, limit_bytes, files
-        self._entries: OrderedDict[str, Export] = OrderedDict()
+        self._entries: OrderedDict[str, KvExport] = OrderedDict()
         self._sessions: dict[str, str] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self.bytes = 0
@@ -53,7 +53,7 @@ class Exports:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, export: Export) -> bool:
+    def put(self, export: KvExport) -> bool:
         """Keep an export until its deadline; False, with nothing kept, if it alone is larger than the limit. One of the
         same request or of the same session is replaced."""
         for name in {export.request_id, self._sessions.get(export.session, export.request_id)}:
@@ -75,7 +75,7 @@ class Exports:
         self.exported_bytes += export.size
         return True
 
-    def find(self, request_id: str, token: str) -> Export | str:
+    def find(self, request_id: str, token: str) -> KvExport | str:
         """The export, or why it is not here."""
         export = self._entries.get(request_id)
         if export is not None and export.deadline <= self._now():
@@ -85,7 +85,7 @@ class Exports:
             return self._gone.get(request_id, "it was never here")
         return export if export.token == token else "the token is not that of the export"
 
-    def take(self, export: Export) -> bytes | mmap.mmap | None:
+    def take(self, export: KvExport) -> bytes | mmap.mmap | None:
         """The bytes of an export, once; None if another engine took its file meanwhile."""
         data = self._files.take(export.file) if export.file and self._files is not None else export.data
         self._pop(export.request_id)
@@ -127,14 +127,14 @@ class Exports:
         self.dropped += 1
         self._forget(self._pop(name), why)
 
-    def _pop(self, name: str) -> Export:
+    def _pop(self, name: str) -> KvExport:
         export = self._entries.pop(name)
         self.bytes -= export.size
         if self._sessions.get(export.session) == name:
             del self._sessions[export.session]
         return export
 
-    def _forget(self, export: Export, why: str) -> None:
+    def _forget(self, export: KvExport, why: str) -> None:
         if export.file and self._files is not None:
             self._files.remove(export.file)
         self._remember(export.request_id, why)
@@ -142,5 +142,5 @@ class Exports:
     def _remember(self, name: str, why: str) -> None:
         self._gone[name] = why
         self._gone.move_to_end(name)
-        if len(self._gone) > REMEMBERED:
+        if len(self._gone) > MAX_REMEMBERED_REASONS:
             self._gone.popitem(last=False)

@@ -18,18 +18,18 @@ import aiohttp
 
 from rollart.engine.cache import KvBlock
 from rollart.engine.driver import Driver
-from rollart.engine.exports import Export, Exports
-from rollart.engine.jobs import Finished, Job, refuse_invalid
-from rollart.engine.shm import Files, boot_id
-from rollart.engine.transfer import Source, decode_block, encode_block, source_of
+from rollart.engine.exports import KvExport, KvExports
+from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
+from rollart.engine.shm import SharedKvFiles, boot_id
+from rollart.engine.transfer import KvSource, decode_block, encode_block, parse_kv_source
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason
 
-__all__ = ["Handoffs", "Settings"]
+__all__ = ["KvHandoffs", "HandoffSettings"]
 
 T = TypeVar("T")
 
-LARGE = 1 << 20
+OFFLOAD_BYTES = 1 << 20
 """Bytes from which a copy runs in a worker thread: below, handing it over costs more than doing it (about 0.5 ms)."""
 
 SWEEP_S = 5.0
@@ -37,7 +37,7 @@ SWEEP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HandoffSettings:
     """Leases in seconds: of a prompt's KV (vLLM's `kv_lease_duration`) and of what waits for the next turn (vLLM's
     `decoder_kv_blocks_ttl`). `timeout_s` bounds a pull unless the request does. `shm` is where memory is shared, empty
     for sockets only."""
@@ -50,7 +50,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Pulled:
+class TransportCounters:
     """What came in by one transport."""
 
     pulls: int = 0
@@ -58,25 +58,25 @@ class Pulled:
     seconds: float = 0.0
 
 
-class Handoffs:
+class KvHandoffs:
     """Owns the exports of one engine and the pulls under way. All methods are called on the loop's thread.
 
     `serve` waits for the pull, then for the driver; cancelling it frees all of it. `run` ends leases and owns what
     `start` was given, until cancelled. A pull never holds up a step: it waits outside of the driver.
     """
 
-    def __init__(self, driver: Driver, settings: Settings, *, advertise: tuple[str, int]) -> None:
+    def __init__(self, driver: Driver, settings: HandoffSettings, *, advertise: tuple[str, int]) -> None:
         self._driver, self._runner, self._settings = driver, driver.runner, settings
         self.advertise = advertise
         self._boot, self._files = boot_id(), None
         if settings.shm and self._boot:
             try:
-                self._files = Files(settings.shm)
+                self._files = SharedKvFiles(settings.shm)
             except OSError:  # no such memory here: everything goes by socket
                 self._files = None
         loop = asyncio.get_running_loop()
-        self.exports = Exports(loop.time, limit_bytes=settings.pending_bytes, files=self._files)
-        self.pulled = {"shm": Pulled(), "socket": Pulled()}
+        self.exports = KvExports(loop.time, limit_bytes=settings.pending_bytes, files=self._files)
+        self.pulled = {"shm": TransportCounters(), "socket": TransportCounters()}
         self.failed = 0
         self._pulling: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
@@ -115,15 +115,15 @@ class Handoffs:
         if self._http is not None:
             await self._http.close()
 
-    async def serve(self, job: Job) -> Finished:
+    async def serve(self, job: EngineJob) -> FinishedJob:
         """Run a request, with its hand-off on either side. EngineError if it is refused, HandoffFailed if its KV could
         not be had: without `kv_transfer_params` the same request will run."""
         params = job.request.kv_transfer
         if not params:
             return await self._driver.generate(job)
-        source = source_of(params, timeout_s=self._settings.timeout_s)
+        source = parse_kv_source(params, timeout_s=self._settings.timeout_s)
         if source is not None and not await self._fetch(job, source):
-            return Finished(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))
+            return FinishedJob(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))
         finished = await self._driver.generate(job)
         if finished.kv is None:
             return finished
@@ -160,18 +160,18 @@ class Handoffs:
         def cut() -> list[memoryview]:
             block = decode_block(data, export.token)
             return encode_block(
-                _from(block, start) if before is None else replace(before, logits=block.logits), export.token
+                _block_from(block, start) if before is None else replace(before, logits=block.logits), export.token
             )
 
         return await _off_loop(export.size, cut)
 
-    def _find(self, request_id: str, token: str) -> Export:
+    def _find(self, request_id: str, token: str) -> KvExport:
         found = self.exports.find(request_id, token)
         if isinstance(found, str):
             raise HandoffFailed(f"no KV of request {request_id!r} is to be had here: {found}")
         return found
 
-    async def _fetch(self, job: Job, source: Source) -> bool:
+    async def _fetch(self, job: EngineJob, source: KvSource) -> bool:
         """Get what the session lacks into `job.imported`. False if the request was aborted meanwhile."""
         name, runner = job.request.request_id, self._runner
         refuse_invalid(job, vocab=runner.network.architecture.vocab, context=runner.context)
@@ -212,7 +212,7 @@ class Handoffs:
         by.pulls, by.bytes, by.seconds = by.pulls + 1, by.bytes + job.imported.size, by.seconds + loop.time() - began
         return True
 
-    async def _pull(self, source: Source, held: int) -> tuple[KvBlock, str]:
+    async def _pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
         """The block and how it came."""
         if self._files is not None and source.file and source.boot_id == self._boot and held >= source.start:
             data = self._files.take(source.file)
@@ -228,12 +228,12 @@ class Handoffs:
             raise HandoffFailed(f"the KV pull from {source.url} failed: {error!r}", remedy="prefill again") from error
         if answer.status != 200:
             raise HandoffFailed(
-                f"KV pull refused: {source.url} answered {answer.status}: {_words(body)}",
+                f"KV pull refused: {source.url} answered {answer.status}: {_error_text(body)}",
                 remedy="prefill again: KV can be pulled once, within its lease",
             )
         return await _off_loop(len(body), lambda: decode_block(body, source.token)), "socket"
 
-    async def _keep(self, job: Job, block: KvBlock) -> Mapping[str, object] | None:
+    async def _keep(self, job: EngineJob, block: KvBlock) -> Mapping[str, object] | None:
         """Keep KV for another engine; what leads there, or None if there is no room for it."""
         request, files, loop = job.request, self._files, asyncio.get_running_loop()
         token = secrets.token_hex(16)
@@ -255,7 +255,7 @@ class Handoffs:
             _discard(files, file)
             return None
         kept = self.exports.put(
-            Export(
+            KvExport(
                 request_id=request.request_id,
                 session=request.session,
                 token=token,
@@ -271,7 +271,7 @@ class Handoffs:
         if not kept:
             return None
         host, port = self.advertise
-        return Source(
+        return KvSource(
             host=host,
             port=port,
             request_id=request.request_id,
@@ -285,7 +285,7 @@ class Handoffs:
         ).params()
 
 
-def _from(block: KvBlock, start: int) -> KvBlock:
+def _block_from(block: KvBlock, start: int) -> KvBlock:
     """The part of a block from token `start` on."""
     skip = max(0, min(start, len(block.token_ids)) - block.start)
     return replace(block, keys=block.keys[:, :, skip:], values=block.values[:, :, skip:], start=block.start + skip)
@@ -294,7 +294,7 @@ def _from(block: KvBlock, start: int) -> KvBlock:
 async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], None] | None = None) -> T:
     """Run `work` here, or in a worker thread if it moves many bytes. `undo` is told what came of it when the caller was
     cancelled before."""
-    if size < LARGE:
+    if size < OFFLOAD_BYTES:
         return work()
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
@@ -305,12 +305,12 @@ async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], Non
         raise
 
 
-def _discard(files: Files | None, place: str) -> None:
+def _discard(files: SharedKvFiles | None, place: str) -> None:
     if files is not None and place:
         files.remove(place)
 
 
-def _words(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     """What an engine says in an error's body."""
     try:
         return str(json.loads(body)["error"]["message"])

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError
-from rollart.model import Completion, GenerateRequest, Piece
+from rollart.model import Completion, CompletionChunk, GenerateRequest
 
-__all__ = ["Finished", "Job", "refuse_invalid"]
+__all__ = ["FinishedJob", "EngineJob", "refuse_invalid"]
 
 
 @dataclass(slots=True)
-class Job:
+class EngineJob:
     """A request on its way through the runner. `imported` is KV from another engine; `export` asks for the prompt's KV
     at the end (this engine prefills), `returns` for that of prompt and answer (it decodes). The peer is known to hold
     the first `peer_holds` tokens: KV of those need not be copied. After a request that `ends` its session nothing of it
@@ -32,7 +32,7 @@ class Job:
     returns: bool = False
     peer_holds: int = 0
     ends: bool = False
-    told: Callable[[Piece], None] | None = None
+    told: Callable[[CompletionChunk], None] | None = None
     shown: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)
@@ -50,15 +50,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedJob:
     """A request that is over, and its KV if the request asked for it."""
 
-    job: Job
+    job: EngineJob
     completion: Completion
     kv: KvBlock | None = None
 
 
-def refuse_invalid(job: Job, *, vocab: int, context: int) -> None:
+def refuse_invalid(job: EngineJob, *, vocab: int, context: int) -> None:
     """EngineError, not retryable, for a request that can never run on this model."""
     s, n = job.request.sampling, len(job.prompt)
     if n == 0:

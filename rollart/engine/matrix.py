@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Matrix"]
+__all__ = ["BlockedLinear"]
 
 LARGE = 65_536
 """Elements from which the blocked order wins at any number of rows above one."""
@@ -22,7 +22,7 @@ HINT_ROWS = 64
 """Rows that oneDNN chooses the blocking for; measured to make no difference."""
 
 
-class Matrix:
+class BlockedLinear:
     """`weight` `[out, in]` and an optional `bias` `[out]`, which the owner fills; call `pack` after each change."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -38,9 +38,9 @@ class Matrix:
         if known and w.device.type == "cpu" and w.dtype == torch.float32:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), HINT_ROWS)
 
-    def rows(self, start: int, stop: int) -> Matrix:
+    def rows(self, start: int, stop: int) -> BlockedLinear:
         """The outputs [start, stop) as a matrix that shares this one's storage."""
-        return Matrix(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
+        return BlockedLinear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` `[n, in]` to `[n, out]`."""

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.engine.batch import Batch
+from rollart.engine.batch import PackedBatch
 from rollart.engine.cache import KvCache
 from rollart.engine.checkpoint import Architecture
-from rollart.engine.matrix import Matrix
-from rollart.engine.operations import Operations
+from rollart.engine.matrix import BlockedLinear
+from rollart.engine.operations import DecodeOperations
 from rollart.errors import UsageError
 
 __all__ = ["Network"]
@@ -30,14 +30,14 @@ class _Layer:
     """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
 
     norm_in: Tensor
-    qkv: Matrix
-    q: Matrix
-    kv: Matrix
+    qkv: BlockedLinear
+    q: BlockedLinear
+    kv: BlockedLinear
     qk_scale: Tensor | None
-    out: Matrix
+    out: BlockedLinear
     norm_mid: Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: BlockedLinear
+    down: BlockedLinear
 
 
 class Network:
@@ -53,21 +53,21 @@ class Network:
         def layer() -> _Layer:
             queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
             bias = a.attention_bias
-            qkv = Matrix(empty(queries + 2 * keys, a.hidden), empty(queries + 2 * keys) if bias else None)
+            qkv = BlockedLinear(empty(queries + 2 * keys, a.hidden), empty(queries + 2 * keys) if bias else None)
             return _Layer(
                 norm_in=empty(a.hidden),
                 qkv=qkv,
                 q=qkv.rows(0, queries),
                 kv=qkv.rows(queries, queries + 2 * keys),
                 qk_scale=empty(a.heads + a.kv_heads, a.head_dim) if a.qk_norm else None,
-                out=Matrix(empty(a.hidden, queries), empty(a.hidden) if bias else None),
+                out=BlockedLinear(empty(a.hidden, queries), empty(a.hidden) if bias else None),
                 norm_mid=empty(a.hidden),
-                gate_up=Matrix(empty(2 * a.intermediate, a.hidden)),
-                down=Matrix(empty(a.hidden, a.intermediate)),
+                gate_up=BlockedLinear(empty(2 * a.intermediate, a.hidden)),
+                down=BlockedLinear(empty(a.hidden, a.intermediate)),
             )
 
         self._embed = empty(a.vocab, a.hidden)
-        self._head = Matrix(self._embed if a.tied else empty(a.vocab, a.hidden))
+        self._head = BlockedLinear(self._embed if a.tied else empty(a.vocab, a.hidden))
         self._norm = empty(a.hidden)
         self._layers = [layer() for _ in range(a.layers)]
         self._cos, self._sin = _rope_tables(a, context, device, dtype)
@@ -111,7 +111,7 @@ class Network:
         for matrix in (self._layers[-1].q, self._layers[-1].kv):
             matrix.pack()
 
-    def forward(self, batch: Batch, cache: KvCache) -> Tensor:
+    def forward(self, batch: PackedBatch, cache: KvCache) -> Tensor:
         """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
         x = F.embedding(batch.tokens, self._embed)
         cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
@@ -127,7 +127,13 @@ class Network:
         return self._head(self._rms(x, self._norm)).float()
 
     def decode(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KvCache, operations: Operations, length: int
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cache: KvCache,
+        operations: DecodeOperations,
+        length: int,
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
         positions are below `length`: fp32 logits `[R, vocab]`."""
@@ -142,7 +148,7 @@ class Network:
         return self._head(h).float()
 
     def _attend_all(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KvCache
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, cache: KvCache
     ) -> Tensor:
         """Attention of every token of the batch: `[T, heads * head_dim]`."""
         a = self.architecture
@@ -152,7 +158,7 @@ class Network:
         return self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
 
     def _attend_last(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KvCache
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, cache: KvCache
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of every token, queries of each row's last: the residual and attention of those rows."""
         a, last = self.architecture, batch.last
@@ -167,7 +173,7 @@ class Network:
         q = self._rotate(q, scale_q, cos.index_select(0, last), sin.index_select(0, last))
         return x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
 
-    def _attention(self, i: int, q: Tensor, batch: Batch, cache: KvCache, *, tail: bool) -> Tensor:
+    def _attention(self, i: int, q: Tensor, batch: PackedBatch, cache: KvCache, *, tail: bool) -> Tensor:
         """Attend group by group. `q`: `[T, heads, head_dim]`, or `[R, ...]` for the rows' last tokens (`tail`)."""
         a = self.architecture
         outputs = []

@@ -1,7 +1,8 @@
 """What a decode step does between its matrix products: one row per sequence, everything of a fixed shape.
 
-`Plain` says it in PyTorch, on any device. `Fused` does the same in a few kernels of our own (`kernels.py`) on GPUs
-that have Triton; `best` takes it only if, on this very device, it gives what `Plain` gives.
+`TorchOperations` says it in PyTorch, on any device. `TritonOperations` does the same in a few kernels of our own
+(`kernels.py`) on GPUs
+that have Triton; `select_operations` takes it only if, on this very device, it gives what `TorchOperations` gives.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch import Tensor
 
 from rollart.engine.checkpoint import Architecture
 
-__all__ = ["Fused", "Operations", "Plain", "best", "differences"]
+__all__ = ["TritonOperations", "DecodeOperations", "TorchOperations", "select_operations", "operation_differences"]
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest ‖ours − theirs‖ / ‖theirs‖ that is rounding."""
 
-TRIED = 512
+COMPARED_POSITIONS = 512
 """Positions that the kernels are compared on."""
 
 
-class Operations(Protocol):
+class DecodeOperations(Protocol):
     """`keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`; `slots` and `positions` `[R]`
     say where each row's token goes and how far it sees. `length` bounds the positions."""
 
@@ -44,7 +45,7 @@ class Operations(Protocol):
     ) -> Tensor: ...
 
 
-class Plain:
+class TorchOperations:
     """In PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables, the sign in `sin`."""
 
     ragged = False
@@ -89,7 +90,7 @@ class Plain:
         return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(rows, -1)
 
 
-class Fused:
+class TritonOperations:
     """In kernels of our own. Importing them needs Triton."""
 
     ragged = True
@@ -119,15 +120,20 @@ class Fused:
         return self._kernels.attend(queries, keys, values, slots, positions)
 
 
-def best(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[Operations, str]:
+def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[DecodeOperations, str]:
     """The operations for this device, and in words why they are not the fused ones ('' if they are)."""
-    plain = Plain(architecture, cos, sin)
+    plain = TorchOperations(architecture, cos, sin)
     if cos.device.type != "cuda":
         return plain, f"fused kernels are for CUDA devices, this is {cos.device.type}"
     try:
-        fused = Fused(architecture, cos, sin)
-        found = differences(
-            architecture, plain, fused, device=cos.device, dtype=cos.dtype, context=min(cos.shape[0], TRIED)
+        fused = TritonOperations(architecture, cos, sin)
+        found = operation_differences(
+            architecture,
+            plain,
+            fused,
+            device=cos.device,
+            dtype=cos.dtype,
+            context=min(cos.shape[0], COMPARED_POSITIONS),
         )
     except Exception as error:  # no Triton, a head dimension that it cannot have, no compiler: whatever it is
         return plain, f"fused kernels do not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -137,10 +143,10 @@ def best(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[Operatio
     return fused, ""
 
 
-def differences(
+def operation_differences(
     a: Architecture,
-    ours: Operations,
-    theirs: Operations,
+    ours: DecodeOperations,
+    theirs: DecodeOperations,
     *,
     device: torch.device,
     dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate` bodies in, `Job`s out; `Completion`s in, bodies out.
+"""vLLM's `/inference/v1/generate` bodies in, `EngineJob`s out; `Completion`s in, bodies out.
 
 The one translator at the engine's border. EngineError (not retryable) names the field that is wrong.
 """
@@ -9,17 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.engine.jobs import Job
+from rollart.engine.jobs import EngineJob
 from rollart.errors import EngineError, HandoffFailed
-from rollart.model import Completion, GenerateRequest, Piece, Sampling
+from rollart.model import Completion, CompletionChunk, GenerateRequest, Sampling
 
-__all__ = ["completion_body", "error_body", "job_of", "piece_body", "strip_prefix", "usage"]
+__all__ = ["completion_body", "error_body", "parse_job", "piece_body", "strip_prefix", "usage"]
 
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids that carry it. Both are understood."""
 
 
-def job_of(body: object, *, session: str, fallback_id: str) -> Job:
+def parse_job(body: object, *, session: str, fallback_id: str) -> EngineJob:
     """Read one request. `session` is the X-Session-ID header, `fallback_id` names a request without an id."""
     if not isinstance(body, Mapping):
         raise _bad("the body must be a JSON object")
@@ -51,7 +51,7 @@ def job_of(body: object, *, session: str, fallback_id: str) -> Job:
     # As with vLLM's `bidirectional_kv_xfer`: what decodes for another engine offers it the answer's KV for the next
     # turn, unless told otherwise. A turn that was prefilled here does so on request.
     returns = bool(transfer and transfer.get("return_kv", session and transfer.get("do_remote_prefill")))
-    return Job(
+    return EngineJob(
         request,
         ignore_eos=bool(sampling.get("ignore_eos", False)),
         export=decodes_elsewhere,
@@ -91,7 +91,7 @@ def usage(c: Completion) -> dict[str, Any]:
     }
 
 
-def piece_body(request_id: str, piece: Piece, whole: Completion | None = None) -> dict[str, Any]:
+def piece_body(request_id: str, piece: CompletionChunk, whole: Completion | None = None) -> dict[str, Any]:
     """One event of a streamed response; with `whole` its last one with tokens. `weight_version` is of these tokens:
     vLLM says only at the end which drew what."""
     tokens = [{"token_id": t, "logprob": p} for t, p in zip(piece.token_ids, piece.logprobs, strict=True)]

@@ -18,15 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollart.engine.batch import build
+from rollart.engine.batch import pack_batch
 from rollart.engine.cache import KvBlock, KvCache
-from rollart.engine.decoding import Decoder
-from rollart.engine.jobs import Finished, Job, refuse_invalid
+from rollart.engine.decoding import GraphDecoder
+from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
 from rollart.engine.network import Network
-from rollart.engine.sampling import Rows, put, sample
+from rollart.engine.sampling import SamplingRows, sample, to_device
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
-from rollart.model import Completion, EngineStats, FinishReason, Piece, VersionSpan
+from rollart.model import Completion, CompletionChunk, EngineStats, FinishReason, VersionSpan
 
 __all__ = ["STEP_TOKENS", "Runner"]
 
@@ -64,12 +64,12 @@ class Runner:
             device=network.device,
             dtype=network.dtype,
         )
-        self.decoder = Decoder(network, self.cache) if decodes else None
+        self.decoder = GraphDecoder(network, self.cache) if decodes else None
         self.table = SlotTable(slots, context)
         self._step_tokens = step_tokens
-        self._waiting: OrderedDict[str, Job] = OrderedDict()
-        self._running: dict[str, Job] = {}
-        self._by_slot: list[Job | None] = [None] * slots
+        self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
+        self._running: dict[str, EngineJob] = {}
+        self._by_slot: list[EngineJob | None] = [None] * slots
         self._arrivals = 0
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
         self.imported_tokens = self.dropped_imports = 0
@@ -98,7 +98,7 @@ class Runner:
             steps=self.steps,
         )
 
-    def add(self, job: Job) -> None:
+    def add(self, job: EngineJob) -> None:
         """Queue a request. EngineError if it can never run here, HandoffFailed if its imported KV is not for it."""
         name = job.request.request_id
         if name in self._waiting or name in self._running:
@@ -109,7 +109,7 @@ class Runner:
             self._refuse_foreign(job, job.imported)
         self._waiting[name] = job
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> list[Finished]:
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[FinishedJob]:
         """End these requests (all if None) with the tokens that they have. Unknown ids are ignored."""
         over = []
         for name in [*self._waiting, *self._running] if request_ids is None else request_ids:
@@ -122,7 +122,7 @@ class Runner:
         """Free a session's idle prefix; False if it holds none."""
         return self.table.release(session)
 
-    def held(self, job: Job) -> int:
+    def held(self, job: EngineJob) -> int:
         """How many tokens of its prompt the request's session holds here, at most all but the last."""
         return self.table.cached(job.request.session, job.request.cache_salt, job.prompt)
 
@@ -167,7 +167,7 @@ class Runner:
             job.logits = None
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedJob]:
         """Admit what fits, compute one forward pass, sample. Returns the requests that ended."""
         began = time.perf_counter()
         over = self._sample_imported(self._admit())
@@ -182,7 +182,7 @@ class Runner:
         slots = slots if order is None else slots[order]
         whole = table.kv[slots] == table.known[slots]
         if not whole.all():  # a chunk of a long prompt: nothing to sample yet
-            logits, slots = logits.index_select(0, put(np.flatnonzero(whole), logits.device)), slots[whole]
+            logits, slots = logits.index_select(0, to_device(np.flatnonzero(whole), logits.device)), slots[whole]
         if len(slots):
             over += self._sample(logits, slots)
         new = end - start
@@ -206,7 +206,7 @@ class Runner:
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
         """Compute the tokens [start, end) of each slot: logits after each last one, and the slots' order in them."""
         a = self.network.architecture
-        batch = build(
+        batch = pack_batch(
             self.table.tokens,
             slots,
             start,
@@ -220,7 +220,7 @@ class Runner:
         )
         return self.network.forward(batch, self.cache), batch.order
 
-    def _admit(self) -> list[Job]:
+    def _admit(self) -> list[EngineJob]:
         """Give waiting requests slots, first come first served. Returns those whose next token can be drawn at once."""
         complete = []
         while self._waiting:
@@ -250,7 +250,7 @@ class Runner:
             )
         return complete
 
-    def _refuse_foreign(self, job: Job, block: KvBlock) -> None:
+    def _refuse_foreign(self, job: EngineJob, block: KvBlock) -> None:
         """Refuse KV of another shape or another prompt."""
         if not self.cache.fits(block):
             raise HandoffFailed(
@@ -263,7 +263,7 @@ class Runner:
         if not job.export and _common(block, job) < n:
             raise HandoffFailed("KV import refused: it belongs to another prompt")
 
-    def _import(self, job: Job, block: KvBlock) -> bool:
+    def _import(self, job: EngineJob, block: KvBlock) -> bool:
         """Continue a claimed slot's own prefix with another engine's KV, where the two meet and it reaches further.
         Otherwise the tokens are computed here. Whether nothing of the prompt is left to compute."""
         job.imported = None
@@ -282,7 +282,7 @@ class Runner:
         job.logits = block.logits if whole else None
         return whole
 
-    def _sample_imported(self, jobs: Sequence[Job]) -> list[Finished]:
+    def _sample_imported(self, jobs: Sequence[EngineJob]) -> list[FinishedJob]:
         """Draw the first token from logits that came with the KV: the prefill engine's own, bit by bit, which a pass
         over the last token alone would only approximate (a product of one row rounds otherwise than one of many)."""
         known = [(job.slot, job.logits) for job in jobs if job.logits is not None]
@@ -291,14 +291,14 @@ class Runner:
         logits = torch.stack([row for _, row in known]).to(self.network.device, torch.float32)
         return self._sample(logits, np.array([slot for slot, _ in known], np.int64))
 
-    def piece(self, job: Job) -> Piece | None:
+    def piece(self, job: EngineJob) -> CompletionChunk | None:
         """What a request that runs has drawn since this was asked last, at most a step ago; None: nothing."""
         begin, known = len(job.prompt) + job.shown, 0 if job.slot < 0 else int(self.table.known[job.slot])
         if known <= begin:
             return None
         job.shown += known - begin
         at = (job.slot, slice(begin, known))
-        return Piece(
+        return CompletionChunk(
             tuple(self.table.tokens[at].tolist()), tuple(self.table.logprobs[at].tolist()), self.version, self.stamp
         )
 
@@ -315,13 +315,13 @@ class Runner:
         fits = max(1, int(np.searchsorted(ahead, self._step_tokens, side="right")))
         return np.concatenate((slots[suffix == 1], filling[:fits]))
 
-    def _sample(self, logits: Tensor, slots: Ints) -> list[Finished]:
+    def _sample(self, logits: Tensor, slots: Ints) -> list[FinishedJob]:
         """Draw one token for each row of the logits and end the requests that are complete."""
         table = self.table
         jobs = [self._at(slot) for slot in slots.tolist()]
         allowed = [job.allowed for job in jobs]
         at = table.known[slots]
-        rows = Rows(
+        rows = SamplingRows(
             temperature=table.temperature[slots],
             top_p=table.top_p[slots],
             seed=table.seed[slots],
@@ -346,11 +346,11 @@ class Runner:
             for row in np.flatnonzero(ended).tolist()
         ]
 
-    def _finish(self, job: Job, reason: FinishReason) -> Finished:
+    def _finish(self, job: EngineJob, reason: FinishReason) -> FinishedJob:
         """Take a job out, keep its session's prefix, and build its answer."""
         self.ended[reason] += 1
         if job.slot < 0:
-            return Finished(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
+            return FinishedJob(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
         table, slot, prompt = self.table, job.slot, len(job.prompt)
         known = int(table.known[slot])
         starts = [start for _, start, _ in job.spans]
@@ -374,9 +374,9 @@ class Runner:
         del self._running[job.request.request_id]
         self._by_slot[slot] = None
         table.retire(slot, "" if job.ends else job.request.session, job.request.cache_salt)
-        return Finished(job, completion, kv)
+        return FinishedJob(job, completion, kv)
 
-    def _export(self, job: Job) -> KvBlock:
+    def _export(self, job: EngineJob) -> KvBlock:
         """The KV that a finished request leaves to its peer, without what that one holds anyway. The rest is there to
         be asked for while the session lives; without a session it is not."""
         n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
@@ -385,7 +385,7 @@ class Runner:
         block = self.cache.export(job.slot, tokens, self.version, start=start)
         return dataclasses.replace(block, logits=job.logits) if job.export else block
 
-    def _at(self, slot: int) -> Job:
+    def _at(self, slot: int) -> EngineJob:
         job = self._by_slot[slot]
         assert job is not None
         return job
@@ -397,7 +397,7 @@ class Runner:
         self.prefill_seconds += seconds * (total - decoded) / total
 
 
-def _common(block: KvBlock, job: Job) -> int:
+def _common(block: KvBlock, job: EngineJob) -> int:
     """How many tokens a block's sequence and a prompt begin with alike."""
     n = min(len(block.token_ids), len(job.prompt))
     differs = np.flatnonzero(np.array(block.token_ids[:n], np.int64) != job.prompt[:n])

@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Rows", "invert_blocks", "put", "sample", "uniforms"]
+__all__ = ["SamplingRows", "invert_blocks", "to_device", "sample", "uniforms"]
 
 BLOCK = 128
 """Tokens of a block: 1,200 blocks of a vocabulary of 150,000."""
 
-BELOW = 1.0 - 2.0**-23
+BELOW_ONE = 1.0 - 2.0**-23
 """Keeps the product with a uniform below the total under rounding, so that the index exists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SamplingRows:
     """How each row of the logits is sampled; arrays `[R]`. `allowed[i]` holds legal ids, None where all are."""
 
     temperature: npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ class Rows:
     allowed: list[npt.NDArray[np.int64] | None] | None
 
 
-def sample(logits: Tensor, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Sampled ids and their log-probabilities, `[R]` each. `logits` `[R, vocab]` fp32 is overwritten."""
     device = logits.device
     if rows.allowed is not None:
@@ -47,15 +47,15 @@ def sample(logits: Tensor, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArr
     greedy = rows.temperature == 0.0
     if not (rows.temperature[~greedy] == 1.0).all():
         scale = np.where(greedy, np.float32(1.0), rows.temperature)
-        logits = logits / put(scale, device)[:, None]
+        logits = logits / to_device(scale, device)[:, None]
     logp = torch.log_softmax(logits, -1)
     if greedy.all():
         ids = logp.argmax(-1)
     else:
-        u = put(uniforms(rows.seed, rows.index), device)[:, None]
+        u = to_device(uniforms(rows.seed, rows.index), device)[:, None]
         ids = _draw(logp.exp(), rows.top_p, u)
         if greedy.any():
-            ids = torch.where(put(greedy, device), logp.argmax(-1), ids)
+            ids = torch.where(to_device(greedy, device), logp.argmax(-1), ids)
     chosen = logp.gather(1, ids[:, None])[:, 0]
     if device.type == "cpu":
         return ids.numpy(), chosen.numpy()
@@ -63,7 +63,7 @@ def sample(logits: Tensor, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArr
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device, without waiting for what the device is at."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
@@ -90,12 +90,12 @@ def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Te
     if not limited:
         return logits
     legal = np.concatenate([ids + i * vocab for i, ids in enumerate(allowed) if ids is not None])
-    index = put(legal, logits.device)
+    index = to_device(legal, logits.device)
     kept = logits.view(-1).index_select(0, index)
     if len(limited) == len(allowed):
         logits = torch.full_like(logits, float("-inf"))
     else:
-        logits.index_fill_(0, put(np.array(limited, np.int64), logits.device), float("-inf"))
+        logits.index_fill_(0, to_device(np.array(limited, np.int64), logits.device), float("-inf"))
     logits.view(-1).index_copy_(0, index, kept)
     return logits
 
@@ -106,7 +106,7 @@ def _draw(probs: Tensor, top_p: npt.NDArray[np.float32], u: Tensor) -> Tensor:
         return _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
     ordered, ids = probs.sort(stable=True, dim=-1, descending=True)
     cumulative = ordered.cumsum(-1)
-    limit = put(top_p, probs.device)[:, None]
+    limit = to_device(top_p, probs.device)[:, None]
     # The nucleus is the shortest prefix that reaches top_p: a token stays if what precedes it does not.
     nucleus = ordered.masked_fill(cumulative - ordered >= limit, 0.0).cumsum(-1)
     drawn = ids.gather(1, _invert(nucleus, u)[:, None])[:, 0]
@@ -124,14 +124,14 @@ def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
     block = _invert(running, u)[:, None]
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
-    target = u * running[:, -1:] * BELOW - before
+    target = u * running[:, -1:] * BELOW_ONE - before
     # A block's running sum is not its sum to the last bit: the token is the last one with mass at the latest.
-    target = torch.minimum(target, inside[:, -1:] * BELOW)
+    target = torch.minimum(target, inside[:, -1:] * BELOW_ONE)
     token = torch.searchsorted(inside, target.clamp(min=0.0), right=True)
     return (block * BLOCK + token)[:, 0]
 
 
 def _invert(cumulative: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative mass exceeds u times the total: never one of zero probability."""
-    target = u * cumulative[:, -1:] * BELOW
+    target = u * cumulative[:, -1:] * BELOW_ONE
     return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from rollart.engine import metrics
 from rollart.engine.driver import Driver
-from rollart.engine.events import answered_in_pieces
-from rollart.engine.handoff import Handoffs, Settings
-from rollart.engine.protocol import completion_body, error_body, job_of, strip_prefix
-from rollart.engine.staging import Staging
-from rollart.engine.stream import Stream
+from rollart.engine.events import stream_response
+from rollart.engine.handoff import HandoffSettings, KvHandoffs
+from rollart.engine.protocol import completion_body, error_body, parse_job, strip_prefix
+from rollart.engine.staging import WeightStaging
+from rollart.engine.stream import StreamConnection
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import PauseMode
 
-__all__ = ["Server"]
+__all__ = ["EngineServer"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -28,17 +28,17 @@ MAX_BODY = 64 * 2**20
 """Longest request body, bytes: a million token ids fit."""
 
 
-class Server:
+class EngineServer:
     """The routes of one engine. Owns the staged weights; `handoffs` owns the exported KV and must be run beside it, the
     driver everything else."""
 
     def __init__(
-        self, driver: Driver, *, model: str, advertise: tuple[str, int], handoff: Settings | None = None
+        self, driver: Driver, *, model: str, advertise: tuple[str, int], handoff: HandoffSettings | None = None
     ) -> None:
         self._driver, self._runner = driver, driver.runner
         self.model = model
-        self.handoffs = Handoffs(driver, handoff or Settings(), advertise=advertise)
-        self._staging = Staging(self._runner.network)
+        self.handoffs = KvHandoffs(driver, handoff or HandoffSettings(), advertise=advertise)
+        self._staging = WeightStaging(self._runner.network)
         self._staged: tuple[str, dict[str, Tensor], str] | None = None
         self._updating = False
         self._count = 0
@@ -75,22 +75,22 @@ class Server:
         """Open the stream's port (see `stream`), a free one on `host`."""
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
-            lambda: Stream(self._driver, self.handoffs, self._next_id), host, 0, backlog=1024
+            lambda: StreamConnection(self._driver, self.handoffs, self._next_id), host, 0, backlog=1024
         )
         self._stream_port = listener.sockets[0].getsockname()[1]
         return listener
 
     async def generate(self, body: object, session: str) -> dict[str, Any]:
         """One request from body to body. Cancelling it aborts the request."""
-        job = job_of(body, session=session, fallback_id=self._next_id())
+        job = parse_job(body, session=session, fallback_id=self._next_id())
         finished = await self.handoffs.serve(job)
         return completion_body(job.request.request_id, finished.completion)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body, session = await _body(request), request.headers.get("X-Session-ID", "")
         if body.get("stream"):
-            job = job_of(body, session=session, fallback_id=self._next_id())
-            return await answered_in_pieces(request, job, self.handoffs.serve)
+            job = parse_job(body, session=session, fallback_id=self._next_id())
+            return await stream_response(request, job, self.handoffs.serve)
         return _json(await self.generate(body, session))
 
     async def _abort(self, request: web.Request) -> web.Response:

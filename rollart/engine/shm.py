@@ -18,16 +18,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["BASE", "Files", "boot_id"]
+__all__ = ["SHM_BASE", "SharedKvFiles", "boot_id"]
 
-BASE = "/dev/shm"
+SHM_BASE = "/dev/shm"
 """Where Linux keeps files in memory."""
 
-PLACE = re.compile(r"[0-9a-f-]+/[0-9a-f]+")
+LOCATION_PATTERN = re.compile(r"[0-9a-f-]+/[0-9a-f]+")
 """What a place may look like: no name of it leads out of the root."""
 
 
-class Files:
+class SharedKvFiles:
     """One engine's directory, and the way into those of its neighbours. Calls are short and do not wait; `write` and
     `take` may run in a worker thread."""
 
@@ -60,7 +60,7 @@ class Files:
 
     def take(self, place: str) -> mmap.mmap | None:
         """Map a file and remove its name. None if it is not there, or not a plain file of this user."""
-        if not PLACE.fullmatch(place):
+        if not LOCATION_PATTERN.fullmatch(place):
             return None
         path = self.root / place
         try:
@@ -83,7 +83,7 @@ class Files:
         return (self.root / place).exists()
 
     def remove(self, place: str) -> None:
-        if PLACE.fullmatch(place):
+        if LOCATION_PATTERN.fullmatch(place):
             with suppress(OSError):
                 os.unlink(self.root / place)
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SlotTable", "State"]
+__all__ = ["SlotTable", "SlotState"]
 
 STOPS = 8
 """Stop ids per slot at the start; the array grows when a request brings more."""
 
 
-class State(enum.IntEnum):
+class SlotState(enum.IntEnum):
     FREE = 0
     IDLE = 1
     ACTIVE = 2
@@ -60,7 +60,7 @@ class SlotTable:
 
     def active(self) -> npt.NDArray[np.int64]:
         """Slots with a request, ascending."""
-        return np.flatnonzero(self.state == State.ACTIVE)
+        return np.flatnonzero(self.state == SlotState.ACTIVE)
 
     def used_tokens(self) -> int:
         """Positions that hold valid KV, idle sessions included."""
@@ -68,7 +68,7 @@ class SlotTable:
 
     def used_share(self) -> float:
         """Share of the positions that belong to requests: an idle session's slot goes to whoever needs it."""
-        return float(self.kv[self.state == State.ACTIVE].sum()) / (self.slots * self.context)
+        return float(self.kv[self.state == SlotState.ACTIVE].sum()) / (self.slots * self.context)
 
     def idle_sessions(self) -> int:
         return len(self._idle)
@@ -114,11 +114,11 @@ class SlotTable:
         if not session or self.kv[slot] == 0 or session in self._idle:
             self.discard(slot)
             return
-        self.state[slot] = State.IDLE
+        self.state[slot] = SlotState.IDLE
         self._idle[session] = _Prefix(slot, salt)
 
     def discard(self, slot: int) -> None:
-        self.state[slot] = State.FREE
+        self.state[slot] = SlotState.FREE
         self.kv[slot] = 0
         self._free.append(slot)
 
@@ -166,7 +166,7 @@ class SlotTable:
     def _claim(self, slot: int, prompt: npt.NDArray[np.int64], cached: int) -> tuple[int, int]:
         n = len(prompt)
         self.tokens[slot, :n] = prompt
-        self.state[slot] = State.ACTIVE
+        self.state[slot] = SlotState.ACTIVE
         self.kv[slot], self.known[slot], self.prompt[slot] = cached, n, n
         self.loads[slot] = -1
         return slot, cached

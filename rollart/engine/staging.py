@@ -18,10 +18,10 @@ from rollart.engine.checkpoint import architecture_of, read_architecture, read_t
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
 
-__all__ = ["Staging"]
+__all__ = ["WeightStaging"]
 
 
-class Staging:
+class WeightStaging:
     """One of an engine. A version that is broadcast comes in threads of its own, beside the steps."""
 
     def __init__(self, network: Network) -> None:

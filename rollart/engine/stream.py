@@ -27,13 +27,13 @@ from typing import Any, cast
 import msgpack
 
 from rollart.engine.driver import Driver
-from rollart.engine.handoff import Handoffs
-from rollart.engine.jobs import Finished, Job
-from rollart.engine.protocol import error_body, job_of, strip_prefix
+from rollart.engine.handoff import KvHandoffs
+from rollart.engine.jobs import EngineJob, FinishedJob
+from rollart.engine.protocol import error_body, parse_job, strip_prefix
 from rollart.errors import EngineError
-from rollart.model import Piece
+from rollart.model import CompletionChunk
 
-__all__ = ["Stream"]
+__all__ = ["StreamConnection"]
 
 MAX_FRAME = 64 * 2**20
 """Longest frame, bytes: a length beyond it is not our protocol."""
@@ -41,16 +41,16 @@ MAX_FRAME = 64 * 2**20
 GENERATE = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "allowed_token_ids")
 
 
-class Stream(asyncio.Protocol):
+class StreamConnection(asyncio.Protocol):
     """One connection. Lives on the driver's loop; writes are buffered by the transport, bounded by the requests that
     the peer has in flight."""
 
-    def __init__(self, driver: Driver, handoffs: Handoffs, next_id: Callable[[], str]) -> None:
+    def __init__(self, driver: Driver, handoffs: KvHandoffs, next_id: Callable[[], str]) -> None:
         self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
-        self._mine: dict[int, Job | asyncio.Task[None]] = {}
+        self._mine: dict[int, EngineJob | asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -106,7 +106,7 @@ class Stream(asyncio.Protocol):
             "sampling_params": dict(zip(GENERATE, sampling, strict=True)),
         }
         try:
-            job = job_of(body, session=str(session), fallback_id=self._next_id())
+            job = parse_job(body, session=str(session), fallback_id=self._next_id())
             if told:
                 job.told = lambda piece: self._tell(number, piece)
             if transfer:  # it waits for other engines, before or after its steps
@@ -117,27 +117,27 @@ class Stream(asyncio.Protocol):
         except EngineError as error:
             self._deliver(number, error)
 
-    async def _serve(self, number: int, job: Job) -> None:
+    async def _serve(self, number: int, job: EngineJob) -> None:
         """A request with a hand-off."""
         try:
-            result: Finished | EngineError = await self._handoffs.serve(job)
+            result: FinishedJob | EngineError = await self._handoffs.serve(job)
         except EngineError as error:
             result = error
         if number in self._mine:
             self._deliver(number, result)
 
-    def _discard(self, one: Job | asyncio.Task[None]) -> None:
+    def _discard(self, one: EngineJob | asyncio.Task[None]) -> None:
         """Nobody waits for this request any more."""
-        if isinstance(one, Job):
+        if isinstance(one, EngineJob):
             self._driver.discard(one.request.request_id)
         else:
             one.cancel()
 
-    def _tell(self, number: int, piece: Piece) -> None:
+    def _tell(self, number: int, piece: CompletionChunk) -> None:
         if number in self._mine:
             self._send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
 
-    def _deliver(self, number: int, result: Finished | EngineError) -> None:
+    def _deliver(self, number: int, result: FinishedJob | EngineError) -> None:
         self._mine.pop(number, None)
         if isinstance(result, EngineError):
             kind = error_body(result, 0)["error"]["kind"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError, HandoffFailed
 
-__all__ = ["DTYPES", "Source", "decode_block", "encode_block", "source_of"]
+__all__ = ["DTYPES", "KvSource", "decode_block", "encode_block", "parse_kv_source"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,7 +33,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KvSource:
     """Where `kv_transfer_params` say that KV lies: of how many tokens, of which weights (None: not said), and from
     which token on it was copied. `file` is a place in the shared memory of the host `boot_id`, empty if there is none.
     """
@@ -74,14 +74,14 @@ class Source:
         }
 
 
-def source_of(params: Mapping[str, object] | None, *, timeout_s: float) -> Source | None:
+def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) -> KvSource | None:
     """Where to pull from; None if the request brings no KV. EngineError, not retryable, for a value that is none of an
     engine. `timeout_s` is how long the pull may take unless the params say it."""
     if not params or not (params.get("do_remote_prefill") or params.get("remote_request_id")):
         return None
     try:
         version = params.get("weight_version")
-        source = Source(
+        source = KvSource(
             host=str(params["remote_host"]),
             port=int(str(params["remote_port"])),
             request_id=str(params["remote_request_id"]),

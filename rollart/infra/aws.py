@@ -10,7 +10,7 @@ from typing import Any
 
 from rollart.errors import SpecError
 from serverless.deploy.aws_bundle import bundle
-from serverless.deploy.aws_settings import AwsSettings, configuration
+from serverless.deploy.aws_settings import AwsSettings, function_configuration
 from serverless.deploy.package import Package
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "archive_files",
     "assume_lambda",
     "controller_statements",
-    "functions",
+    "aws_functions",
     "log_statement",
     "transport_statement",
 ]
@@ -64,16 +64,16 @@ class AwsFunction:
         return f"/aws/lambda/{self.name}"
 
 
-def functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
+def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
     """As `rollart rewards deploy` would make them: the same archive under the same name, so that a run finds them
     deployed. Errors of `serverless` for what Lambda does not have; SpecError for names that a template cannot tell
     apart."""
-    found = tuple(_function(package, settings) for package in packages)
-    _told_apart({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
+    found = tuple(_aws_function(package, settings) for package in packages)
+    _check_logical_names({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
     return found
 
 
-def _told_apart(logical: Mapping[str, str]) -> None:
+def _check_logical_names(logical: Mapping[str, str]) -> None:
     taken = dict.fromkeys(map(str.lower, TAKEN), "what is no function")
     for name, own in logical.items():
         us = f"function '{name}'"
@@ -87,9 +87,9 @@ def _told_apart(logical: Mapping[str, str]) -> None:
                 )
 
 
-def _function(package: Package, settings: AwsSettings) -> AwsFunction:
+def _aws_function(package: Package, settings: AwsSettings) -> AwsFunction:
     spec, name = package.spec, settings.function_name(package.spec.name)
-    wanted = configuration(spec, settings)
+    wanted = function_configuration(spec, settings)
     archive = bundle(package, settings)
     return AwsFunction(
         name=name,

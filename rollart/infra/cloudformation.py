@@ -15,7 +15,7 @@ from rollart.infra.aws import (
     log_statement,
     transport_statement,
 )
-from rollart.infra.files import Rendered, yaml_text
+from rollart.infra.files import RenderedFiles, yaml_text
 
 __all__ = ["cloudformation", "sam"]
 
@@ -23,7 +23,9 @@ VERSION = "2010-09-09"
 SAM = "AWS::Serverless-2016-10-31"
 
 
-def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> Rendered:
+def cloudformation(
+    name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = ""
+) -> RenderedFiles:
     """`storage.yaml` makes the bucket (`bucket` names it), which the code has to be in before `functions.yaml` can be
     deployed."""
     template: dict[str, Any] = {
@@ -54,10 +56,10 @@ def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str
         "functions.yaml": yaml_text(template, about=about),
         **archive_files(functions),
     }
-    return Rendered(files, _cfn_steps(name, code=bool(functions)))
+    return RenderedFiles(files, _cfn_steps(name, code=bool(functions)))
 
 
-def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> Rendered:
+def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> RenderedFiles:
     """`template.yaml` alone: SAM's client uploads the archives, to a bucket of its own."""
     resources = _bucket(bucket) | _role(functions, role_arn)
     for function in functions:
@@ -74,7 +76,7 @@ def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", buck
     about = f"Rendered by `rollart infra render --target sam` for cluster {name}: change the spec, not this."
     files = {"template.yaml": yaml_text(template, about=about), **archive_files(functions)}
     step = f"sam deploy --template-file template.yaml --stack-name {name} --resolve-s3 --capabilities CAPABILITY_IAM"
-    return Rendered(files, (step,))
+    return RenderedFiles(files, (step,))
 
 
 def _cfn_steps(name: str, *, code: bool) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from rollart.errors import UsageError
 
-__all__ = ["Rendered", "json_text", "script_text", "write", "yaml_text"]
+__all__ = ["RenderedFiles", "json_text", "script_text", "write", "yaml_text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedFiles:
     """Files by relative path, and what a person does with them next, a command or two."""
 
     files: Mapping[str, bytes]
@@ -49,7 +49,7 @@ def script_text(lines: Sequence[str], about: str) -> bytes:
     return "\n".join(["#!/bin/sh", f"# {about}", "set -eu", *lines, ""]).encode()
 
 
-def write(rendered: Rendered, directory: Path) -> list[Path]:
+def write(rendered: RenderedFiles, directory: Path) -> list[Path]:
     """Write them; what lies there under the same names is replaced. `UsageError` where that cannot be."""
     written = []
     for name in sorted(rendered.files):

@@ -13,7 +13,7 @@ from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.fleet import pool_labels, pools_of
 from rollart.spec.prices import PriceList
 
-__all__ = ["HostGroup", "groups", "serves", "shared_label"]
+__all__ = ["HostGroup", "host_groups", "hosts_engines", "shared_label"]
 
 HOST_CORES = 32
 """Cores of a CPU host where the spec does not say `devices_per_host`: a usual size in every cloud."""
@@ -53,11 +53,11 @@ class HostGroup:
         return self.labels.get("instance_type")
 
 
-def groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) -> tuple[HostGroup, ...]:
+def host_groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) -> tuple[HostGroup, ...]:
     """One group for each pool. Owned pools are there whole; of rented ones as many hosts as the plan uses to begin
     with, or none without a plan, and no more than the pool has; what a pool calls its `min` always stays. SpecError for
     a pool that no host can be made of."""
-    played = _played_on(cluster)
+    played = _environment_pool(cluster)
     return tuple(
         _group(
             spec, pool, None if plan is None else pool.count - plan.idle.get(pool.name, 0), plays=spec.name == played
@@ -66,7 +66,7 @@ def groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) ->
     )
 
 
-def _played_on(cluster: ClusterSpec) -> str | None:
+def _environment_pool(cluster: ClusterSpec) -> str | None:
     """The pool whose hosts hold environments; None where the head does."""
     spec = cluster.environments
     if not spec.workers or (spec.workers == UNLESS_QUICK and spec.python is None):
@@ -75,7 +75,7 @@ def _played_on(cluster: ClusterSpec) -> str | None:
     return spec.pool or (cores or [pool.name for pool in cluster.pools])[0]
 
 
-def serves(group: HostGroup, found: Sequence[HostGroup]) -> bool:
+def hosts_engines(group: HostGroup, found: Sequence[HostGroup]) -> bool:
     """Whether engines may be on these hosts: those with GPUs, or any where there are none."""
     return bool(group.gpus) or not any(g.gpus for g in found)
 

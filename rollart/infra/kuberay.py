@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import Rendered, yaml_text
-from rollart.infra.hosts import HostGroup, serves
-from rollart.infra.needs import Needs, Pods
+from rollart.infra.files import RenderedFiles, yaml_text
+from rollart.infra.hosts import HostGroup, hosts_engines
+from rollart.infra.needs import ClusterNeeds, PodSettings
 from rollart.infra.ray_settings import PORT, health_environment
 
 __all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
@@ -54,11 +54,11 @@ def kuberay(
     groups: Sequence[HostGroup],
     *,
     ray_version: str,
-    pods: Pods,
+    pods: PodSettings,
     health_s: float,
     namespace: str = "default",
     command: str = "",
-) -> Rendered:
+) -> RenderedFiles:
     """`raycluster.yaml`: a cluster that stays, and `runs.yaml`: what its nodes share. With `pods.specs` also
     `rayjob.yaml`: a cluster of its own that runs `command` and goes. SpecError for names that Kubernetes has not."""
     for what, value in (("cluster", name), *(("pool", g.name) for g in groups)):
@@ -73,7 +73,7 @@ def kuberay(
     staying = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
     manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": staying}
     files = {
-        "runs.yaml": yaml_text(*_shared(name, meta, pods.needs), about=about),
+        "runs.yaml": yaml_text(*_shared_manifests(name, meta, pods.needs), about=about),
         "raycluster.yaml": yaml_text(manifest, about=about),
     }
     apply = "kubectl apply -f runs.yaml -f raycluster.yaml"
@@ -98,10 +98,10 @@ def kuberay(
         }
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
         apply = "kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"
-    return Rendered(files, (*_first(name, namespace, pods.needs), apply))
+    return RenderedFiles(files, (*_manual_steps(name, namespace, pods.needs), apply))
 
 
-def _first(name: str, namespace: str, needs: Needs) -> list[str]:
+def _manual_steps(name: str, namespace: str, needs: ClusterNeeds) -> list[str]:
     """What nobody may write down in a file is said to Kubernetes by a person."""
     found = []
     names = dict.fromkeys([*needs.secrets, *needs.played])
@@ -116,10 +116,10 @@ def _first(name: str, namespace: str, needs: Needs) -> list[str]:
     return found
 
 
-def _shared(name: str, meta: Mapping[str, Any], needs: Needs) -> list[dict[str, Any]]:
+def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> list[dict[str, Any]]:
     """Volumes that all nodes see, and the identity of those that reach a provider."""
     found = [_claim(f"{name}-runs", meta)]
-    if _apart(needs.shared):
+    if _needs_volume(needs.shared):
         found.append(_claim(f"{name}-weights", meta))
     if needs.cloud:
         found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
@@ -138,7 +138,7 @@ def _controller(name: str) -> dict[str, str]:
     return {CLUSTER_LABEL: name, "rollart/part": "controller"}
 
 
-def _network_policy(name: str, meta: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> dict[str, Any]:
     """Who may connect to the cluster's pods: each other at all ports (engines that hand over and ranks of a trainer
     choose theirs), pods of the namespace and KubeRay's operator at the dashboard, where jobs are submitted, and anyone
     at the port of an outside trainer, which has a token of its own."""
@@ -162,7 +162,7 @@ def _network_policy(name: str, meta: Mapping[str, Any], needs: Needs) -> dict[st
     }
 
 
-def _apart(path: str) -> bool:
+def _needs_volume(path: str) -> bool:
     """Whether a directory needs a volume beside those that all pods have."""
     return bool(path) and not any(path == at or path.startswith(f"{at}/") for at in (RUNS_AT, "/dev/shm"))
 
@@ -181,7 +181,9 @@ def _claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pods, health_s: float) -> dict[str, Any]:
+def _cluster(
+    name: str, groups: Sequence[HostGroup], ray_version: str, pods: PodSettings, health_s: float
+) -> dict[str, Any]:
     spec: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
     if any(g.least < g.most for g in groups):
         spec["enableInTreeAutoscaling"] = True
@@ -191,7 +193,7 @@ def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pod
     env = [{"name": k, "value": v} for k, v in (health_environment(health_s) | dict(pods.env)).items()]
     env += _secrets(name, (*needs.secrets, *(() if apart else needs.played)))
     head = _pod("ray-head", pods.of("head"), HEAD_CORES, HEAD_MEMORY_GB, env=env)
-    _see(head, name, pods, engines=False)
+    _mount_volumes(head, name, pods, engines=False)
     if needs.cloud:
         head["spec"]["serviceAccountName"] = name
     ports = PORTS | ({"service": needs.service} if needs.service else {})
@@ -200,16 +202,16 @@ def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pod
     # Nothing of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
-    spec["workerGroupSpecs"] = [_workers(group, name, pods, engines=serves(group, groups)) for group in groups]
+    spec["workerGroupSpecs"] = [_workers(group, name, pods, engines=hosts_engines(group, groups)) for group in groups]
     return spec
 
 
-def _workers(group: HostGroup, name: str, pods: Pods, *, engines: bool) -> dict[str, Any]:
+def _workers(group: HostGroup, name: str, pods: PodSettings, *, engines: bool) -> dict[str, Any]:
     """`engines`: some may be there. Environments run what policies wrote: hosts of them alone have no identity."""
     env = _secrets(name, pods.needs.played if group.plays else ())
     pod = _pod("ray-worker", pods.of(group.name), group.cores, group.memory_gb, gpus=group.gpus, env=env)
     pod["metadata"] = {"labels": {CLUSTER_LABEL: name}}
-    _see(pod, name, pods, engines=engines)
+    _mount_volumes(pod, name, pods, engines=engines)
     if engines and pods.needs.pulls:
         pod["spec"]["serviceAccountName"] = name
     if group.instance_type is not None:
@@ -248,7 +250,7 @@ def _pod(
     if gpus:
         wanted, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
     else:
-        wanted = _allottable(cores, memory_gb)
+        wanted = _allocatable(cores, memory_gb)
         limits = {"memory": wanted["memory"]}
     body: dict[str, Any] = {
         "name": container,
@@ -266,7 +268,7 @@ def _pod(
     }
 
 
-def _allottable(cores: int, memory_gb: int) -> dict[str, str]:
+def _allocatable(cores: int, memory_gb: int) -> dict[str, str]:
     """The part of a CPU host that a pod can have. The kubelet, the system and daemon sets keep the rest: on GKE and EKS
     up to a core, half a GB, a quarter of the first 16 GB and 6 % of more."""
     millicores = 1000 * cores - min(1000, 250 * cores)
@@ -274,7 +276,7 @@ def _allottable(cores: int, memory_gb: int) -> dict[str, str]:
     return {"cpu": f"{millicores}m", "memory": f"{megabytes}M"}
 
 
-def _see(pod: Mapping[str, Any], name: str, pods: Pods, *, engines: bool) -> None:
+def _mount_volumes(pod: Mapping[str, Any], name: str, pods: PodSettings, *, engines: bool) -> None:
     """The directories that a pod sees: the runs; the weights' store and, where engines are, the disk they are pulled
     to; the run's specs and what lies beside them, read only."""
     mounts, volumes = pod["spec"]["containers"][0]["volumeMounts"], pod["spec"]["volumes"]
@@ -284,9 +286,9 @@ def _see(pod: Mapping[str, Any], name: str, pods: Pods, *, engines: bool) -> Non
         volumes.append({"name": what, **source})
 
     see("runs", RUNS_AT, {"persistentVolumeClaim": {"claimName": f"{name}-runs"}})
-    if _apart(pods.needs.shared):
+    if _needs_volume(pods.needs.shared):
         see("weights", pods.needs.shared, {"persistentVolumeClaim": {"claimName": f"{name}-weights"}})
-    if engines and _apart(pods.needs.local):
+    if engines and _needs_volume(pods.needs.local):
         see("pulled", pods.needs.local, {"emptyDir": {}})
     if pods.specs is not None:
         items = [{"key": _key(path), "path": path} for path in pods.specs]

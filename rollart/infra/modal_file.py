@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import Rendered, json_text
+from rollart.infra.files import RenderedFiles, json_text
 from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import check_pinned, container_files, container_options, python_version
 from serverless.deploy.package import Package
@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("modal_source.py")
 """What is rendered as the app file: code that stays, beside settings that do not."""
 
 
-def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> Rendered:
+def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> RenderedFiles:
     """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version;
     SpecError for names that Python cannot tell apart."""
     files: dict[str, bytes] = {APP: SOURCE.read_bytes()}
@@ -50,4 +50,4 @@ def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> Re
         files |= {f"{directory}/{path}": data for path, data in container_files(package).items()}
     files[SETTINGS] = json_text({"cluster": name, "functions": apps})
     where = f" --env {settings.environment}" if settings.environment else ""
-    return Rendered(files, tuple(f"modal deploy{where} {APP}::{app['variable']}" for app in apps))
+    return RenderedFiles(files, tuple(f"modal deploy{where} {APP}::{app['variable']}" for app in apps))

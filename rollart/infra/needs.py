@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollart.addresses import host_and_port, loopback
+from rollart.addresses import host_and_port, is_loopback
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.run import RunSpec
 
-__all__ = ["Needs", "Pods", "files_beside", "needs_of"]
+__all__ = ["ClusterNeeds", "PodSettings", "spec_files", "cluster_needs"]
 
 LARGEST = 900_000
 """Bytes of all files of a run in its ConfigMap, of which Kubernetes takes a megabyte."""
@@ -22,7 +22,7 @@ MODAL = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET")
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ClusterNeeds:
     """`cloud`: the controller calls functions or a bucket of its provider, by an identity of its own; `pulls`: engines'
     hosts do too. `secrets` of the controller and `played` of environments are names of variables. `local` lies on each
     engine host's own disk, `shared` is one directory for the controller and all of them; '' for none."""
@@ -38,13 +38,13 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Pods:
+class PodSettings:
     """What pods and nodes are made of. `images` by pool and `head`, `image` for the others; `specs`: the run's files by
     relative path, which every pod sees; `env` of the head."""
 
     image: str
     images: Mapping[str, str] = field(default_factory=dict)
-    needs: Needs = field(default_factory=Needs)
+    needs: ClusterNeeds = field(default_factory=ClusterNeeds)
     specs: Mapping[str, str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Pods:
         return self.images.get(name, self.image)
 
 
-def needs_of(run: RunSpec | None, cluster: ClusterSpec) -> Needs:
+def cluster_needs(run: RunSpec | None, cluster: ClusterSpec) -> ClusterNeeds:
     """Of a cluster, and of the run on it. SpecError for a store that pods cannot share."""
     functions = cluster.functions
     secrets: list[str] = []
@@ -74,18 +74,18 @@ def needs_of(run: RunSpec | None, cluster: ClusterSpec) -> Needs:
                 remedy="give an absolute one, or s3://BUCKET/PREFIX",
             )
         shared = store.url
-    return Needs(
+    return ClusterNeeds(
         cloud="aws_lambda" in functions.chain or (store is not None and store.kind == "s3"),
         pulls=store is not None and store.kind == "s3",
         secrets=tuple(dict.fromkeys(secrets)),
         played=tuple(dict.fromkeys(played)),
         local="" if store is None or store.local is None else store.local,
         shared=shared,
-        service=0 if loopback(host) else port,
+        service=0 if is_loopback(host) else port,
     )
 
 
-def files_beside(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Path) -> dict[str, str]:
+def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Path) -> dict[str, str]:
     """Text by relative path: what the specs name that lies beside them, to lie beside them on every node: reward
     functions' sources and requirements, modules of environments and producers, a model's configuration, prices and
     calibrations. SpecError for what cannot go along."""

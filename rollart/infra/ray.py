@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import Rendered, script_text, yaml_text
+from rollart.infra.files import RenderedFiles, script_text, yaml_text
 from rollart.infra.hosts import HostGroup, shared_label
-from rollart.infra.needs import Pods
+from rollart.infra.needs import PodSettings
 from rollart.infra.ray_settings import PORT, TOKEN, health_environment
 from rollart.spec.runtime import RuntimeSpec
 
@@ -33,7 +33,7 @@ WORKER_PORTS = range(10002, 20000)
 """Ray's default ports of worker processes (`ray start --min-worker-port`, `--max-worker-port`)."""
 
 
-def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeSpec) -> Rendered:
+def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: RuntimeSpec) -> RenderedFiles:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
     SpecError if some have it and others not. With `address: start` a run makes its own head."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
@@ -64,7 +64,7 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeS
             )
         files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
-    return Rendered(files, tuple(steps))
+    return RenderedFiles(files, tuple(steps))
 
 
 def _port(runtime: RuntimeSpec) -> int:
@@ -106,7 +106,9 @@ def _environment() -> list[str]:
     return lines
 
 
-def _launcher(name: str, groups: Sequence[HostGroup], pods: Pods, runtime: RuntimeSpec, port: int) -> dict[str, Any]:
+def _launcher(
+    name: str, groups: Sequence[HostGroup], pods: PodSettings, runtime: RuntimeSpec, port: int
+) -> dict[str, Any]:
     region = shared_label(groups, "region", "a cluster of `ray up`")
     exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(runtime.health_s) | dict(pods.env)).items())
     client = "".join(f"{option} " for option in _client(runtime))
@@ -134,7 +136,7 @@ def _launcher(name: str, groups: Sequence[HostGroup], pods: Pods, runtime: Runti
     }
 
 
-def _node_type(group: HostGroup, pods: Pods) -> dict[str, Any]:
+def _node_type(group: HostGroup, pods: PodSettings) -> dict[str, Any]:
     return {
         "min_workers": group.least,
         "max_workers": group.most,

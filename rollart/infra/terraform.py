@@ -15,14 +15,14 @@ from rollart.infra.aws import (
     log_statement,
     transport_statement,
 )
-from rollart.infra.files import Rendered, json_text
+from rollart.infra.files import RenderedFiles, json_text
 
 __all__ = ["terraform"]
 
 
 def terraform(
     name: str, functions: Sequence[AwsFunction], *, region: str, role_arn: str = "", bucket: str = ""
-) -> Rendered:
+) -> RenderedFiles:
     """`main.tf.json` and the archives that it uploads. `region` '': the provider's environment says it; `bucket` names
     the bucket."""
     resources: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,7 @@ def terraform(
             "controller_policy": {"value": "${aws_iam_policy.controller.arn}"},
         },
     }
-    return Rendered(
+    return RenderedFiles(
         {"main.tf.json": json_text(main), **archive_files(functions)}, ("terraform init && terraform plan",)
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ports import Clock, Interval, Recorder, RunEvent
 
 __all__ = ["ENGINE_DID", "RESOURCE_CLOSED", "RESOURCE_OPENED", "EngineShares", "ResourceClock"]
@@ -30,7 +30,7 @@ class ResourceClock:
         clock: Clock,
         units: float = 1.0,
         usd_per_unit_hour: float = 0.0,
-        state: str = State.STARTUP,
+        state: str = ResourceState.STARTUP,
         cause: str = "",
     ) -> None:
         self._role, self._resource = role, resource
@@ -141,7 +141,7 @@ class EngineShares:
             self._settle()
         return share
 
-    def hold(self, state: str = State.SYNC, cause: str = "") -> None:
+    def hold(self, state: str = ResourceState.SYNC, cause: str = "") -> None:
         """Nobody is served from now on: the engine is in `state`."""
         self._advance()
         self._held = True
@@ -166,4 +166,4 @@ class EngineShares:
         if not self._entered:
             self._grown = 0.0  # nobody holds a mark: start over, so that precision does not wear off
         if not self._held:
-            self._resource.enter(State.BUSY if self._entered else State.IDLE)
+            self._resource.enter(ResourceState.BUSY if self._entered else ResourceState.IDLE)

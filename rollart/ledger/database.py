@@ -14,9 +14,9 @@ from typing import Any
 from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.codec import decode_sample
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.segments import PayloadDamaged, Segments
+from rollart.ledger.segments import PayloadDamaged, PayloadFiles
 from rollart.ledger.tables import (
     CONSUMED,
     DROPPED,
@@ -24,7 +24,7 @@ from rollart.ledger.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     UPGRADES,
-    Rows,
+    FlushRows,
     forget,
     insert,
     stamps,
@@ -75,7 +75,7 @@ class Database:
             ) from None
         try:
             self._take_lock()
-            self.segments = Segments(directory / "segments")
+            self.segments = PayloadFiles(directory / "segments")
             self.connection = self._open(config, "FULL" if sync else "NORMAL")
             self.clock = self._last_second()
             self._shift = self.clock - now
@@ -123,9 +123,9 @@ class Database:
         self.spent_usd += rows.usd + functions
         return results
 
-    def insert(self, recorded: Sequence[Any]) -> Rows:
+    def insert(self, recorded: Sequence[Any]) -> FlushRows:
         """Append recorded rows, within the open transaction."""
-        rows = Rows(recorded, self._shift)
+        rows = FlushRows(recorded, self._shift)
         insert(self.connection, rows)
         return rows
 
@@ -340,7 +340,8 @@ class Database:
         """Resources that were open when the run died: the time that nobody recorded is `down`, cause `crash`."""
         self.connection.execute(
             f"""INSERT INTO intervals
-            SELECT json_extract(o.fields, '$.role'), o.subject, max(o.t, coalesce(i.t1, 0)), ?, '{State.DOWN}', 'crash',
+            SELECT json_extract(o.fields, '$.role'), o.subject, max(o.t, coalesce(i.t1, 0)), ?,
+                   '{ResourceState.DOWN}', 'crash',
                    json_extract(o.fields, '$.units'), json_extract(o.fields, '$.usd_per_unit_hour')
             FROM (SELECT subject, t, fields, max(rowid) AS n FROM events WHERE kind = '{RESOURCE_OPENED}'
                   GROUP BY subject) o

@@ -14,10 +14,10 @@ from typing import Literal
 
 from rollart.ports import Interval
 
-__all__ = ["IntervalSum", "State", "Tear", "Totals", "sums", "tears", "totals"]
+__all__ = ["IntervalSum", "ResourceState", "TilingError", "CostTotals", "sum_intervals", "find_tiling_errors", "totals"]
 
 
-class State(enum.StrEnum):
+class ResourceState(enum.StrEnum):
     """What a resource does. Only `busy` buys anything; the rest is what it costs to have it."""
 
     STARTUP = "startup"
@@ -28,7 +28,7 @@ class State(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tear:
+class TilingError:
     """A place where a resource's intervals do not tile its span."""
 
     resource: str
@@ -53,7 +53,7 @@ class IntervalSum:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class CostTotals:
     """Dollars in all, and the same dollars by role and by resource."""
 
     usd: float
@@ -61,9 +61,9 @@ class Totals:
     by_resource: Mapping[str, float]
 
 
-def tears(
+def find_tiling_errors(
     intervals: Iterable[Interval], *, start: float | None = None, end: float | None = None, tolerance: float = 1e-9
-) -> list[Tear]:
+) -> list[TilingError]:
     """Where intervals fail to tile: gaps, overlaps, and intervals that end before they begin.
 
     Each resource must be covered from its first interval to its last, or over [start, end] where these are given.
@@ -71,23 +71,23 @@ def tears(
     by_resource: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:
         by_resource[interval.resource].append(interval)
-    found: list[Tear] = []
+    found: list[TilingError] = []
     for resource, own in by_resource.items():
-        found += [Tear(resource, "backwards", i.t0, i.t1) for i in own if i.t1 < i.t0]
+        found += [TilingError(resource, "backwards", i.t0, i.t1) for i in own if i.t1 < i.t0]
         own.sort(key=lambda i: (i.t0, i.t1))
         at = own[0].t0 if start is None else start
         for interval in own:
             if interval.t0 > at + tolerance:
-                found.append(Tear(resource, "gap", at, interval.t0))
+                found.append(TilingError(resource, "gap", at, interval.t0))
             elif interval.t0 < at - tolerance:
-                found.append(Tear(resource, "overlap", interval.t0, at))
+                found.append(TilingError(resource, "overlap", interval.t0, at))
             at = max(at, interval.t1)
         if end is not None and abs(end - at) > tolerance:
-            found.append(Tear(resource, "gap" if at < end else "overlap", min(at, end), max(at, end)))
+            found.append(TilingError(resource, "gap" if at < end else "overlap", min(at, end), max(at, end)))
     return found
 
 
-def sums(intervals: Iterable[Interval]) -> list[IntervalSum]:
+def sum_intervals(intervals: Iterable[Interval]) -> list[IntervalSum]:
     """Intervals added up by (role, resource, state, cause), in that order."""
     groups: dict[tuple[str, str, str, str], list[Interval]] = defaultdict(list)
     for i in intervals:
@@ -105,7 +105,7 @@ def sums(intervals: Iterable[Interval]) -> list[IntervalSum]:
     ]
 
 
-def totals(rows: Iterable[IntervalSum]) -> Totals:
+def totals(rows: Iterable[IntervalSum]) -> CostTotals:
     """Dollars in all, by role and by resource. The three agree to rounding (property test)."""
     rows = list(rows)
     by_role: dict[str, list[float]] = defaultdict(list)
@@ -113,7 +113,7 @@ def totals(rows: Iterable[IntervalSum]) -> Totals:
     for row in rows:
         by_role[row.role].append(row.usd)
         by_resource[row.resource].append(row.usd)
-    return Totals(
+    return CostTotals(
         usd=math.fsum(row.usd for row in rows),
         by_role={role: math.fsum(usd) for role, usd in by_role.items()},
         by_resource={resource: math.fsum(usd) for resource, usd in by_resource.items()},

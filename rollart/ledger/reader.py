@@ -25,7 +25,7 @@ __all__ = [
     "FinishedRow",
     "GroupRow",
     "InvocationSum",
-    "Reader",
+    "LedgerReader",
     "RunFacts",
     "SavingSum",
     "TrainedRow",
@@ -206,7 +206,7 @@ class GroupRow:
     reason: str
 
 
-class Reader:
+class LedgerReader:
     """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none."""
 
     def __init__(self, directory: str | Path) -> None:
@@ -410,7 +410,7 @@ class Reader:
     def close(self) -> None:
         self._connection.close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> LedgerReader:
         return self
 
     def __exit__(

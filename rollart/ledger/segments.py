@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from rollart.errors import StorageFailed
 
-__all__ = ["INLINE_LIMIT", "PayloadDamaged", "Segments"]
+__all__ = ["INLINE_LIMIT", "PayloadDamaged", "PayloadFiles"]
 
 INLINE_LIMIT = 64 * 1024
 """Payloads above it leave the database: SQLite's own overflow pages are slower than a file from here on."""
@@ -30,7 +30,7 @@ class PayloadDamaged(StorageFailed):
     """A payload is not what was written, or not there. One that merely cannot be read is a StorageFailed."""
 
 
-class Segments:
+class PayloadFiles:
     """Segment files of one run. Owned by the ledger's one writer."""
 
     def __init__(self, directory: Path) -> None:

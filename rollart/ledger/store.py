@@ -12,7 +12,7 @@ from rollart.errors import StorageFailed
 from rollart.ledger import tables
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.database import Database
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
@@ -93,7 +93,7 @@ class Ledger:
             self._on_event(event)
         if event.kind == RESOURCE_OPENED and event.subject in self._held:
             self._held.discard(event.subject)
-            self._idle(event, self._began, event.t, State.STARTUP)
+            self._idle(event, self._began, event.t, ResourceState.STARTUP)
         elif event.kind == RESOURCE_CLOSED and self._stopping:
             self._closed.append(event)
 
@@ -165,10 +165,10 @@ class Ledger:
         closed, self._closed = self._closed, []
         with contextlib.suppress(StorageFailed):  # the writer raises it again
             for event in closed:
-                self._idle(event, event.t, self._clock(), State.IDLE, STOPPING)
+                self._idle(event, event.t, self._clock(), ResourceState.IDLE, STOPPING)
         self._writer.close()
 
-    def _idle(self, resource: RunEvent, t0: float, t1: float, state: State, cause: str = "") -> None:
+    def _idle(self, resource: RunEvent, t0: float, t1: float, state: ResourceState, cause: str = "") -> None:
         """An interval of the resource that the event opened or closed."""
         role, units, price = (resource.fields[name] for name in ("role", "units", "usd_per_unit_hour"))
         if t1 > t0:

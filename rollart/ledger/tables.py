@@ -10,7 +10,7 @@ from typing import Any
 
 from rollart.errors import RunFailed
 from rollart.ledger.codec import encode_sample
-from rollart.ledger.segments import INLINE_LIMIT, Segments
+from rollart.ledger.segments import INLINE_LIMIT, PayloadFiles
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import FINISHED, Charge, Interval, RunEvent
 from serverless.meter import Saving, WorkerSpan
@@ -22,7 +22,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "UPGRADES",
     "Measure",
-    "Rows",
+    "FlushRows",
     "admit",
     "commit",
     "drop",
@@ -106,7 +106,7 @@ OLDER: Mapping[int, tuple[str, ...]] = {
 """By version: what a reader puts before a file's tables so that they look like today's. The file is not touched."""
 
 
-class Rows:
+class FlushRows:
     """Rows of one flush, by table."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Rows:
         sums[1] += 1
 
 
-def insert(connection: sqlite3.Connection, rows: Rows) -> None:
+def insert(connection: sqlite3.Connection, rows: FlushRows) -> None:
     """Append what was recorded."""
     connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
     connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
@@ -220,7 +220,7 @@ def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) ->
         raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
 
-def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSample, measure: Measure = len) -> None:
+def finish(connection: sqlite3.Connection, segments: PayloadFiles, sample: TrainSample, measure: Measure = len) -> None:
     """Keep a finished sample. One whose group is gone counts as dropped.
 
     The same id again replaces a live sample (a resumed run repeats what had gone stale) and never a consumed one.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 
-__all__ = ["Affinity"]
+__all__ = ["HardwareAffinity"]
 
 
 @dataclass(frozen=True, slots=True)
-class Affinity:
+class HardwareAffinity:
     """`preferred`: domain -> pool or device type; `default` for domains that are not in it. `order`: compatible pools
     or device types to fall back to, best first; what it does not name comes after it, in any order: a fallback is
     worse than the plan, a stall is worst."""
@@ -31,7 +31,7 @@ class Affinity:
         """The pool or device type that the domain prefers; None if any will do."""
         return self.preferred.get(domain, self.default)
 
-    def rank(self, domain: str, seat: Seat) -> int:
+    def rank(self, domain: str, seat: EnginePlacement) -> int:
         """0 where the domain prefers to be, then 1, 2, … down the fallback order. 0 everywhere without a wish."""
         wanted = self.wants(domain)
         if wanted is None or wanted in (seat.pool, seat.device):
@@ -41,6 +41,6 @@ class Affinity:
                 return position
         return len(self.order) + 1
 
-    def best(self, domain: str, seats: Sequence[Seat]) -> int:
+    def best(self, domain: str, seats: Sequence[EnginePlacement]) -> int:
         """The lowest rank that some seat has: engines of that rank are the ones to choose among."""
         return min((self.rank(domain, seat) for seat in seats), default=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollart.model import Completion, FinishReason, Sampling, VersionSpan
 
-__all__ = ["LEAST_GOOD_SHARE", "ROUNDING", "WRONG_ANSWERS", "Trust", "wrong_answer", "wrong_tokens"]
+__all__ = ["LEAST_GOOD_SHARE", "ROUNDING", "WRONG_ANSWERS", "EngineTrust", "wrong_answer", "wrong_tokens"]
 
 ROUNDING = 1e-3
 """Log-probabilities above 0 by less are rounding errors of a certain token; the trainer allows as much."""
@@ -25,7 +25,7 @@ not; its wrong answers cost their turns alone."""
 
 
 @dataclass(slots=True)
-class Trust:
+class EngineTrust:
     """Wrong answers of one engine since it started, less what its right ones make up for."""
 
     wrong: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["IN_A_ROW", "LONGEST_S", "SHORTEST_S", "Breaker"]
+__all__ = ["IN_A_ROW", "LONGEST_S", "SHORTEST_S", "HandoffCircuitBreaker"]
 
 IN_A_ROW = 3
 """Hand-offs that fail one after the other before the engine is left alone: one is an expired lease or a lost packet."""
@@ -15,7 +15,7 @@ that somebody waits for."""
 
 
 @dataclass(slots=True)
-class Breaker:
+class HandoffCircuitBreaker:
     """One engine's hand-offs. After a back-off it is tried again: the next failure opens it for twice as long, the next
     success forgets all of it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["CONCURRENCY", "AimdSettings", "Change", "ConcurrencyDecision", "ConcurrencyLimits", "Pressure"]
+__all__ = ["CONCURRENCY", "AimdSettings", "LimitChange", "ConcurrencyDecision", "ConcurrencyLimits", "KvPressure"]
 
 
 CONCURRENCY = "concurrency"
@@ -18,7 +18,7 @@ CONCURRENCY = "concurrency"
 trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`; `waiting` is of now."""
 
 
-class Change(enum.StrEnum):
+class LimitChange(enum.StrEnum):
     """What a decision did, and why."""
 
     UP = "up"
@@ -65,7 +65,7 @@ class AimdSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Pressure:
+class KvPressure:
     """What an engine reports: share of KV blocks in use, preemptions since it started, requests running and waiting."""
 
     kv_used: float
@@ -79,7 +79,7 @@ class ConcurrencyDecision:
     """The engine's limit from now on."""
 
     limit: int
-    change: Change
+    change: LimitChange
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ConcurrencyLimits:
         """The engine is gone for good."""
         self._engines.pop(engine, None)
 
-    def observe(self, engine: str, pressure: Pressure, *, now: float) -> ConcurrencyDecision:
+    def observe(self, engine: str, pressure: KvPressure, *, now: float) -> ConcurrencyDecision:
         """A report of one engine at `now`; call it as often as reports come."""
         state = self._engines.get(engine)
         if state is None:
@@ -124,27 +124,27 @@ class ConcurrencyLimits:
         # Counted even while settling: preemptions of an engine that drains are those of its old limit.
         state.preemptions = pressure.preemptions
         change = self._judge(pressure, preempted, state.limit)
-        if change in (Change.DOWN_PREEMPTED, Change.DOWN_FULL):
+        if change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL):
             if now < state.down_after:
-                return ConcurrencyDecision(state.limit, Change.HOLD_SETTLING)
+                return ConcurrencyDecision(state.limit, LimitChange.HOLD_SETTLING)
             state.limit = max(int(state.limit * self.settings.decrease), self.settings.least)
             state.up_after = state.down_after = now + self.settings.settle_s
-        elif change is Change.UP:
+        elif change is LimitChange.UP:
             if now < state.up_after:
-                return ConcurrencyDecision(state.limit, Change.HOLD_SETTLING)
+                return ConcurrencyDecision(state.limit, LimitChange.HOLD_SETTLING)
             state.limit = min(state.limit + self.settings.increase, self.settings.most)
             state.up_after = now + self.settings.interval_s
         return ConcurrencyDecision(state.limit, change)
 
-    def _judge(self, pressure: Pressure, preempted: bool, limit: int) -> Change:
+    def _judge(self, pressure: KvPressure, preempted: bool, limit: int) -> LimitChange:
         if preempted:
-            return Change.DOWN_PREEMPTED
+            return LimitChange.DOWN_PREEMPTED
         if pressure.kv_used >= self.settings.high:
-            return Change.DOWN_FULL
+            return LimitChange.DOWN_FULL
         if pressure.kv_used > self.settings.low:
-            return Change.HOLD_BAND
+            return LimitChange.HOLD_BAND
         if pressure.waiting > 0:
-            return Change.HOLD_WAITING
+            return LimitChange.HOLD_WAITING
         if pressure.running + self.settings.increase < limit:
-            return Change.HOLD_UNUSED
-        return Change.UP
+            return LimitChange.HOLD_UNUSED
+        return LimitChange.UP

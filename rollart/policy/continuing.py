@@ -6,15 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
+from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 
-__all__ = ["drawn", "joined", "onwards"]
+__all__ = ["completion_from_chunks", "join_completions", "continuation_sampling"]
 
 ODD = 6364136223846793005
 """Knuth's multiplier: seeds that follow each other have nothing in common."""
 
 
-def drawn(pieces: Sequence[Piece]) -> Completion:
+def completion_from_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
     """What was told of an answer before it broke off, as far as it is known which version drew it."""
     pieces = list(itertools.takewhile(lambda piece: piece.version is not None, pieces))
     spans: list[VersionSpan] = []
@@ -32,14 +32,14 @@ def drawn(pieces: Sequence[Piece]) -> Completion:
     return Completion(ids, logprobs, tuple(spans), FinishReason.ABORT)
 
 
-def onwards(sampling: Sampling, sampled: int) -> Sampling:
+def continuation_sampling(sampling: Sampling, sampled: int) -> Sampling:
     """For the rest of an answer of which `sampled` tokens are there. Of the same seed it would be drawn with the
     numbers that drew the beginning."""
     seed = None if sampling.seed is None else (sampling.seed * ODD + 1) & (2**63 - 1)
     return dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled, seed=seed)
 
 
-def joined(kept: Completion | None, rest: Completion) -> Completion:
+def join_completions(kept: Completion | None, rest: Completion) -> Completion:
     """The answer in one piece; what was prefilled anew counts."""
     if kept is None:
         return rest

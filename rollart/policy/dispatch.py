@@ -14,8 +14,8 @@ from dataclasses import dataclass
 __all__ = [
     "LONG_SHARE",
     "BatchSpeed",
-    "Group",
-    "Split",
+    "DispatchGroup",
+    "InstanceSplit",
     "longest",
     "lpt",
     "lpt_order",
@@ -63,7 +63,7 @@ def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DispatchGroup:
     """Trajectories that are served alike: how many, the tokens each is taken to generate (StreamRL: P90 of the long
     group, P50 of the rest), and the largest batch whose KV cache fits an instance."""
 
@@ -77,7 +77,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class InstanceSplit:
     """Instances and batch size of each group, and when both are done, in seconds. A group without trajectories has no
     instance and batch 0."""
 
@@ -88,7 +88,9 @@ class Split:
     seconds: float
 
 
-def split_instances(instances: int, long: Group, rest: Group, token_s: Callable[[int], float]) -> Split:
+def split_instances(
+    instances: int, long: DispatchGroup, rest: DispatchGroup, token_s: Callable[[int], float]
+) -> InstanceSplit:
     """Every division N_l + N_r = N of equal instances, and every batch size: the one that is done first, where a group
     takes `PTL(bs) x L x ceil(M / bs)` for the M trajectories that an instance of it gets.
 
@@ -112,7 +114,7 @@ def split_instances(instances: int, long: Group, rest: Group, token_s: Callable[
             best = (max(a, b), a + b, n)
     assert best is not None
     seconds, _, n = best
-    return Split(n, times_long[n][1], instances - n, times_rest[instances - n][1], seconds)
+    return InstanceSplit(n, times_long[n][1], instances - n, times_rest[instances - n][1], seconds)
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ class BatchSpeed:
         return y + slope * (batch - mean)
 
 
-def _times(group: Group, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:
+def _times(group: DispatchGroup, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:
     """Per number of instances 0..N: the least seconds and the smallest batch size that needs them."""
     if group.trajectories == 0:
         return [(0.0, 0)] * (instances + 1)

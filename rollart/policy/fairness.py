@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 from rollart.shares import DomainShare, bounded_shares
 
-__all__ = ["DOMAIN_SHARE", "Apportionment", "DomainShare", "DriftQuota", "FairBatches", "Follow", "bounded_shares"]
+__all__ = [
+    "DOMAIN_SHARE",
+    "Apportionment",
+    "DomainShare",
+    "DriftQuota",
+    "FairBatches",
+    "DriftSettings",
+    "bounded_shares",
+]
 
 DOMAIN_SHARE = "domain_share"
 """Event of a run at each publish, one per domain: what it was to have of the batches so far, and what it had."""
@@ -119,7 +127,7 @@ class DriftQuota:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class DriftSettings:
     """How shares follow what is measured: see `DriftQuota`."""
 
     sensitivity: float = 1.0

@@ -92,7 +92,7 @@ class HandoffCounts:
         self.pulled = self.pulled or pulled > 0
 
     def report(self, version: int, tell: Callable[..., None], ways: Mapping[str, int]) -> None:
-        """`ways`: how many turns were routed for each reason (`policy.routing.Path.why`). Nothing where nothing was
+        """`ways`: how many turns were routed for each reason (`policy.routing.TurnPath.why`). Nothing where nothing was
         handed over and no prefill engine stood by."""
         if self.decoded or self.failed:
             tell(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["BUSY", "HostRules", "Hosting", "Standing", "hosts_for"]
+__all__ = ["BUSY", "HostRules", "HostSelector", "HostRecord", "hosts_for"]
 
 BUSY = 0.7
 """Share of its core that a host's environments may take on average: beyond it, a turn waits for others' turns."""
@@ -55,7 +55,7 @@ class HostRules:
 
 
 @dataclass(slots=True)
-class Standing:
+class HostRecord:
     """How one host does."""
 
     failures: float = 0.0
@@ -81,7 +81,7 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Hosting:
+class HostSelector:
     """The hosts of a run and how each does.
 
     Bounds: of n hosts at most n // 2 are left alone at a time, so one host never is and never all are; `choose` finds a
@@ -90,10 +90,10 @@ class Hosting:
     """
 
     rules: HostRules = field(default_factory=HostRules)
-    standing: dict[str, Standing] = field(default_factory=dict)
+    standing: dict[str, HostRecord] = field(default_factory=dict)
 
     def join(self, host: str) -> None:
-        self.standing.setdefault(host, Standing())
+        self.standing.setdefault(host, HostRecord())
 
     def leave(self, host: str, now: float) -> None:
         """It is gone for good. Fewer hosts may be left alone now: the first whose time is over comes back."""
@@ -181,7 +181,7 @@ class Hosting:
         """Whether nothing is said against it."""
         return not self.standing[host].proofs
 
-    def _tried(self, host: str, one: Standing, fault: bool, now: float) -> str | None:
+    def _tried(self, host: str, one: HostRecord, fault: bool, now: float) -> str | None:
         if now < one.until:  # an episode of before
             return None
         if fault:
@@ -207,7 +207,9 @@ class Hosting:
     def _share(self, count: int) -> float:
         return max(self.rules.weight, 1.0 / count)
 
-    def _median(self, host: str, value: Callable[[Standing], float], seen: Callable[[Standing], int]) -> float | None:
+    def _median(
+        self, host: str, value: Callable[[HostRecord], float], seen: Callable[[HostRecord], int]
+    ) -> float | None:
         """Of the other hosts that were seen often enough and count; None if there is none."""
         values = [
             value(other)

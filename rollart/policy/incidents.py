@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-__all__ = ["Ends", "Losses"]
+__all__ = ["IncidentTracker", "IncidentWindow"]
 
 TOGETHER_S = 10.0
 """Ends of hosts of one node that are no further apart are the node's: a connection that breaks is known at once, a
@@ -23,7 +23,7 @@ class _Incident:
 
 
 @dataclass(slots=True)
-class Ends:
+class IncidentTracker:
     """Hosts that ended, and the incident that each end belongs to.
 
     Rule: an end belongs to the last incident of its node if that began within `TOGETHER_S` and has no end of the same
@@ -50,7 +50,7 @@ class Ends:
 
 
 @dataclass(slots=True)
-class Losses:
+class IncidentWindow:
     """The last `size` attempts that ended, and which of them ended with which incident."""
 
     size: int

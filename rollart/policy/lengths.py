@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LengthEstimate", "LengthRanker", "Window", "conditional_quantile"]
+__all__ = ["LengthEstimate", "LengthRanker", "QuantileWindow", "conditional_quantile"]
 
 WINDOW = 512
 """Finished trajectories of a domain and attempt that its quantiles look back on: a P90 over so many has an error of
@@ -33,7 +33,7 @@ ATTEMPTS = 3
 """Attempts told apart: the first, the second, and later ones."""
 
 
-class Window:
+class QuantileWindow:
     """Exact quantiles over the last `size` values; O(size) per value to keep them sorted, with a small constant."""
 
     __slots__ = ("_order", "_sorted", "size")
@@ -86,9 +86,9 @@ class LengthRanker:
 
     default_tokens: float = 512.0
     """The estimate while nothing has finished; P50 of the published workloads."""
-    _domains: dict[tuple[str, int], Window] = field(default_factory=dict)
-    _all: Window = field(default_factory=lambda: Window(WINDOW))
-    _prompts: OrderedDict[tuple[str, str], Window] = field(default_factory=OrderedDict)
+    _domains: dict[tuple[str, int], QuantileWindow] = field(default_factory=dict)
+    _all: QuantileWindow = field(default_factory=lambda: QuantileWindow(WINDOW))
+    _prompts: OrderedDict[tuple[str, str], QuantileWindow] = field(default_factory=OrderedDict)
 
     def finished(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
         """A trajectory generated `tokens` and ended by itself. `prompt` identifies it within its domain (a hash)."""
@@ -96,7 +96,7 @@ class LengthRanker:
         self._all.add(tokens)
         kind = (domain, min(attempt, ATTEMPTS - 1))
         if kind not in self._domains:
-            self._domains[kind] = Window(WINDOW)
+            self._domains[kind] = QuantileWindow(WINDOW)
         self._domains[kind].add(tokens)
         self._own(prompt, domain).add(tokens)
 
@@ -132,17 +132,17 @@ class LengthRanker:
         """What finished of a domain and attempt within the window, ascending: a distribution for `parallelism.lend`."""
         return self._known(domain, attempt).values()
 
-    def _known(self, domain: str, attempt: int) -> Window:
+    def _known(self, domain: str, attempt: int) -> QuantileWindow:
         for k in range(min(attempt, ATTEMPTS - 1), -1, -1):
             found = self._domains.get((domain, k))
             if found:
                 return found
         return self._all
 
-    def _own(self, prompt: str, domain: str) -> Window:
+    def _own(self, prompt: str, domain: str) -> QuantileWindow:
         key = (domain, prompt)
         if key not in self._prompts:
-            self._prompts[key] = Window(PROMPT_WINDOW)
+            self._prompts[key] = QuantileWindow(PROMPT_WINDOW)
             if len(self._prompts) > PROMPTS:
                 self._prompts.popitem(last=False)
         self._prompts.move_to_end(key)

@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["GRACE", "Line"]
+__all__ = ["GRACE", "AdmissionQueue"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class _Place(Generic[T]):
 
 
 @dataclass(slots=True)
-class Line(Generic[T]):
+class AdmissionQueue(Generic[T]):
     """`longest`: by length, else by age. Ties: the earlier. Synchronous; O(log n) per call."""
 
     longest: bool = False

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["MemoryRules", "MemoryWatch", "Verdict"]
+__all__ = ["MemoryRules", "MemoryWatch", "MemoryAction"]
 
 SHARE = 0.7
 """Of a machine's memory for its environment hosts together, where the spec sets no bound."""
@@ -19,7 +19,7 @@ HARD = 1.25
 """Times its bound at which a host is not waited for any longer."""
 
 
-class Verdict(StrEnum):
+class MemoryAction(StrEnum):
     KEEP = "keep"
     DRAIN = "drain"
     """From now on it gets no episodes."""
@@ -56,10 +56,10 @@ class MemoryWatch:
     since: float | None = None
     """When it began to drain."""
 
-    def look(self, memory: float, bound: float, live: int, now: float) -> Verdict:
+    def look(self, memory: float, bound: float, live: int, now: float) -> MemoryAction:
         if self.since is None and memory <= bound:
-            return Verdict.KEEP
+            return MemoryAction.KEEP
         first, self.since = self.since is None, now if self.since is None else self.since
         if not live or memory > HARD * bound or now - self.since >= self.rules.drain_s:
-            return Verdict.RESTART
-        return Verdict.DRAIN if first else Verdict.KEEP
+            return MemoryAction.RESTART
+        return MemoryAction.DRAIN if first else MemoryAction.KEEP

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Member", "lacking", "last_chance", "may_join"]
+__all__ = ["PacedGroup", "groups_to_wait_for", "last_chance", "may_join"]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PacedGroup:
     """A group of one domain that holds slots, complete or not. `v0` is that of its oldest sample."""
 
     id: str
@@ -36,9 +36,9 @@ def last_chance(v0: int, version: int, alpha: int) -> bool:
     return v0 <= version - alpha
 
 
-def lacking(
-    ready: Iterable[Member], unfinished: Sequence[Member], *, quota: int, version: int, alpha: int
-) -> tuple[Member, ...]:
+def groups_to_wait_for(
+    ready: Iterable[PacedGroup], unfinished: Sequence[PacedGroup], *, quota: int, version: int, alpha: int
+) -> tuple[PacedGroup, ...]:
     """The unfinished groups that the batch for `version` waits for, if it takes the oldest of `ready` first.
 
     Empty: it need not wait. The groups of the earliest deadline that would be missed are returned."""
@@ -51,9 +51,9 @@ def lacking(
 
 
 def may_join(
-    candidate: Member,
-    taken: Sequence[Member],
-    others: Iterable[Member],
+    candidate: PacedGroup,
+    taken: Sequence[PacedGroup],
+    others: Iterable[PacedGroup],
     *,
     quota: int,
     version: int,
@@ -69,10 +69,10 @@ def may_join(
     return room >= 0 and all(need - _count(batch, version - alpha + k) <= room for k, need in enumerate(needs) if need)
 
 
-def _needs(members: Sequence[Member], *, quota: int, version: int, alpha: int) -> list[int]:
+def _needs(members: Sequence[PacedGroup], *, quota: int, version: int, alpha: int) -> list[int]:
     counts = [_count(members, version - alpha + k) for k in range(alpha + 1)]
     return [counts[0], *(max(min(quota, counts[k] - k * quota), 0) for k in range(1, alpha + 1))]
 
 
-def _count(members: Iterable[Member], v0: int) -> int:
+def _count(members: Iterable[PacedGroup], v0: int) -> int:
     return sum(m.samples for m in members if m.v0 <= v0)

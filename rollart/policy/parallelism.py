@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from rollart.policy.lengths import conditional_quantile
 
 __all__ = [
-    "Kept",
-    "KeptReason",
-    "Lent",
+    "LendingRefusal",
+    "LendingRefusalReason",
+    "LendingPlan",
     "Migration",
     "RolloutInstance",
     "RolloutRequest",
     "TensorParallelRule",
     "TensorParallelState",
     "default_tp",
-    "lend",
-    "observe",
+    "plan_lending",
+    "next_tensor_parallelism",
     "peak_kv_tokens",
 ]
 
@@ -86,7 +86,9 @@ def default_tp(throughput: Mapping[int, float]) -> int:
     return min(throughput, key=lambda tp: (-throughput[tp], tp))
 
 
-def observe(rule: TensorParallelRule, state: TensorParallelState, preemptions: int) -> tuple[TensorParallelState, str]:
+def next_tensor_parallelism(
+    rule: TensorParallelRule, state: TensorParallelState, preemptions: int
+) -> tuple[TensorParallelState, str]:
     """After a rollout step with that many preemptions: the next state and, where its `tp` differs, why ('' if not).
 
     More than `rise` times the step before doubles the TP size (weights take less of each device, so there is more KV
@@ -153,7 +155,7 @@ class Migration:
     recompute: int
 
 
-class KeptReason(enum.Enum):
+class LendingRefusalReason(enum.Enum):
     """Why no instance is lent now."""
 
     EARLY = "early"
@@ -167,7 +169,7 @@ class KeptReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LendingPlan:
     """The instances that go to training and what moves first. `peak_bytes` is the projected peak KV per instance that
     stays."""
 
@@ -178,15 +180,15 @@ class Lent:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class LendingRefusal:
     """`checked` goes into the next call: the looks that were taken so far."""
 
-    reason: KeptReason
+    reason: LendingRefusalReason
     checked: int
     detail: str
 
 
-def lend(
+def plan_lending(
     done: int,
     instances: Sequence[RolloutInstance],
     requests: Sequence[RolloutRequest],
@@ -196,7 +198,7 @@ def lend(
     checked: int = 0,
     quantile: float = LEND_QUANTILE,
     headroom: float = 1.0,
-) -> Lent | Kept:
+) -> LendingPlan | LendingRefusal:
     """Whether half of the rollout instances can train for the rest of this rollout: `done` requests are finished,
     `requests` are not; `lengths` are generated tokens of finished responses per domain, ascending.
 
@@ -207,28 +209,34 @@ def lend(
     """
     total = done + len(requests)
     if 100 * done < LEND_FROM * total or total == 0:
-        return Kept(KeptReason.EARLY, checked, f"{done} of {total} done is less than {LEND_FROM} %")
+        return LendingRefusal(LendingRefusalReason.EARLY, checked, f"{done} of {total} done is less than {LEND_FROM} %")
     if 100 * done > LEND_TO * total:
-        return Kept(KeptReason.LATE, checked, f"{done} of {total} done is more than {LEND_TO} %")
+        return LendingRefusal(LendingRefusalReason.LATE, checked, f"{done} of {total} done is more than {LEND_TO} %")
     look = (100 * done - LEND_FROM * total) // (LEND_EVERY * total) + 1
     if look <= checked:
-        return Kept(KeptReason.CHECKED, checked, f"looked at within this {LEND_EVERY} % of progress")
+        return LendingRefusal(
+            LendingRefusalReason.CHECKED, checked, f"looked at within this {LEND_EVERY} % of progress"
+        )
     held: dict[str, int] = defaultdict(int)
     for request in requests:
         if request.instance is not None:
             held[request.instance] += request.context
     lent = _half(instances, held)
     if not lent:
-        return Kept(KeptReason.WHOLE, look, f"no half of {len(instances)} instances leaves TP groups and bundles whole")
+        return LendingRefusal(
+            LendingRefusalReason.WHOLE,
+            look,
+            f"no half of {len(instances)} instances leaves TP groups and bundles whole",
+        )
     staying = [x for x in instances if x.id not in lent]
     placed, migrations = _placed(requests, staying, lengths, quantile)
     peaks = {x.id: peak_kv_tokens(placed[x.id]) * bytes_per_token for x in staying}
     for x in staying:
         if peaks[x.id] > headroom * x.kv_bytes:
             detail = f"{x.id} would need {peaks[x.id] / 1e9:.3g} GB of KV and has {headroom * x.kv_bytes / 1e9:.3g} GB"
-            return Kept(KeptReason.KV, look, detail)
+            return LendingRefusal(LendingRefusalReason.KV, look, detail)
     devices = sum(x.devices for x in instances if x.id in lent)
-    return Lent(tuple(x.id for x in instances if x.id in lent), devices, tuple(migrations), peaks)
+    return LendingPlan(tuple(x.id for x in instances if x.id in lent), devices, tuple(migrations), peaks)
 
 
 def peak_kv_tokens(requests: Iterable[tuple[float, float]]) -> float:

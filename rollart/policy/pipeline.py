@@ -20,7 +20,7 @@ __all__ = [
     "BucketDepth",
     "InFlight",
     "Pipeline",
-    "Stage",
+    "PipelineStage",
     "absorbed_delay",
     "accumulated_delay",
     "adapted_quotas",
@@ -59,7 +59,7 @@ SEEN_VERSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """Seconds per micro-batch: forward, backward for the input, backward for the weights (which nobody waits for)."""
 
     forward_s: float
@@ -82,7 +82,7 @@ class Pipeline:
     (backward) without keeping either stage busy; shape (stages - 1,). `memory` is the most micro-batches whose
     activations a stage can hold between their forward and their backward: M / M_F of the paper."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     delays_s: tuple[float, ...]
     micro_batches: int
     memory: int | None = None

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from rollart.policy.pipeline import Pipeline, adapted_quotas
 
-__all__ = ["Op", "Schedule", "check_quotas", "least_makespan", "planned", "refined", "replayed"]
+__all__ = ["PipelineOp", "PipelineSchedule", "check_quotas", "least_makespan", "planned", "refined", "replayed"]
 
 SAME_TIME = 1e-9
 """Share of the shortest operation within which two events are one moment: the order in which floating point added up
 two equal times decides nothing."""
 
 
-class Op(enum.StrEnum):
+class PipelineOp(enum.StrEnum):
     """Forward, backward for the input, backward for the weights."""
 
     F = "F"
@@ -31,11 +31,11 @@ class Op(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """One iteration: what each stage runs in order, when each of it starts (seconds, same shape), and when the last one
     ends. `quotas` is None for a replay."""
 
-    orders: tuple[tuple[Op, ...], ...]
+    orders: tuple[tuple[PipelineOp, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
     makespan_s: float
     quotas: tuple[int, ...] | None = None
@@ -46,7 +46,7 @@ class Schedule:
         return 1.0 - busy / (self.makespan_s * len(pipeline.stages))
 
 
-def planned(pipeline: Pipeline, quotas: Sequence[int]) -> Schedule:
+def planned(pipeline: Pipeline, quotas: Sequence[int]) -> PipelineSchedule:
     """The schedule that quotas give under the pipeline's delays: a stage runs forwards only until it has its quota in
     flight; from then on B before F before W, with never more than the quota between forward and backward.
 
@@ -56,16 +56,16 @@ def planned(pipeline: Pipeline, quotas: Sequence[int]) -> Schedule:
     return _Run(pipeline, tuple(quotas), None).run()
 
 
-def replayed(pipeline: Pipeline, orders: Sequence[Sequence[Op]]) -> Schedule:
+def replayed(pipeline: Pipeline, orders: Sequence[Sequence[PipelineOp]]) -> PipelineSchedule:
     """A fixed order under the pipeline's delays: a stage waits for the next thing in its list, whatever else is ready.
     Raises ValueError for an order that is not N of each or that waits for itself."""
-    want = dict.fromkeys(Op, pipeline.micro_batches)
-    if len(orders) != len(pipeline.stages) or any({op: list(o).count(op) for op in Op} != want for o in orders):
+    want = dict.fromkeys(PipelineOp, pipeline.micro_batches)
+    if len(orders) != len(pipeline.stages) or any({op: list(o).count(op) for op in PipelineOp} != want for o in orders):
         raise ValueError(f"an order runs each of F, B, W {pipeline.micro_batches} times at each stage")
     return _Run(pipeline, None, tuple(tuple(o) for o in orders)).run()
 
 
-def refined(pipeline: Pipeline, *, runs: int = 64) -> Schedule:
+def refined(pipeline: Pipeline, *, runs: int = 64) -> PipelineSchedule:
     """The adapted schedule, improved by simulated steps to neighbouring quotas until none is better or `runs`
     simulations were spent. For stages of unequal times, where the closed form, which looks at two neighbours at a time,
     was seen to need up to 16 % more; with equal stages it is as good as any quotas and comes back as it is. Ties keep
@@ -128,42 +128,42 @@ def _neighbours(quotas: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
 class _StageState:
     """Counts of what started (f, b, w) and of what arrived to be run; `order` is filled as it runs."""
 
-    times: dict[Op, float]
+    times: dict[PipelineOp, float]
     quota: int
-    fixed: tuple[Op, ...] | None
+    fixed: tuple[PipelineOp, ...] | None
     given: int = 0
     returned: int = 0
     f: int = 0
     b: int = 0
     w: int = 0
     busy: bool = False
-    order: list[Op] = field(default_factory=list)
+    order: list[PipelineOp] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
 
-    def ready(self, op: Op) -> bool:
-        if op is Op.F:
+    def ready(self, op: PipelineOp) -> bool:
+        if op is PipelineOp.F:
             return self.f < self.given
-        return self.b < self.returned if op is Op.B else self.w < self.b
+        return self.b < self.returned if op is PipelineOp.B else self.w < self.b
 
-    def choose(self) -> Op | None:
+    def choose(self) -> PipelineOp | None:
         if self.fixed is not None:
             op = self.fixed[len(self.order)] if len(self.order) < len(self.fixed) else None
             return op if op is not None and self.ready(op) else None
         if self.f < self.quota:
-            return Op.F if self.f < self.given else None
+            return PipelineOp.F if self.f < self.given else None
         if self.b < self.returned:
-            return Op.B
+            return PipelineOp.B
         if self.f < self.given and self.f - self.b < self.quota:
-            return Op.F
-        return Op.W if self.w < self.b else None
+            return PipelineOp.F
+        return PipelineOp.W if self.w < self.b else None
 
-    def start(self, op: Op, now: float) -> None:
+    def start(self, op: PipelineOp, now: float) -> None:
         self.busy = True
         self.order.append(op)
         self.starts.append(now)
-        if op is Op.F:
+        if op is PipelineOp.F:
             self.f += 1
-        elif op is Op.B:
+        elif op is PipelineOp.B:
             self.b += 1
         else:
             self.w += 1
@@ -173,25 +173,25 @@ class _Run:
     """Events: (time, number, stage, what), where what is the operation that ends there, or that arrives to be run."""
 
     def __init__(
-        self, pipeline: Pipeline, quotas: tuple[int, ...] | None, orders: tuple[tuple[Op, ...], ...] | None
+        self, pipeline: Pipeline, quotas: tuple[int, ...] | None, orders: tuple[tuple[PipelineOp, ...], ...] | None
     ) -> None:
         if quotas is not None:
             check_quotas(pipeline, quotas)
         self.pipeline, self.quotas = pipeline, quotas
         self.stages = [
             _StageState(
-                {Op.F: s.forward_s, Op.B: s.backward_s, Op.W: s.weight_s},
+                {PipelineOp.F: s.forward_s, PipelineOp.B: s.backward_s, PipelineOp.W: s.weight_s},
                 quotas[i] if quotas else 0,
                 orders[i] if orders else None,
             )
             for i, s in enumerate(pipeline.stages)
         ]
         self.stages[0].given = pipeline.micro_batches
-        self.events: list[tuple[float, int, int, Op, bool]] = []
+        self.events: list[tuple[float, int, int, PipelineOp, bool]] = []
         self.number = 0
         self.end = 0.0
 
-    def run(self) -> Schedule:
+    def run(self) -> PipelineSchedule:
         same = SAME_TIME * min(min(s.times.values()) for s in self.stages)
         for i in range(len(self.stages)):
             self._dispatch(i, 0.0)
@@ -213,7 +213,7 @@ class _Run:
                 f"the order of stage {stuck[0]} waits for what only comes after it: no deadlock-free order"
             )
         starts = tuple(tuple(s.starts) for s in self.stages)
-        return Schedule(tuple(tuple(s.order) for s in self.stages), starts, self.end, self.quotas)
+        return PipelineSchedule(tuple(tuple(s.order) for s in self.stages), starts, self.end, self.quotas)
 
     def _dispatch(self, i: int, now: float) -> None:
         stage = self.stages[i]
@@ -222,27 +222,27 @@ class _Run:
             stage.start(op, now)
             self._push(now + stage.times[op], i, op, arrives=False)
 
-    def _finish(self, i: int, op: Op, now: float) -> None:
+    def _finish(self, i: int, op: PipelineOp, now: float) -> None:
         """The stage is free; what it made is under way. The last stage turns its own forward round at once."""
         stage = self.stages[i]
         stage.busy = False
         self.end = max(self.end, now)
-        if op is Op.F and i + 1 < len(self.stages):
+        if op is PipelineOp.F and i + 1 < len(self.stages):
             self._send(i + 1, op, now, self.pipeline.delays_s[i])
-        elif op is Op.F:
+        elif op is PipelineOp.F:
             stage.returned += 1
-        elif op is Op.B and i > 0:
+        elif op is PipelineOp.B and i > 0:
             self._send(i - 1, op, now, self.pipeline.delays_s[i - 1])
 
-    def _send(self, to: int, op: Op, now: float, delay: float) -> None:
+    def _send(self, to: int, op: PipelineOp, now: float, delay: float) -> None:
         self._push(now + delay, to, op, arrives=True)
 
-    def _arrive(self, i: int, op: Op) -> None:
-        if op is Op.F:
+    def _arrive(self, i: int, op: PipelineOp) -> None:
+        if op is PipelineOp.F:
             self.stages[i].given += 1
         else:
             self.stages[i].returned += 1
 
-    def _push(self, at: float, i: int, op: Op, *, arrives: bool) -> None:
+    def _push(self, at: float, i: int, op: PipelineOp, *, arrives: bool) -> None:
         self.number += 1
         heapq.heappush(self.events, (at, self.number, i, op, arrives))

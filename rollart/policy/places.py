@@ -7,12 +7,12 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["Claim", "PlaceLine", "Wish", "giving_up"]
+__all__ = ["PlacementPriority", "PlacementQueue", "PlacementRequest", "slots_to_reclaim"]
 
 T = TypeVar("T")
 
 
-class Claim(enum.IntEnum):
+class PlacementPriority(enum.IntEnum):
     """What an episode is for, in the order that places are given out in."""
 
     TRAIN = 0
@@ -25,19 +25,19 @@ class Claim(enum.IntEnum):
 
     @property
     def gives_up(self) -> bool:
-        return self is Claim.AHEAD
+        return self is PlacementPriority.AHEAD
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlacementRequest:
     """A claim, and how old its group is: of two alike the older (lower) goes first, so that what was begun ends."""
 
-    claim: Claim = Claim.TRAIN
+    claim: PlacementPriority = PlacementPriority.TRAIN
     seniority: int = 0
 
 
 @dataclass(slots=True)
-class PlaceLine(Generic[T]):
+class PlacementQueue(Generic[T]):
     """Those that wait, in the order in which they get a place: by claim, then seniority, then as they came.
 
     Bound: nobody who waits is passed by more than those before it in that order. Trajectories under way are bounded
@@ -47,10 +47,10 @@ class PlaceLine(Generic[T]):
     heap: list[tuple[int, int, int, T]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     """Numbers of those in the heap that wait no more."""
-    waiting: dict[Claim, int] = field(default_factory=lambda: dict.fromkeys(Claim, 0))
+    waiting: dict[PlacementPriority, int] = field(default_factory=lambda: dict.fromkeys(PlacementPriority, 0))
     number: int = 0
 
-    def add(self, wish: Wish, who: T) -> int:
+    def add(self, wish: PlacementRequest, who: T) -> int:
         """Its number, by which it may leave."""
         self.number += 1
         heapq.heappush(self.heap, (wish.claim, wish.seniority, self.number, who))
@@ -66,9 +66,9 @@ class PlaceLine(Generic[T]):
     def pop(self) -> None:
         """The first has its place."""
         claim, *_ = heapq.heappop(self.heap)
-        self.waiting[Claim(claim)] -= 1
+        self.waiting[PlacementPriority(claim)] -= 1
 
-    def leave(self, number: int, wish: Wish) -> None:
+    def leave(self, number: int, wish: PlacementRequest) -> None:
         """It gave up waiting."""
         self.gone.add(number)
         self.waiting[wish.claim] -= 1
@@ -79,7 +79,7 @@ class PlaceLine(Generic[T]):
         return sum(count for claim, count in self.waiting.items() if not claim.gives_up)
 
 
-def giving_up(*, pressing: int, going: int, held: int) -> int:
+def slots_to_reclaim(*, pressing: int, going: int, held: int) -> int:
     """How many more of the places that are `held` ahead of need are given up, the newest first: one for each that
     presses, less those whose place is `going` to be free already."""
     return max(0, min(pressing - going, held))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rollart.policy.pipeline import prefetched_environments
 
-__all__ = ["MOST_AHEAD", "Prefetch", "ahead"]
+__all__ = ["MOST_AHEAD", "PrefetchDepth", "environments_to_prefetch"]
 
 MOST_AHEAD = 4
 """Batches of environments that the rule may keep ahead: each of them holds memory on some host all the time."""
@@ -19,7 +19,7 @@ SEEN = 64
 
 
 @dataclass(slots=True)
-class Prefetch:
+class PrefetchDepth:
     """One domain's look-ahead. `fixed` environments, or as many as the rule says of what was seen (None)."""
 
     fixed: int | None
@@ -43,10 +43,10 @@ class Prefetch:
         """Environments to have reset, or being reset, for prompts that are not admitted yet."""
         if self.fixed is not None:
             return self.fixed
-        return ahead(self.quota, self.period_s, self.resets_s)
+        return environments_to_prefetch(self.quota, self.period_s, self.resets_s)
 
 
-def ahead(quota: int, period_s: float | None, resets_s: Sequence[float]) -> int:
+def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Sequence[float]) -> int:
     """Whole batches of environments: slots come back a batch at a time, one every `period_s`, and the resets of a batch
     should have ended when they do. So many batches as `prefetched_environments` says for the mean reset with its
     90th percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before a reset was seen."""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["MOST", "PATIENCE", "Presence", "PresenceSettings"]
+__all__ = ["MOST", "PATIENCE", "NodeAvailability", "AvailabilitySettings"]
 
 MOST = 5
 """Doublings of `settle_s`: with 30 s, a node of a pool that flaps must stay for 16 minutes."""
@@ -26,7 +26,7 @@ PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PresenceSettings:
+class AvailabilitySettings:
     """Seconds. A life is short, and a series unbroken, below `memory_s`."""
 
     settle_s: float = 30.0
@@ -50,11 +50,11 @@ class _Series:
     last: float = -math.inf
 
 
-class Presence:
+class NodeAvailability:
     """Values and `now` in, seconds; `now` never falls. Ties: what counts at an instant counts from it on."""
 
-    def __init__(self, settings: PresenceSettings | None = None) -> None:
-        self._settings = settings or PresenceSettings()
+    def __init__(self, settings: AvailabilitySettings | None = None) -> None:
+        self._settings = settings or AvailabilitySettings()
         self._nodes: dict[str, _Node] = {}
         self._series: dict[str, _Series] = {}
         self._quiet = -math.inf

@@ -18,14 +18,14 @@ __all__ = [
     "DYNAMO_TOKENS",
     "IDLE_SHARE",
     "MARGIN",
-    "RULES",
+    "PREFILL_RULES",
     "UNCACHED_TOKENS",
-    "Cost",
-    "Load",
-    "Offer",
-    "Rule",
-    "Tariff",
-    "rule",
+    "PathCost",
+    "EngineLoad",
+    "PrefillChoice",
+    "PrefillRule",
+    "PathPricing",
+    "prefill_rule",
 ]
 
 MARGIN = 0.10
@@ -45,7 +45,7 @@ UNCACHED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """An engine to price: its kind, seconds of work waiting there, tokens of this trajectory's KV that it holds."""
 
     kind: EngineKind
@@ -54,7 +54,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PathCost:
     """`price` in the plan's money; `seconds` that the trajectory waits for its turn."""
 
     price: float
@@ -62,7 +62,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Tariff:
+class PathPricing:
     """Prices applied to turns. Where nothing is scarce (every price 0) a turn costs its seconds. A path with no end
     (KV that cannot get there) has no price that anybody pays: infinity."""
 
@@ -78,14 +78,14 @@ class Tariff:
         object.__setattr__(self, "scarce", bool(scarce))
         object.__setattr__(self, "floor", IDLE_SHARE * max(prices.engines.values(), default=0.0))
 
-    def local(self, home: Load, tokens: int, output: float) -> Cost:
+    def local(self, home: EngineLoad, tokens: int, output: float) -> PathCost:
         """All of the turn on `home`."""
         prefill = self.model.prefill_s(home.kind, max(tokens - home.cached, 0), min(home.cached, tokens))
         decode = self.model.decode_s(home.kind, tokens, output)
         seconds = home.backlog_s + prefill + decode * self.model.batch(home.kind)
         return self._cost(self.second(home) * (prefill + decode), 0.0, home, tokens, seconds)
 
-    def remote(self, prefill: Load, home: Load, tokens: int, output: float, *, returns: bool) -> Cost:
+    def remote(self, prefill: EngineLoad, home: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
         """Prefill on `prefill`, decode on `home`. `returns`: `home` gives its KV back, so that only what neither holds
         is computed; only what the receiver lacks is sent, either way."""
         back = max(home.cached - prefill.cached, 0) if returns else 0
@@ -101,7 +101,7 @@ class Tariff:
         sent = self.prices.links.get((a, b), 0.0) * self.model.kv_gb(there + back)
         return self._cost(self.second(prefill) * compute + self.second(home) * decode, sent, home, tokens, seconds)
 
-    def second(self, load: Load) -> float:
+    def second(self, load: EngineLoad) -> float:
         """Price of an engine-second there: λ ← λ·(1 + backlog/target), with the floor of `IDLE_SHARE` on the growth."""
         own = self.prices.engines.get(load.kind)
         if own is None:
@@ -113,15 +113,15 @@ class Tariff:
         dearest, lest every turn go there. Devices that the plan does not use at all are free."""
         return max((p for k, p in self.prices.engines.items() if (k.pool, k.tp) == (kind.pool, kind.tp)), default=0.0)
 
-    def _cost(self, work: float, sent: float, home: Load, tokens: int, seconds: float) -> Cost:
+    def _cost(self, work: float, sent: float, home: EngineLoad, tokens: int, seconds: float) -> PathCost:
         if not self.scarce or math.isinf(seconds):
-            return Cost(seconds, seconds)
+            return PathCost(seconds, seconds)
         held = self.prices.kv.get(home.kind, 0.0) * tokens + self.prices.in_flight
-        return Cost(work + sent + held * seconds, seconds)
+        return PathCost(work + sent + held * seconds, seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PrefillChoice:
     """A turn at its decode engine, and the best prefill engine for it. `local` and `remote` are prices, None where
     nobody set any; `was_remote` is how its last turn went (None: there was none)."""
 
@@ -132,19 +132,21 @@ class Offer:
     was_remote: bool | None = None
 
 
-Rule = Callable[[Offer], bool]
+PrefillRule = Callable[[PrefillChoice], bool]
 """True: prefill on the other engine."""
 
 
-def rule(name: str) -> Rule:
+def prefill_rule(name: str) -> PrefillRule:
     """The rule of that name. ValueError for a name that is none."""
     try:
-        return RULES[name]
+        return PREFILL_RULES[name]
     except KeyError:
-        raise ValueError(f"routing rule '{name}' is unknown (rule: one of {', '.join(sorted(RULES))})") from None
+        raise ValueError(
+            f"routing rule '{name}' is unknown (rule: one of {', '.join(sorted(PREFILL_RULES))})"
+        ) from None
 
 
-def _priced(offer: Offer) -> bool:
+def _priced(offer: PrefillChoice) -> bool:
     """The cheaper one; a trajectory that had a turn changes sides only for a gain above `MARGIN`. Equal prices: local,
     which needs one engine less. Without prices: vllm-router's threshold."""
     if offer.local is None or offer.remote is None:
@@ -156,22 +158,22 @@ def _priced(offer: Offer) -> bool:
     return offer.remote < (1 - MARGIN) * offer.local
 
 
-def _dynamo(offer: Offer) -> bool:
+def _dynamo(offer: PrefillChoice) -> bool:
     return not (offer.uncached < DYNAMO_TOKENS and offer.uncached < DYNAMO_RATIO * offer.tokens)
 
 
-def _vllm_router(offer: Offer) -> bool:
+def _vllm_router(offer: PrefillChoice) -> bool:
     return offer.uncached > UNCACHED_TOKENS
 
 
-def _local(_: Offer) -> bool:
+def _local(_: PrefillChoice) -> bool:
     return False
 
 
-def _remote(_: Offer) -> bool:
+def _remote(_: PrefillChoice) -> bool:
     return True
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+PREFILL_RULES: Mapping[str, PrefillRule] = MappingProxyType(
     {"priced": _priced, "dynamo": _dynamo, "vllm_router": _vllm_router, "local": _local, "remote": _remote}
 )

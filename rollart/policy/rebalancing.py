@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rollart.fleet import Move, MoveKind, Proposal, RoutePrices, Routes
+from rollart.fleet import FleetMove, FleetMoveKind, Proposal, RoutePrices, Routes
 
-__all__ = ["MIN_GAIN", "PRICE_NEWS", "SHARE_NEWS", "meanwhile", "news", "steps", "undone", "worth"]
+__all__ = [
+    "MIN_GAIN",
+    "PRICE_NEWS",
+    "SHARE_NEWS",
+    "transition_routes",
+    "notable_change",
+    "order_moves",
+    "reverse_drain",
+    "worth_moving",
+]
 
 MIN_GAIN = 0.02
 """Relative gain below which a plan is not changed, however cheap the moves: less is the noise of what was measured, and
@@ -18,7 +27,7 @@ SHARE_NEWS, PRICE_NEWS = 0.05, 0.25
 a little at every look."""
 
 
-def worth(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
+def worth_moving(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
     """Whether to move, and why in words: the trajectories gained over the horizon must exceed those lost by moving, and
     the gain must not be noise. Ties keep the plan that runs. Where plans are to be cheap, dollars per trajectory
     decide."""
@@ -33,34 +42,36 @@ def worth(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
     return True, f"{gain:.4g} trajectories gained in {horizon_s:.0f} s for {proposal.cost:.4g} lost"
 
 
-def steps(moves: Iterable[Move], *, serving: int, free: Mapping[str, int]) -> list[Move]:
+def order_moves(moves: Iterable[FleetMove], *, serving: int, free: Mapping[str, int]) -> list[FleetMove]:
     """Drains and starts engine by engine, in the order given, except that a drain of the last engine that serves lets
     the first start go before it whose pool has the devices. `serving` engines serve now, `free` devices are free by
     pool.
 
     So no more is down at a time than must be, and none serves only where no start fits beside the last one.
     """
-    left = [replace(m, replicas=1) for m in moves if m.kind is not MoveKind.FLIP for _ in range(m.replicas)]
+    left = [replace(m, replicas=1) for m in moves if m.kind is not FleetMoveKind.FLIP for _ in range(m.replicas)]
     room = dict(free)
     ordered = []
     while left:
         n = 0
-        if left[0].kind is MoveKind.DRAIN and serving <= 1:
-            n = next((i for i, m in enumerate(left) if m.kind is MoveKind.START and m.tp <= room.get(m.pool, 0)), 0)
+        if left[0].kind is FleetMoveKind.DRAIN and serving <= 1:
+            n = next(
+                (i for i, m in enumerate(left) if m.kind is FleetMoveKind.START and m.tp <= room.get(m.pool, 0)), 0
+            )
         move = left.pop(n)
-        gives = 1 if move.kind is MoveKind.DRAIN else -1
+        gives = 1 if move.kind is FleetMoveKind.DRAIN else -1
         serving -= gives
         room[move.pool] = room.get(move.pool, 0) + gives * move.tp
         ordered.append(move)
     return ordered
 
 
-def undone(drained: Move) -> Move:
+def reverse_drain(drained: FleetMove) -> FleetMove:
     """The start that brings back what a drain took away."""
-    return replace(drained, kind=MoveKind.START, before=None, after=drained.before)
+    return replace(drained, kind=FleetMoveKind.START, before=None, after=drained.before)
 
 
-def meanwhile(now: Routes, after: Routes) -> Routes:
+def transition_routes(now: Routes, after: Routes) -> Routes:
     """Routes while engines of both plans serve: the new ones, with the old prices of kinds that the new plan does not
     know. A kind without a price would draw every trajectory."""
     if now.prices is None or after.prices is None:
@@ -83,7 +94,7 @@ def _cheaper(proposal: Proposal, usd_per_hour: tuple[float, float], horizon_s: f
     return True, f"{prices}: {saved:.4g} USD saved in {horizon_s:.0f} s for {lost:.4g} USD lost"
 
 
-def news(before: Routes, after: Routes) -> str:
+def notable_change(before: Routes, after: Routes) -> str:
     """What changed enough to be told, in words; '' for nothing."""
     for domain in sorted({*before.shares, *after.shares}):
         a, b = before.shares.get(domain, {}), after.shares.get(domain, {})

@@ -19,21 +19,21 @@ __all__ = [
     "CANCELLED_AGAINST_KEPT",
     "BiasReport",
     "Cancelled",
-    "End",
-    "Extra",
-    "Feature",
+    "TrajectoryEnding",
+    "RedundantLaunch",
+    "BiasFeature",
     "GroupProgress",
     "HealthMeter",
     "Redundancy",
     "RedundancySettings",
-    "Trajectory",
-    "bias",
-    "launch",
+    "TrajectorySnapshot",
+    "bias_report",
+    "redundant_launch",
     "to_cancel",
 ]
 
 CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
-"""Event of a run at each publish, one per `Feature` of the report over the last trajectories of either kind."""
+"""Event of a run at each publish, one per `BiasFeature` of the report over the last trajectories of either kind."""
 
 NOTABLE = 0.33
 """Cliff's delta from which a difference is worth a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
@@ -42,7 +42,7 @@ ENOUGH = 20
 """Trajectories on both sides before a difference is judged: with fewer, 0.33 is within chance."""
 
 
-class End(enum.StrEnum):
+class TrajectoryEnding(enum.StrEnum):
     """How a trajectory ended, as far as redundancy cares."""
 
     GOOD = "good"
@@ -59,10 +59,10 @@ class HealthMeter:
     memory: int = 200
     _seen: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, domain: str, host: str, end: End) -> None:
+    def add(self, domain: str, host: str, end: TrajectoryEnding) -> None:
         keep = 1.0 - 1.0 / self.memory
         weight, bad = self._seen.get((domain, host), (0.0, 0.0))
-        self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not End.GOOD))
+        self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not TrajectoryEnding.GOOD))
 
     def rate(self, domain: str, hosts: Mapping[str, float] | None = None) -> tuple[float, float]:
         """(share of bad ends, ends behind it) of a domain. `hosts` = how much will run on each: rates are weighted with
@@ -100,7 +100,7 @@ class RedundancySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class RedundantLaunch:
     """Extra groups, and extra members per group of all groups. `bad` is the share it was sized for; `capped`: the
     confidence would have asked for more."""
 
@@ -110,7 +110,9 @@ class Extra:
     capped: bool = False
 
 
-def launch(groups: int, group_size: int, *, bad: float, seen: float, settings: RedundancySettings) -> Extra:
+def redundant_launch(
+    groups: int, group_size: int, *, bad: float, seen: float, settings: RedundancySettings
+) -> RedundantLaunch:
     """How much to launch beyond `groups` x `group_size`.
 
     The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then
@@ -121,7 +123,7 @@ def launch(groups: int, group_size: int, *, bad: float, seen: float, settings: R
         raise ValueError(f"groups {groups} and group size {group_size} must be positive")
     bad = settings.prior if seen < settings.min_seen else bad
     if bad <= settings.ignore or settings.cap == 0:
-        return Extra(0, 0, bad)
+        return RedundantLaunch(0, 0, bad)
     room, capped, members = int(settings.cap * groups * group_size + 1e-9), False, 0
     if settings.by_size:
         most = (room // 2 if settings.by_groups else room) // groups
@@ -133,7 +135,7 @@ def launch(groups: int, group_size: int, *, bad: float, seen: float, settings: R
         whole = _at_least(group_size, group_size + members, 1.0 - bad)
         extra, met = _smallest(groups, whole, settings.confidence, room // (group_size + members))
         capped = not met
-    return Extra(extra, members, bad, capped)
+    return RedundantLaunch(extra, members, bad, capped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +155,19 @@ class Redundancy:
     def any(self) -> bool:
         return self.groups > 1 or self.size > 1
 
-    def most(self, groups: int, group_size: int) -> Extra:
+    def most(self, groups: int, group_size: int) -> RedundantLaunch:
         """The most that is launched beyond `groups` x `group_size`: whole groups and members, rounded down."""
-        return Extra(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
+        return RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
 
-    def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> Extra:
+    def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> RedundantLaunch:
         """What to launch now, given the share of bad ends and how many ends are behind it."""
         most = self.most(groups, group_size)
         if not self.health:
             return most
         settings = RedundancySettings(self.groups > 1, self.size > 1, cap=self.groups * self.size - 1.0)
-        asked = launch(groups, group_size, bad=bad, seen=seen, settings=settings)
+        asked = redundant_launch(groups, group_size, bad=bad, seen=seen, settings=settings)
         fits = asked.groups <= most.groups and asked.members <= most.members
-        return Extra(
+        return RedundantLaunch(
             min(asked.groups, most.groups), min(asked.members, most.members), asked.bad, asked.capped or not fits
         )
 
@@ -175,7 +177,7 @@ def _times(count: int, factor: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class TrajectorySnapshot:
     """One trajectory as it stood when it was kept or cancelled; of a cancelled one, tokens, age and turns are lower
     bounds. `difficulty` = mean reward of its group so far, `reward` its own; None where unknown."""
 
@@ -192,8 +194,8 @@ class GroupProgress:
     """A group under way: who has finished, in order, and who still runs. Lost members are in neither."""
 
     id: str
-    finished: tuple[Trajectory, ...]
-    running: tuple[Trajectory, ...]
+    finished: tuple[TrajectorySnapshot, ...]
+    running: tuple[TrajectorySnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class BiasFeature:
     """One figure of kept and cancelled trajectories. `delta` is Cliff's: P(cancelled > kept) - P(cancelled < kept),
     from -1 to 1; ranks, because lengths have heavy tails."""
 
@@ -244,7 +246,7 @@ class Feature:
 class BiasReport:
     """How cancelled trajectories differ from kept ones; means and effect size per figure that both sides know."""
 
-    features: tuple[Feature, ...]
+    features: tuple[BiasFeature, ...]
     threshold: float
 
     def warnings(self) -> tuple[str, ...]:
@@ -257,7 +259,9 @@ class BiasReport:
         )
 
 
-def bias(kept: Sequence[Trajectory], cancelled: Sequence[Trajectory], *, threshold: float = NOTABLE) -> BiasReport:
+def bias_report(
+    kept: Sequence[TrajectorySnapshot], cancelled: Sequence[TrajectorySnapshot], *, threshold: float = NOTABLE
+) -> BiasReport:
     """The report over any window: a batch, a run."""
     features = []
     for name in ("tokens", "age_s", "turns", "difficulty", "reward"):
@@ -265,7 +269,7 @@ def bias(kept: Sequence[Trajectory], cancelled: Sequence[Trajectory], *, thresho
         theirs = [float(v) for t in cancelled if (v := getattr(t, name)) is not None]
         if ours and theirs:
             means = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
-            features.append(Feature(name, *means, len(ours), len(theirs), _cliff(theirs, ours)))
+            features.append(BiasFeature(name, *means, len(ours), len(theirs), _cliff(theirs, ours)))
     return BiasReport(tuple(features), threshold)
 
 

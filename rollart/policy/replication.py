@@ -17,9 +17,9 @@ __all__ = [
     "DynamicFilter",
     "FilterDecision",
     "FilterSettings",
-    "Refills",
-    "Verdict",
-    "judge",
+    "RefillBudget",
+    "GroupVerdict",
+    "classify_rewards",
 ]
 
 FILTERED_AGAINST_KEPT = "filtered_against_kept"
@@ -29,7 +29,7 @@ TOLERANCE = 1e-8
 """Rewards that differ by less are alike: noise of sums of floats, far below any reward that means something."""
 
 
-class Verdict(enum.StrEnum):
+class GroupVerdict(enum.StrEnum):
     """What became of a group, or of all of it."""
 
     QUALIFIED = "qualified"
@@ -41,12 +41,12 @@ class Verdict(enum.StrEnum):
     """It ended after enough others qualified."""
 
 
-def judge(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> Verdict:
+def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> GroupVerdict:
     """Whether a group's rewards tell its members apart (None: an InfraFault, which is never a number)."""
     known = [r for r in rewards if r is not None]
     if len(known) < len(rewards) or not known:
-        return Verdict.FAULTY
-    return Verdict.QUALIFIED if max(known) - min(known) > tolerance else Verdict.ALIKE
+        return GroupVerdict.FAULTY
+    return GroupVerdict.QUALIFIED if max(known) - min(known) > tolerance else GroupVerdict.ALIKE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class FilterSettings:
 
 
 @dataclass(slots=True)
-class Refills:
+class RefillBudget:
     """Counts the groups of one domain that were filtered since its last step: each is replaced by a fresh prompt, so
     this bounds how long a step can go on in vain. Bound: `filtered` never exceeds `limit`."""
 
@@ -74,9 +74,9 @@ class Refills:
     filtered: int = 0
     qualified: int = 0
 
-    def judged(self, verdict: Verdict) -> bool:
+    def judged(self, verdict: GroupVerdict) -> bool:
         """A group ended. True: filter it. False: it is kept, or the bound is reached (`exhausted`)."""
-        if verdict is not Verdict.ALIKE:
+        if verdict is not GroupVerdict.ALIKE:
             self.qualified += 1
             return False
         if self.filtered >= self.limit:
@@ -98,7 +98,7 @@ class FilterDecision:
     """`launch` further prompts now; `stop`: enough qualify, cancel whatever runs. `exhausted`: nothing runs and no more
     may be launched, so the batch stays smaller than its target."""
 
-    verdict: Verdict
+    verdict: GroupVerdict
     launch: int = 0
     stop: bool = False
     exhausted: bool = False
@@ -109,7 +109,7 @@ class DynamicFilter:
     """Counts groups until `target` qualify, keeping `target + extra - qualified` under way.
 
     Bound: at most `most` prompts are ever launched. Nothing is launched after `stop`. Groups qualify in the order in
-    which they end, which favours short ones: `policy.redundancy.bias` shows by how much.
+    which they end, which favours short ones: `policy.redundancy.bias_report` shows by how much.
     """
 
     target: int
@@ -117,7 +117,7 @@ class DynamicFilter:
     most: int | None = None
     tolerance: float = TOLERANCE
     qualified: list[str] = field(default_factory=list)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
     launched: int = 0
 
     def __post_init__(self) -> None:
@@ -142,9 +142,9 @@ class DynamicFilter:
         if self.live <= 0:
             raise ValueError(f"group {group} was not launched: {self.launched} were, all ended")
         done = len(self.qualified) >= self.target
-        verdict = Verdict.SURPLUS if done else judge(rewards, self.tolerance)
+        verdict = GroupVerdict.SURPLUS if done else classify_rewards(rewards, self.tolerance)
         self.verdicts[group] = verdict
-        if verdict is Verdict.QUALIFIED:
+        if verdict is GroupVerdict.QUALIFIED:
             self.qualified.append(group)
         stop = len(self.qualified) >= self.target
         more = 0 if stop else self._more()

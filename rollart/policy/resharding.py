@@ -1,16 +1,23 @@
 """Whether a change of tensor parallelism pays: what preemption costs against what draining and starting costs.
 
-`policy.parallelism.observe` says when RollPacker would change; a change moves whole engines here, so it is weighed.
-Units: engine-seconds, of engines of the size that runs now.
+`policy.parallelism.next_tensor_parallelism` says when RollPacker would change; a change moves whole engines here, so
+it is weighed. Units: engine-seconds, of engines of the size that runs now.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollart.fleet import EngineRole, Move, MoveKind
+from rollart.fleet import EngineRole, FleetMove, FleetMoveKind
 
-__all__ = ["LEAST_GAIN", "Counters", "Seen", "changes", "lost_s", "weigh"]
+__all__ = [
+    "LEAST_GAIN",
+    "EngineCounters",
+    "StepMeasurement",
+    "resharding_moves",
+    "preemption_loss_s",
+    "resharding_pays",
+]
 
 LEAST_GAIN = 0.02
 """Share of the engines' time that smaller engines are taken to save, by fewer all-reduces. What it really is depends on
@@ -18,7 +25,7 @@ the batch; the least that is worth a change is assumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class EngineCounters:
     """Of the engines of one kind, since some moment."""
 
     preemptions: int = 0
@@ -26,19 +33,19 @@ class Counters:
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(
+    def __add__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(
             self.preemptions + other.preemptions,
             self.computed_tokens + other.computed_tokens,
             self.prefill_s + other.prefill_s,
             self.decode_s + other.decode_s,
         )
 
-    def since(self, before: Counters) -> Counters:
+    def since(self, before: EngineCounters) -> EngineCounters:
         """What was added; all of it where an engine began anew in between."""
         if self.preemptions < before.preemptions or self.computed_tokens < before.computed_tokens:
             return self
-        return Counters(
+        return EngineCounters(
             self.preemptions - before.preemptions,
             self.computed_tokens - before.computed_tokens,
             max(self.prefill_s - before.prefill_s, 0.0),
@@ -47,19 +54,19 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepMeasurement:
     """One step of one kind of engine: its seconds, the engines that served, what they did, and the mean context of a
     turn in tokens. `speedup`: how much faster the same devices generate in engines of twice the size where the KV
     memory is full in both, as a larger engine keeps more of it and runs larger batches; 1 where nothing says so."""
 
     step_s: float
     engines: int
-    did: Counters
+    did: EngineCounters
     context: float
     speedup: float = 1.0
 
 
-def lost_s(seen: Seen) -> float:
+def preemption_loss_s(seen: StepMeasurement) -> float:
     """Engine-seconds that went into computing preempted requests again: as many contexts as there were preemptions, at
     what a token of prefill took; never more than all prefills."""
     did = seen.did
@@ -68,13 +75,13 @@ def lost_s(seen: Seen) -> float:
     return min(did.preemptions * seen.context * did.prefill_s / did.computed_tokens, did.prefill_s)
 
 
-def weigh(seen: Seen, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
+def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
     """Whether to change, and why in words. Larger engines save at most what preemption loses and, of the rest of what
     they computed, what larger batches are faster; smaller ones `LEAST_GAIN` of the time; either over the steps of the
     horizon. Each engine is away for `move_s`, once."""
     if seen.step_s <= 0:
         return False, "no time has passed"
-    lost = lost_s(seen)
+    lost = preemption_loss_s(seen)
     busy = seen.did.prefill_s + seen.did.decode_s - lost
     per_step = lost + busy * (1 - 1 / seen.speedup) if grows else LEAST_GAIN * seen.step_s * seen.engines
     gain, cost = per_step * horizon_s / seen.step_s, move_s * seen.engines
@@ -82,11 +89,11 @@ def weigh(seen: Seen, *, grows: bool, move_s: float, horizon_s: float) -> tuple[
     return gain > cost, what
 
 
-def changes(pool: str, role: EngineRole, tp: int, to: int, engines: int) -> list[Move]:
+def resharding_moves(pool: str, role: EngineRole, tp: int, to: int, engines: int) -> list[FleetMove]:
     """Drains and starts, as few away at a time as must be: two drains and a start of twice the size, or a drain and
     two starts of half of it. An odd engine out keeps its size."""
-    drain = Move(MoveKind.DRAIN, pool, tp, 1, before=role)
-    start = Move(MoveKind.START, pool, to, 1, after=role)
+    drain = FleetMove(FleetMoveKind.DRAIN, pool, tp, 1, before=role)
+    start = FleetMove(FleetMoveKind.START, pool, to, 1, after=role)
     if to > tp:
         return [drain, drain, start] * (engines // 2)
     return [drain, start, start] * engines

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-__all__ = ["Residency"]
+__all__ = ["KvResidency"]
 
 KEPT = 0.5
 """A session that lost more than this share of its KV at once is taken to have lost all: it is routed as a new one."""
 
 
-class Residency:
+class KvResidency:
     """One engine's KV memory, in tokens. Sessions with a request there are never evicted; of the others the least
     recently used goes first.
 

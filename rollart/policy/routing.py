@@ -24,14 +24,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollart.fleet import EngineRole, Routes, Seat
-from rollart.policy.affinity import Affinity
-from rollart.policy.pricing import MARGIN, RULES, Load, Offer, Rule, Tariff
+from rollart.fleet import EnginePlacement, EngineRole, Routes
+from rollart.policy.affinity import HardwareAffinity
+from rollart.policy.pricing import MARGIN, PREFILL_RULES, EngineLoad, PathPricing, PrefillChoice, PrefillRule
 
-__all__ = ["EngineView", "Path", "Router", "TurnView", "choose_engine", "route"]
+__all__ = ["EngineView", "TurnPath", "RoutingPolicy", "TurnView", "choose_engine", "route"]
 
 _NOWHERE: Mapping[str, float] = {}
-_NO_SEAT = Seat()
+_NO_SEAT = EnginePlacement()
 
 
 class EngineView(NamedTuple):
@@ -47,15 +47,15 @@ class EngineView(NamedTuple):
     sessions: int
     healthy: bool
     version: int
-    seat: Seat = _NO_SEAT
+    seat: EnginePlacement = _NO_SEAT
     backlog_s: float = 0.0
     cached: int = 0
     barred: bool = False
     fill: float = 0.0
 
     @property
-    def load(self) -> Load:
-        return Load(self.seat.kind, self.backlog_s, self.cached)
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.seat.kind, self.backlog_s, self.cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TurnView:
     at_home: bool = False
 
 
-class Path(NamedTuple):
+class TurnPath(NamedTuple):
     """Where the turn goes. `prefill` None: all of it on `decode`. `preferred` is False where affinity had to fall back;
     `predicted_s` is what the prices' model expects it to take."""
 
@@ -84,18 +84,18 @@ class Path(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class RoutingPolicy:
     """How turns are routed; replaced whole when prices or flows change."""
 
     routes: Routes = field(default_factory=Routes)
-    affinity: Affinity = field(default_factory=Affinity)
-    rule: Rule = RULES["priced"]
-    tariff: Tariff | None = field(init=False, compare=False)
+    affinity: HardwareAffinity = field(default_factory=HardwareAffinity)
+    rule: PrefillRule = PREFILL_RULES["priced"]
+    tariff: PathPricing | None = field(init=False, compare=False)
     """None where nobody set prices."""
 
     def __post_init__(self) -> None:
         routes = self.routes
-        priced = None if routes.prices is None or routes.model is None else Tariff(routes.prices, routes.model)
+        priced = None if routes.prices is None or routes.model is None else PathPricing(routes.prices, routes.model)
         object.__setattr__(self, "tariff", priced)
 
     def plain(self, kinds: int) -> bool:
@@ -117,12 +117,12 @@ def choose_engine(engines: Sequence[EngineView], *, sticky: str | None, version:
 def route(
     engines: Sequence[EngineView],
     turn: TurnView,
-    router: Router,
+    router: RoutingPolicy,
     *,
     sticky: str | None,
     version: int,
     homes: Mapping[str, float] = _NOWHERE,
-) -> Path | None:
+) -> TurnPath | None:
     """The turn's path; None when no engine is eligible. `homes` counts the domain's homes given so far, by pool.
 
     A prefill engine serves whole turns only while there is no other engine at all: better there than nowhere.
@@ -140,9 +140,9 @@ def route(
         home, preferred = _home(serving, prefills, turn, router, tariff, homes)
     local = None if tariff is None else tariff.local(home.load, turn.tokens, turn.output)
     if not prefills:
-        return Path(home.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
+        return TurnPath(home.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
     prefill, price, seconds = _prefill(prefills, home, turn, tariff)
-    offer = Offer(
+    offer = PrefillChoice(
         tokens=turn.tokens,
         uncached=max(turn.tokens - home.cached, 0),
         local=None if local is None else local.price,
@@ -150,16 +150,16 @@ def route(
         was_remote=turn.was_remote,
     )
     if router.rule(offer) and offer.remote != math.inf:
-        return Path(home.id, prefill.id, "remote", preferred, seconds)
-    return Path(home.id, None, "local", preferred, None if local is None else local.seconds)
+        return TurnPath(home.id, prefill.id, "remote", preferred, seconds)
+    return TurnPath(home.id, None, "local", preferred, None if local is None else local.seconds)
 
 
 def _home(
     serving: Sequence[EngineView],
     prefills: Sequence[EngineView],
     turn: TurnView,
-    router: Router,
-    tariff: Tariff | None,
+    router: RoutingPolicy,
+    tariff: PathPricing | None,
     homes: Mapping[str, float],
 ) -> tuple[EngineView, bool]:
     """The decode engine for a trajectory that has none, and whether its domain prefers to be there."""
@@ -194,7 +194,7 @@ def _home(
 
 
 def _cheapest(
-    home: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: Rule, tariff: Tariff | None
+    home: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
 ) -> float:
     """The price of the turn on its path by way of `home`; 0 without prices: all homes tie."""
     if tariff is None:
@@ -205,12 +205,12 @@ def _cheapest(
     _, remote, _ = _prefill(prefills, home, turn, tariff)
     uncached = max(turn.tokens - home.cached, 0)
     assert remote is not None, "a tariff prices every path"
-    goes = rule(Offer(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
+    goes = rule(PrefillChoice(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
     return remote if goes else local
 
 
 def _prefill(
-    prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: Tariff | None
+    prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: PathPricing | None
 ) -> tuple[EngineView, float | None, float | None]:
     """The engine to prefill on, its path's price and predicted seconds. By prefix, then load, then id; with prices
     the cheapest of: the one with the longest prefix and the one with the least backlog, of every kind."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rollart.policy.table import Pick, Ready, Row, Sampler, Selection
+from rollart.policy.table import PickedRow, ReadyRows, Sampler, SampleRow, Selection
 
 __all__ = ["Balanced", "Balancing", "Deadline", "Fifo", "TokenBudget", "WholeGroups", "age_weights", "partition"]
 
@@ -34,7 +34,7 @@ class Fifo:
     count: int
     at_least: int | None = None
 
-    def __call__(self, ready: Ready) -> Selection | None:
+    def __call__(self, ready: ReadyRows) -> Selection | None:
         enough = self.count if self.at_least is None else self.at_least
         if len(ready.rows) < max(enough, 1):
             return None
@@ -47,7 +47,7 @@ class WholeGroups:
 
     groups: int
 
-    def __call__(self, ready: Ready) -> Selection | None:
+    def __call__(self, ready: ReadyRows) -> Selection | None:
         whole = _whole(ready)
         if len(whole) < self.groups:
             return None
@@ -65,7 +65,7 @@ class Balanced:
     consumers: int
     how: Balancing = Balancing.LPT
 
-    def __call__(self, ready: Ready) -> Selection | None:
+    def __call__(self, ready: ReadyRows) -> Selection | None:
         chosen = self.inner(ready)
         if chosen is None:
             return None
@@ -87,8 +87,8 @@ class TokenBudget:
     tokens: int
     salt: str
 
-    def __call__(self, ready: Ready) -> Selection | None:
-        taken: list[Row] = []
+    def __call__(self, ready: ReadyRows) -> Selection | None:
+        taken: list[SampleRow] = []
         total = 0
         for rows in _whole(ready):
             if total >= self.tokens:
@@ -102,7 +102,7 @@ class TokenBudget:
             kept = min(row.tokens, left)
             left -= kept
             if kept:
-                picks.append(Pick(row, kept))
+                picks.append(PickedRow(row, kept))
         return Selection((tuple(picks),), tuple(r.id for r in taken))
 
 
@@ -127,12 +127,12 @@ class Deadline:
         if not 1 <= self.least <= self.target:
             raise ValueError(f"1 <= least {self.least} <= target {self.target} does not hold")
 
-    def __call__(self, ready: Ready) -> Selection | None:
+    def __call__(self, ready: ReadyRows) -> Selection | None:
         units = _whole(ready) if self.whole_groups else [[row] for row in ready.rows.values()]
         units.sort(key=lambda rows: (min(r.version for r in rows), ready.missing(rows[0].group)))
         if units and len(units[0]) > self.target:
             raise ValueError(f"group {units[0][0].group} of {len(units[0])} rows fits into no batch of {self.target}")
-        rows: list[Row] = []
+        rows: list[SampleRow] = []
         for unit in units:
             if len(rows) + len(unit) <= self.target:
                 rows += unit
@@ -143,7 +143,7 @@ class Deadline:
         if not (full or self.due) or len(rows) < self.least:
             return None
         weights = age_weights([r.version for r in rows], self.version, self.gamma)
-        picks = tuple(Pick(r, r.tokens, w) for r, w in zip(rows, weights, strict=True))
+        picks = tuple(PickedRow(r, r.tokens, w) for r, w in zip(rows, weights, strict=True))
         return Selection((picks,), tuple(r.id for r in rows))
 
 
@@ -197,10 +197,10 @@ def _differencing(sizes: Sequence[int], order: Sequence[int], parts: int) -> lis
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
-def _whole(ready: Ready) -> list[list[Row]]:
+def _whole(ready: ReadyRows) -> list[list[SampleRow]]:
     """Groups of which every row is ready, in the order in which they became so."""
-    groups: dict[str, list[Row]] = {}
-    whole: list[list[Row]] = []
+    groups: dict[str, list[SampleRow]] = {}
+    whole: list[list[SampleRow]] = []
     for row in ready.rows.values():
         rows = groups.setdefault(row.group, [])
         rows.append(row)

@@ -19,16 +19,16 @@ __all__ = [
     "SCHEDULES",
     "Admission",
     "Consumption",
-    "InFlight",
-    "Judged",
-    "Rewarding",
+    "InFlightHandling",
+    "StalenessCheck",
+    "RewardTiming",
     "Schedule",
-    "Turns",
+    "TurnSynchrony",
     "resolve",
 ]
 
 
-class Turns(enum.StrEnum):
+class TurnSynchrony(enum.StrEnum):
     """What a turn waits for."""
 
     LOCKSTEP = "lockstep"
@@ -37,7 +37,7 @@ class Turns(enum.StrEnum):
     """Its own environment only."""
 
 
-class Rewarding(enum.StrEnum):
+class RewardTiming(enum.StrEnum):
     """When rewards are computed."""
 
     INLINE = "inline"
@@ -46,7 +46,7 @@ class Rewarding(enum.StrEnum):
     """As each trajectory ends."""
 
 
-class Judged(enum.StrEnum):
+class StalenessCheck(enum.StrEnum):
     """Where n - v0 is held against alpha."""
 
     NOWHERE = "nowhere"
@@ -70,7 +70,7 @@ class Admission(enum.StrEnum):
     """Group by group, while samples that wait, run or are in training stay within (alpha + 1) batches (I4)."""
 
 
-class InFlight(enum.StrEnum):
+class InFlightHandling(enum.StrEnum):
     """What a weight update finds under way."""
 
     DRAINED = "drained"
@@ -95,13 +95,13 @@ class Schedule:
     """`alpha` in publishes. ValueError where two switches contradict each other."""
 
     name: str
-    turns: Turns
-    rewarding: Rewarding
+    turns: TurnSynchrony
+    rewarding: RewardTiming
     training_blocks_rollout: bool
     alpha: int
-    judged: Judged
+    judged: StalenessCheck
     admission: Admission
-    in_flight: InFlight
+    in_flight: InFlightHandling
     consumption: Consumption
     paced: bool = False
     """Batches wait for groups at their bound, and a prompt that cannot end in time starts at the next publish."""
@@ -116,11 +116,11 @@ class Schedule:
                 "training blocks rollout exactly where one batch is admitted at a time",
             ),
             (
-                (self.judged is Judged.NOWHERE) != (self.admission is not Admission.WINDOW),
+                (self.judged is StalenessCheck.NOWHERE) != (self.admission is not Admission.WINDOW),
                 "only a window of groups needs its staleness judged, and it does",
             ),
             (
-                (self.in_flight is InFlight.DRAINED) != (self.admission is not Admission.WINDOW),
+                (self.in_flight is InFlightHandling.DRAINED) != (self.admission is not Admission.WINDOW),
                 "whole batches are drained before an update, a window of groups never is",
             ),
             (
@@ -132,11 +132,11 @@ class Schedule:
                 "only a window of groups whose bound is judged at every turn can be paced",
             ),
             (
-                self.turns is Turns.LOCKSTEP and self.admission is not Admission.ONE_BATCH,
+                self.turns is TurnSynchrony.LOCKSTEP and self.admission is not Admission.ONE_BATCH,
                 "turns in lockstep need the whole batch to begin together",
             ),
             (
-                self.rewarding is Rewarding.INLINE and self.consumption is not Consumption.OLDEST_BATCH,
+                self.rewarding is RewardTiming.INLINE and self.consumption is not Consumption.OLDEST_BATCH,
                 "a reward stage for the whole batch needs a whole batch",
             ),
         ):
@@ -155,48 +155,48 @@ class Schedule:
     @property
     def aborts_stale(self) -> bool:
         """Whether trajectories past their bound are aborted (I2)."""
-        return self.judged is Judged.EVERY_TURN
+        return self.judged is StalenessCheck.EVERY_TURN
 
     @property
     def drops_stale(self) -> bool:
         """True if no batch may hold a group past its bound (I3): every schedule but AReaL's."""
-        return self.judged is not Judged.AT_START
+        return self.judged is not StalenessCheck.AT_START
 
     def may_publish(self, *, running: int) -> bool:
         """Whether a finished training step may update the engines now."""
-        return self.in_flight is not InFlight.DRAINED or running == 0
+        return self.in_flight is not InFlightHandling.DRAINED or running == 0
 
 
 _BATCH_BY_BATCH = {
     "training_blocks_rollout": True,
-    "judged": Judged.NOWHERE,
+    "judged": StalenessCheck.NOWHERE,
     "admission": Admission.ONE_BATCH,
-    "in_flight": InFlight.DRAINED,
+    "in_flight": InFlightHandling.DRAINED,
     "consumption": Consumption.OLDEST_BATCH,
 }
 _WINDOW = {
-    "turns": Turns.TRAJECTORY,
-    "rewarding": Rewarding.ASYNCHRONOUS,
+    "turns": TurnSynchrony.TRAJECTORY,
+    "rewarding": RewardTiming.ASYNCHRONOUS,
     "training_blocks_rollout": False,
     "admission": Admission.WINDOW,
-    "in_flight": InFlight.RESUMED,
+    "in_flight": InFlightHandling.RESUMED,
     "consumption": Consumption.ANY_GROUPS,
 }
 
 _SWITCHES: dict[str, dict[str, Any]] = {
-    "sync": _BATCH_BY_BATCH | {"turns": Turns.LOCKSTEP, "rewarding": Rewarding.INLINE},
-    "sync_plus": _BATCH_BY_BATCH | {"turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS},
+    "sync": _BATCH_BY_BATCH | {"turns": TurnSynchrony.LOCKSTEP, "rewarding": RewardTiming.INLINE},
+    "sync_plus": _BATCH_BY_BATCH | {"turns": TurnSynchrony.TRAJECTORY, "rewarding": RewardTiming.ASYNCHRONOUS},
     "one_off": _BATCH_BY_BATCH
     | {
-        "turns": Turns.TRAJECTORY,
-        "rewarding": Rewarding.ASYNCHRONOUS,
+        "turns": TurnSynchrony.TRAJECTORY,
+        "rewarding": RewardTiming.ASYNCHRONOUS,
         "training_blocks_rollout": False,
         "admission": Admission.NEXT_BATCH,
     },
-    "areal": _WINDOW | {"judged": Judged.AT_START},
-    "rollart": _WINDOW | {"judged": Judged.EVERY_TURN},
-    "paced": _WINDOW | {"judged": Judged.EVERY_TURN, "paced": True},
-    "roll_flash": _WINDOW | {"judged": Judged.AT_BATCH, "in_flight": InFlight.TURN_REDONE},
+    "areal": _WINDOW | {"judged": StalenessCheck.AT_START},
+    "rollart": _WINDOW | {"judged": StalenessCheck.EVERY_TURN},
+    "paced": _WINDOW | {"judged": StalenessCheck.EVERY_TURN, "paced": True},
+    "roll_flash": _WINDOW | {"judged": StalenessCheck.AT_BATCH, "in_flight": InFlightHandling.TURN_REDONE},
 }
 
 

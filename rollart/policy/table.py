@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from rollart.policy.staleness import StalenessBound
 
-__all__ = ["Pick", "Ready", "Row", "SampleTable", "Sampler", "Selection", "Taken"]
+__all__ = ["PickedRow", "ReadyRows", "SampleRow", "SampleTable", "Sampler", "Selection", "TakenRows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampleRow:
     """A sample as the table sees it. `version` = its v0; `tokens` = what a consumer's work is proportional to."""
 
     id: str
@@ -39,20 +39,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class PickedRow:
     """A row of a batch: the first `tokens` of its tokens count, with this weight in the loss."""
 
-    row: Row
+    row: SampleRow
     tokens: int
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyRows:
     """What a sampler sees: the rows that a task may take, by id, in the order in which they became ready; and how many
     rows of a group are not ready for the task yet."""
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, SampleRow]
     missing: Callable[[str], int]
 
 
@@ -61,25 +61,25 @@ class Selection:
     """One batch per consumer, and the rows that are used up by it: all of the picked ones, and what a token budget
     cut."""
 
-    batches: tuple[tuple[Pick, ...], ...]
+    batches: tuple[tuple[PickedRow, ...], ...]
     consumed: tuple[str, ...]
 
     @staticmethod
-    def of(rows: Iterable[Row]) -> Selection:
+    def of(rows: Iterable[SampleRow]) -> Selection:
         """One batch of whole rows."""
-        picks = tuple(Pick(r, r.tokens) for r in rows)
+        picks = tuple(PickedRow(r, r.tokens) for r in rows)
         return Selection((picks,), tuple(p.row.id for p in picks))
 
 
-Sampler = Callable[[Ready], Selection | None]
+Sampler = Callable[[ReadyRows], Selection | None]
 """Chooses among what is ready; None: not enough yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenRows:
     """What a task was given. `freed`: rows that no task needs any more; fetch them before their payload goes."""
 
-    batches: tuple[tuple[Pick, ...], ...]
+    batches: tuple[tuple[PickedRow, ...], ...]
     consumed: tuple[str, ...]
     freed: tuple[str, ...]
 
@@ -88,8 +88,8 @@ class Taken:
 class _Task:
     need: int
     whole_groups: bool
-    ready: OrderedDict[str, Row] = field(default_factory=OrderedDict)
-    held: dict[str, Row] = field(default_factory=dict)
+    ready: OrderedDict[str, SampleRow] = field(default_factory=OrderedDict)
+    held: dict[str, SampleRow] = field(default_factory=dict)
     """Taken, and not settled."""
     counts: dict[str, int] = field(default_factory=dict)
     """Rows per group whose columns are written, consumed ones included."""
@@ -97,7 +97,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Entry:
-    row: Row
+    row: SampleRow
     left: int
     """Tasks that have not consumed it."""
     written: int = 0
@@ -149,7 +149,7 @@ class SampleTable:
         """Rows of new groups that may be added."""
         return self._capacity - self._reserved
 
-    def add(self, row: Row, *columns: str) -> None:
+    def add(self, row: SampleRow, *columns: str) -> None:
         """A new row, with the columns that are written already. ValueError if a new group does not fit."""
         if not self._tasks:
             raise ValueError("no task is declared: nobody would ever free a row")
@@ -186,16 +186,16 @@ class SampleTable:
                 self._make_ready(task, entry.row)
         return True
 
-    def ready(self, task: str) -> Ready:
+    def ready(self, task: str) -> ReadyRows:
         """What `take` would show to a sampler; a view, valid until the table changes."""
         mine = self._task(task)
 
         def missing(group: str) -> int:
             return self._groups[group].size - mine.counts.get(group, 0)
 
-        return Ready(mine.ready, missing)
+        return ReadyRows(mine.ready, missing)
 
-    def take(self, task: str, sampler: Sampler, *, hold: bool = False) -> Taken | None:
+    def take(self, task: str, sampler: Sampler, *, hold: bool = False) -> TakenRows | None:
         """Let the sampler choose among the task's ready rows and mark its choice consumed, at once; with `hold` only
         when it is settled. None: it chose to wait. A selection that breaks a rule of the table is the sampler's error:
         ValueError, and nothing is consumed."""
@@ -207,7 +207,7 @@ class SampleTable:
         for row in selection.consumed:
             mine.held[row] = mine.ready.pop(row)
         freed = () if hold else self.settle(task, selection.consumed)
-        return Taken(selection.batches, selection.consumed, freed)
+        return TakenRows(selection.batches, selection.consumed, freed)
 
     def settle(self, task: str, rows: Iterable[str]) -> tuple[str, ...]:
         """Rows that a task took are consumed by it; those that no task needs any more. What was dropped meanwhile is
@@ -252,7 +252,7 @@ class SampleTable:
         old = (e.row.group for e in self._rows.values() if bound.stale(e.row.version, version))
         return tuple(dict.fromkeys(old))
 
-    def _make_ready(self, task: _Task, row: Row) -> None:
+    def _make_ready(self, task: _Task, row: SampleRow) -> None:
         count = task.counts[row.group] = task.counts.get(row.group, 0) + 1
         if not task.whole_groups:
             task.ready[row.id] = row
@@ -260,7 +260,7 @@ class SampleTable:
             for member in self._groups[row.group].rows:
                 task.ready[member] = self._rows[member].row
 
-    def _free(self, row: Row) -> None:
+    def _free(self, row: SampleRow) -> None:
         del self._rows[row.id]
         group = self._groups[row.group]
         group.freed += 1

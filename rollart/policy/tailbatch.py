@@ -24,7 +24,16 @@ from typing import Any
 
 from rollart.policy.fairness import Apportionment, DomainShare
 
-__all__ = ["Completed", "Effect", "Response", "Round", "RoundKind", "TailBatching", "TailDomain", "TailSettings"]
+__all__ = [
+    "CompletedPrompt",
+    "RoundEffect",
+    "Response",
+    "TailRound",
+    "RoundKind",
+    "TailBatching",
+    "TailDomain",
+    "TailSettings",
+]
 
 
 class RoundKind(enum.StrEnum):
@@ -66,7 +75,7 @@ class TailDomain:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TailRound:
     """What to launch now. `target` = prompts per domain that end it; less than P0 only when the prompts run out."""
 
     number: int
@@ -76,7 +85,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
+class CompletedPrompt:
     """A prompt's training sample: exactly its first R0 responses, in the order they finished."""
 
     prompt: str
@@ -85,12 +94,12 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
+class RoundEffect:
     """What to do after an event. `late` = it was of a response that is no longer wanted: nothing changes."""
 
     abort: tuple[Response, ...] = ()
     launch: tuple[Response, ...] = ()
-    completed: Completed | None = None
+    completed: CompletedPrompt | None = None
     deferred: tuple[str, ...] = ()
     round_over: bool = False
     late: bool = False
@@ -156,7 +165,7 @@ class TailBatching:
         """Fresh prompts per domain that the next round wants beside those that wait."""
         return {d: max(n - len(self._waiting[d]), 0) for d, n in self._fresh_wanted().items()}
 
-    def next_round(self, fresh: Mapping[str, Sequence[str]]) -> Round | None:
+    def next_round(self, fresh: Mapping[str, Sequence[str]]) -> TailRound | None:
         """Start a round. None once nothing waits and nothing is deferred. ValueError while a round is under way or if a
         prompt is under way already: a prompt that comes again in a later epoch needs an id of its own."""
         if self._round is not None:
@@ -179,50 +188,50 @@ class TailBatching:
             self._extra = None
         self._round = (kind, target)
         self._number += 1
-        return Round(self._number, kind, tuple(launch), dict(target))
+        return TailRound(self._number, kind, tuple(launch), dict(target))
 
-    def finished(self, response: Response) -> Effect:
+    def finished(self, response: Response) -> RoundEffect:
         """A response is complete and scored."""
         active = self._find(response)
         if active is None:
-            return Effect(late=True)
+            return RoundEffect(late=True)
         active.live.remove(response.index)
         active.finished.append(response.index)
         if len(active.finished) < self._domains[active.domain].responses:
-            return Effect()
+            return RoundEffect()
         abort = [Response(response.prompt, active.launch, i) for i in active.live]
         kept = tuple(Response(response.prompt, active.launch, i) for i in active.finished)
         del self._active[response.prompt], self._launches[response.prompt]
         target = self._targets()
         target[active.domain] -= 1
         more, deferred = self._close(active.domain)
-        completed = Completed(response.prompt, active.domain, kept)
-        return Effect((*abort, *more), (), completed, deferred, round_over=self._over())
+        completed = CompletedPrompt(response.prompt, active.domain, kept)
+        return RoundEffect((*abort, *more), (), completed, deferred, round_over=self._over())
 
-    def failed(self, response: Response, *, defer: bool = False) -> Effect:
+    def failed(self, response: Response, *, defer: bool = False) -> RoundEffect:
         """An attempt failed for reasons of the infrastructure. It is launched again, unless the redundant responses of
         its prompt still suffice. With `defer` the whole prompt is put off instead, where the round can spare it."""
         active = self._find(response)
         if active is None:
-            return Effect(late=True)
+            return RoundEffect(late=True)
         if defer and self._spare(active.domain) > 0:
             abort = self._abort(response.prompt, besides=response.index)
             self._deferred[active.domain].append(response.prompt)
-            return Effect(abort, deferred=(response.prompt,))
+            return RoundEffect(abort, deferred=(response.prompt,))
         active.live.remove(response.index)
         if len(active.live) + len(active.finished) >= self._domains[active.domain].responses:
-            return Effect()
+            return RoundEffect()
         active.live.append(active.next)
         active.next += 1
-        return Effect(launch=(Response(response.prompt, active.launch, active.live[-1]),))
+        return RoundEffect(launch=(Response(response.prompt, active.launch, active.live[-1]),))
 
-    def dropped(self, prompt: str, fresh: Sequence[str] = ()) -> Effect:
+    def dropped(self, prompt: str, fresh: Sequence[str] = ()) -> RoundEffect:
         """The caller gives an active prompt up for good (its data are broken). Another one of its domain takes its
         place where the round cannot end without it: a deferred one, one that waits, or one of `fresh`, which are
         handed in. With none left, the round trains one less."""
         active = self._active.get(prompt)
         if active is None:
-            return Effect(late=True)
+            return RoundEffect(late=True)
         self._accept({active.domain: fresh})
         short = self._spare(active.domain) <= 0
         abort = self._abort(prompt)
@@ -236,7 +245,7 @@ class TailBatching:
             else:
                 self._targets()[active.domain] -= 1
         more, deferred = self._close(active.domain)
-        return Effect((*abort, *more), launch, None, deferred, round_over=self._over())
+        return RoundEffect((*abort, *more), launch, None, deferred, round_over=self._over())
 
     def state(self) -> dict[str, Any]:
         """All of it as JSON values, for `restore`."""

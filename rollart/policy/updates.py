@@ -29,8 +29,8 @@ __all__ = [
     "Delayed",
     "EngineState",
     "OnDivergence",
-    "Probe",
-    "Reason",
+    "VersionProbe",
+    "UpdateReason",
     "Staggered",
     "UpdatePlan",
     "UpdatePolicy",
@@ -44,7 +44,7 @@ ENGINE_UPDATED = "engine_updated"
 """The event of an engine that loaded a version by itself, `skipped` versions after the one that it had."""
 
 
-class Reason(enum.StrEnum):
+class UpdateReason(enum.StrEnum):
     """Why an engine updates now, or waits."""
 
     NEW_VERSION = "new_version"
@@ -85,7 +85,7 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class VersionProbe:
     """What a publish announces: the version, the hash of its weights, and how far it is from earlier versions: mean
     KL in nats per token, measured by the trainer on recent prompts. A version that is not listed counts as far away."""
 
@@ -100,9 +100,9 @@ class UpdatePlan:
     lag. `blocked`: may not generate until they are updated, those that update included. `drain`: take no new
     trajectories."""
 
-    update: Mapping[str, Reason]
-    relabel: Mapping[str, Reason]
-    wait: Mapping[str, Reason]
+    update: Mapping[str, UpdateReason]
+    relabel: Mapping[str, UpdateReason]
+    wait: Mapping[str, UpdateReason]
     blocked: frozenset[str]
     drain: frozenset[str] = frozenset()
 
@@ -123,7 +123,7 @@ class AllAtOnce:
 
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
         lag = _Lag(engines, version, alpha)
-        update = {e.id: Reason.NEW_VERSION for e in lag.behind}
+        update = {e.id: UpdateReason.NEW_VERSION for e in lag.behind}
         unfinished = bool(update) or any(e.updating and e.healthy for e in engines)
         blocked = frozenset(e.id for e in engines) if unfinished else frozenset[str]()
         return UpdatePlan(update, {}, lag.waiting, blocked)
@@ -145,14 +145,14 @@ class Delayed:
         update, wait = {}, dict(lag.waiting)
         for e in lag.behind:
             if e.id in lag.too_old:
-                update[e.id] = Reason.ALPHA
+                update[e.id] = UpdateReason.ALPHA
             elif e.busy == 0:
-                update[e.id] = Reason.IDLE
+                update[e.id] = UpdateReason.IDLE
             elif e.since_s >= self.longest_s:
-                update[e.id] = Reason.WAITED
+                update[e.id] = UpdateReason.WAITED
             else:
-                wait[e.id] = Reason.ITERATION
-        drain = frozenset(n for n, why in wait.items() if why is Reason.ITERATION)
+                wait[e.id] = UpdateReason.ITERATION
+        drain = frozenset(n for n, why in wait.items() if why is UpdateReason.ITERATION)
         return UpdatePlan(update, {}, wait, lag.blocked(update), drain)
 
 
@@ -178,7 +178,7 @@ class Staggered:
                 "staggered updates need staleness of at least 1: with 0 no engine may serve an old version"
             )
         lag = _Lag(engines, version, alpha)
-        update = {e.id: Reason.ALPHA for e in lag.behind if e.id in lag.too_old}
+        update = {e.id: UpdateReason.ALPHA for e in lag.behind if e.id in lag.too_old}
         wait = dict(lag.waiting)
         healthy = [e for e in engines if e.healthy]
         able = [e for e in healthy if e.id not in lag.too_old and not e.updating]
@@ -189,11 +189,11 @@ class Staggered:
             if e.id in update:
                 continue
             if away < most and (len(able) > 1 or len(healthy) == 1):
-                update[e.id] = Reason.NEW_VERSION
+                update[e.id] = UpdateReason.NEW_VERSION
                 able.remove(e)
                 away += 1
             else:
-                wait[e.id] = Reason.TURN
+                wait[e.id] = UpdateReason.TURN
         return UpdatePlan(update, {}, wait, lag.blocked(update))
 
 
@@ -205,7 +205,7 @@ class OnDivergence:
     be stale at the very next one. So alpha = 1 with reserve 1 pulls every version, and savings begin at alpha = 2.
     """
 
-    probe: Probe
+    probe: VersionProbe
     threshold: float
     reserve: int = 1
 
@@ -220,13 +220,13 @@ class OnDivergence:
         update, relabel, wait = {}, {}, dict(lag.waiting)
         for e in lag.behind:
             if e.weights and e.weights == self.probe.weights:
-                relabel[e.id] = Reason.SAME_WEIGHTS
+                relabel[e.id] = UpdateReason.SAME_WEIGHTS
             elif version - e.version > max(alpha - self.reserve, 0):
-                update[e.id] = Reason.ALPHA
+                update[e.id] = UpdateReason.ALPHA
             elif not self.probe.divergence.get(e.version, math.inf) <= self.threshold:
-                update[e.id] = Reason.DIVERGED
+                update[e.id] = UpdateReason.DIVERGED
             else:
-                wait[e.id] = Reason.CLOSE
+                wait[e.id] = UpdateReason.CLOSE
         return UpdatePlan(update, relabel, wait, lag.blocked(update) - relabel.keys())
 
 
@@ -261,9 +261,9 @@ class _Lag:
             raise ValueError(f"engines {ahead} are past version {version}")
         self.behind = [e for e in engines if e.version < version and e.healthy and not e.updating]
         self.too_old = frozenset(e.id for e in engines if version - e.version > alpha)
-        self.waiting = {e.id: Reason.UPDATING for e in engines if e.healthy and e.updating}
-        self.waiting |= {e.id: Reason.DOWN for e in engines if not e.healthy and e.version < version}
+        self.waiting = {e.id: UpdateReason.UPDATING for e in engines if e.healthy and e.updating}
+        self.waiting |= {e.id: UpdateReason.DOWN for e in engines if not e.healthy and e.version < version}
 
-    def blocked(self, update: Mapping[str, Reason]) -> frozenset[str]:
-        updating = {n for n, why in self.waiting.items() if why is Reason.UPDATING}
+    def blocked(self, update: Mapping[str, UpdateReason]) -> frozenset[str]:
+        updating = {n for n, why in self.waiting.items() if why is UpdateReason.UPDATING}
         return self.too_old | updating | update.keys()

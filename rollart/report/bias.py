@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rollart.ledger.reader import AttemptRow, GroupRow, Reader
+from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
-from rollart.report.rows import Cell, Column, Report, Table
+from rollart.report.rows import Cell, Report, Table, TableColumn
 from rollart.runtime.rounds import AGAIN
 
-__all__ = ["DRAWN", "OPEN", "TRAINED", "Drawn", "bias", "distance", "drawn", "p_value"]
+__all__ = ["DRAWN", "OPEN", "TRAINED", "TrajectoryAttempt", "bias", "distance", "read_attempts", "p_value"]
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
 """Sets beside the reasons of loss: the prompts whose fate is settled, what was trained of them, those of the drawn that
@@ -30,12 +30,12 @@ the run ended."""
 REPEATED = "repeated"
 """Finished attempts that another attempt of the same member made superfluous."""
 
-NOT_ITS_OWN = frozenset({AbortReason.INFRA_FAULT, AbortReason.SHUTDOWN})
+EXTERNAL_REASONS = frozenset({AbortReason.INFRA_FAULT, AbortReason.SHUTDOWN})
 """Ends that cut a trajectory whatever it would have become: the next attempt stands for what was drawn."""
 
 FIGURES = ("length", "turns", "difficulty", "reward")
 
-CERTAIN = 0.01
+SIGNIFICANCE = 0.01
 """A difference is pointed out from this p-value on."""
 
 NOTES = (
@@ -48,7 +48,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class TrajectoryAttempt:
     """One attempt at a trajectory. `difficulty` is the mean reward of its prompt, `reward` its own, None where no
     reward is known; `first` if it stands for what was drawn of its member."""
 
@@ -69,7 +69,7 @@ Prompts: TypeAlias = Mapping[tuple[str, str], int]
 """Prompts by (domain, fate)."""
 
 
-def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
+def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompts]:
     """Every attempt of a run, and its prompts by their last fate, those of which nothing began included."""
     groups = {group.id: group for group in reader.groups()}
     last: dict[str, GroupRow] = {}
@@ -89,14 +89,14 @@ def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
         if attempt.score is not None:
             scores[prompt].append(attempt.score)
         before = standing.get((prompt, member))
-        if before is None or attempts[before].outcome in NOT_ITS_OWN:
+        if before is None or attempts[before].outcome in EXTERNAL_REASONS:
             standing[prompt, member] = n
     found = []
     for n, attempt in enumerate(attempts):
         prompt, member = _named(attempt)
         own = scores[prompt]
         found.append(
-            Drawn(
+            TrajectoryAttempt(
                 attempt.domain,
                 prompt,
                 _fate(attempt, groups.get(_group(attempt))),
@@ -113,7 +113,7 @@ def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
     return found, dict(counts)
 
 
-def bias(run: str, found: Sequence[Drawn], prompts: Prompts) -> Report:
+def bias(run: str, found: Sequence[TrajectoryAttempt], prompts: Prompts) -> Report:
     """The bias report."""
     sets = {domain: _sets(own) for domain, own in _by_domain(found).items()}
     for domain, fate in prompts:
@@ -138,18 +138,18 @@ def p_value(ks: float, n: int, m: int) -> float:
     return min(1.0, max(0.0, 2.0 * math.fsum(terms)))
 
 
-def _compared(sets: Mapping[str, Mapping[str, Sequence[Drawn]]]) -> Table:
+def _compared(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]]) -> Table:
     columns = (
-        Column("domain"),
-        Column("set"),
-        Column("against"),
-        Column("figure"),
-        Column("mean", "number"),
-        Column("mean_against", "number"),
-        Column("difference", "share"),
-        Column("ks", "number"),
-        Column("p", "number"),
-        Column("finding", wrap=True),
+        TableColumn("domain"),
+        TableColumn("set"),
+        TableColumn("against"),
+        TableColumn("figure"),
+        TableColumn("mean", "number"),
+        TableColumn("mean_against", "number"),
+        TableColumn("difference", "share"),
+        TableColumn("ks", "number"),
+        TableColumn("p", "number"),
+        TableColumn("finding", wrap=True),
     )
     rows: list[tuple[Cell, ...]] = []
     for domain, own in sets.items():
@@ -164,7 +164,9 @@ def _compared(sets: Mapping[str, Mapping[str, Sequence[Drawn]]]) -> Table:
     return Table("bias", "Trained against drawn, and what was lost against trained", columns, tuple(rows))
 
 
-def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]) -> tuple[Cell, ...] | None:
+def _test(
+    figure: str, fate: str, some: Sequence[TrajectoryAttempt], others: Sequence[TrajectoryAttempt]
+) -> tuple[Cell, ...] | None:
     a, b = _values(some, figure), _values(others, figure)
     if not a or not b:
         return None
@@ -179,7 +181,7 @@ def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]
     mean, against = math.fsum(a) / len(a), math.fsum(b) / len(b)
     difference = mean / against - 1.0 if against else None
     finding = ""
-    if p < CERTAIN:
+    if p < SIGNIFICANCE:
         more = "higher" if mean > against else "lower" if mean < against else "spread otherwise"
         finding = (
             f"{figure} of {fate} is {more}"
@@ -189,19 +191,19 @@ def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]
     return (mean, against, difference, ks, p, finding)
 
 
-def _described(sets: Mapping[str, Mapping[str, Sequence[Drawn]]], prompts: Prompts) -> Table:
+def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], prompts: Prompts) -> Table:
     columns = (
-        Column("domain"),
-        Column("set"),
-        Column("prompts", "count"),
-        Column("trajectories", "count"),
-        Column("cut_short", "share"),
-        Column("length", "number"),
-        Column("length_p50", "number"),
-        Column("length_p90", "number"),
-        Column("turns", "number"),
-        Column("difficulty", "number"),
-        Column("reward", "number"),
+        TableColumn("domain"),
+        TableColumn("set"),
+        TableColumn("prompts", "count"),
+        TableColumn("trajectories", "count"),
+        TableColumn("cut_short", "share"),
+        TableColumn("length", "number"),
+        TableColumn("length_p50", "number"),
+        TableColumn("length_p90", "number"),
+        TableColumn("turns", "number"),
+        TableColumn("difficulty", "number"),
+        TableColumn("reward", "number"),
     )
     rows: list[tuple[Cell, ...]] = []
     for domain, own in sets.items():
@@ -225,10 +227,10 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[Drawn]]], prompts: Promp
     return Table("sets", title, columns, tuple(rows))
 
 
-def _sets(own: Sequence[Drawn]) -> dict[str, list[Drawn]]:
+def _sets(own: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:
     """Drawn and trained first, then losses by name, then what is open."""
-    found: dict[str, list[Drawn]] = {DRAWN: [one for one in own if one.first and one.settled], TRAINED: []}
-    by_fate: dict[str, list[Drawn]] = defaultdict(list)
+    found: dict[str, list[TrajectoryAttempt]] = {DRAWN: [one for one in own if one.first and one.settled], TRAINED: []}
+    by_fate: dict[str, list[TrajectoryAttempt]] = defaultdict(list)
     for one in own:
         by_fate[one.fate].append(one)
     still = by_fate.pop(OPEN, None)
@@ -239,8 +241,8 @@ def _sets(own: Sequence[Drawn]) -> dict[str, list[Drawn]]:
     return found if still is None else found | {OPEN: still}
 
 
-def _by_domain(found: Iterable[Drawn]) -> dict[str, list[Drawn]]:
-    domains: dict[str, list[Drawn]] = defaultdict(list)
+def _by_domain(found: Iterable[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:
+    domains: dict[str, list[TrajectoryAttempt]] = defaultdict(list)
     for one in found:
         domains[one.domain].append(one)
     return dict(sorted(domains.items()))
@@ -276,11 +278,11 @@ def _named(attempt: AttemptRow) -> tuple[str, str]:
     return _prompt(group), member.partition("r")[0]
 
 
-def _values(some: Iterable[Drawn], figure: str) -> list[float]:
+def _values(some: Iterable[TrajectoryAttempt], figure: str) -> list[float]:
     return [float(value) for one in some if (value := getattr(one, figure)) is not None]
 
 
-def _prompts(some: Iterable[Drawn], figure: str) -> int:
+def _prompts(some: Iterable[TrajectoryAttempt], figure: str) -> int:
     return len({one.prompt for one in some if getattr(one, figure) is not None})
 
 

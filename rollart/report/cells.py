@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.report.rows import Cell, Column, Table
+from rollart.report.rows import Cell, Table, TableColumn
 
 __all__ = ["cell_text", "for_people", "rows_for_people"]
 
@@ -23,7 +23,7 @@ def rows_for_people(table: Table) -> list[list[str]]:
     return [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
 
 
-def cell_text(value: Cell, column: Column) -> str:
+def cell_text(value: Cell, column: TableColumn) -> str:
     """As its column's kind is read."""
     if value is None:
         return "-"

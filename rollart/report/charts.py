@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollart.report.figures import PLAIN, estimate, figure
-from rollart.report.markup import Node, element
+from rollart.report.markup import MarkupElement, element
 
-__all__ = ["Bar", "Group", "Segment", "bars", "clipped", "legend", "nice_ticks", "series_paint"]
+__all__ = ["Bar", "BarGroup", "BarSegment", "bar_chart", "clipped", "legend", "nice_ticks", "series_paint"]
 
 WIDTH = 520.0
 """Of a chart in its own units; the page scales it."""
@@ -34,7 +34,7 @@ OVERSHOOT = 1.6
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class BarSegment:
     """A part of a bar, ≥ 0, and the class that paints it."""
 
     name: str
@@ -49,7 +49,7 @@ class Bar:
     make less), and `interval` half of its confidence interval."""
 
     name: str
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
     interval: float | None = None
     value: float | None = None
 
@@ -63,7 +63,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BarGroup:
     """Bars under one label."""
 
     label: str
@@ -75,14 +75,14 @@ def series_paint(n: int) -> str:
     return f"s{n % SERIES}"
 
 
-def bars(title: str, groups: Sequence[Group], *, unit: str = PLAIN) -> Node:
+def bar_chart(title: str, groups: Sequence[BarGroup], *, unit: str = PLAIN) -> MarkupElement:
     """One row for each bar. Short labels stand beside bars that are alone in their group, others above."""
     longest = max((len(group.label) for group in groups), default=0)
     beside = longest <= LONGEST_BESIDE and all(len(group.bars) == 1 for group in groups)
     left = longest * LETTER + 12.0 if beside else 2.0
     plot = _Plot(left, WIDTH - VALUES, _reach(groups))
     thick, gap, head = (20.0, 10.0, 0.0) if beside else (10.0, 3.5, 18.0)
-    parts: list[Node] = []
+    parts: list[MarkupElement] = []
     y = 6.0
     for group in groups:
         if beside:
@@ -107,7 +107,7 @@ def bars(title: str, groups: Sequence[Group], *, unit: str = PLAIN) -> Node:
     return svg
 
 
-def legend(entries: Iterable[tuple[str, str]]) -> Node:
+def legend(entries: Iterable[tuple[str, str]]) -> MarkupElement:
     """Names and the classes that paint them."""
     items = [element("li", element("span", class_=f"swatch {paint}"), name) for name, paint in entries]
     return element("ul", *items, class_="legend")
@@ -141,7 +141,7 @@ class _Plot:
         return self.x0 + (self.x1 - self.x0) * min(1.0, max(0.0, value / self.most))
 
 
-def _reach(groups: Sequence[Group]) -> float:
+def _reach(groups: Sequence[BarGroup]) -> float:
     every = [bar for group in groups for bar in group.bars]
     longest = max((bar.end for bar in every), default=0.0)
     if not longest > 0:
@@ -149,7 +149,7 @@ def _reach(groups: Sequence[Group]) -> float:
     return min(longest * OVERSHOOT, max(max(bar.end, bar.total + (bar.interval or 0.0)) for bar in every)) * 1.02
 
 
-def _axis(plot: _Plot, y: float, unit: str) -> Iterable[Node]:
+def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
     for tick in nice_ticks(plot.most):
         x = plot.x(tick)
         yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="grid" if tick else "base")
@@ -158,7 +158,7 @@ def _axis(plot: _Plot, y: float, unit: str) -> Iterable[Node]:
         )
 
 
-def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
+def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
     told = clipped(text, room)
     return element(
         "text",
@@ -171,8 +171,8 @@ def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
     )
 
 
-def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, unit: str) -> Node:
-    parts: list[Node] = []
+def _bar(group: BarGroup, bar: Bar, plot: _Plot, y: float, thick: float, unit: str) -> MarkupElement:
+    parts: list[MarkupElement] = []
     at = 0.0
     for segment in bar.segments:
         a, b = plot.x(at), plot.x(at + segment.value)
@@ -189,7 +189,7 @@ def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, unit: str)
     return element("g", element("title", "\n".join(lines)), *parts, class_="bar")
 
 
-def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[Node]:
+def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[MarkupElement]:
     if not bar.interval:
         return
     a, b = plot.x(bar.total - bar.interval), plot.x(bar.total + bar.interval)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollart.report.rows import Cell, Column, Report, Table
+from rollart.report.rows import Cell, Report, Table, TableColumn
 
-__all__ = ["Check", "Observed", "checked"]
+__all__ = ["SimulationCheck", "RunTotals", "check_report"]
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class RunTotals:
     """A run from its start to its end, and its training loop: from the moment at which rollouts began for the first
     step to the publish of the last one's version. Seconds and dollars of all of it; `waited_s` to `publish_s` are the
     trainer's parts of the loop, `engine_busy_s` adds up over engines."""
@@ -28,12 +28,12 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class SimulationCheck:
     """What was recorded, and its training loop simulated. What lies before and after the loop (starts, warm start,
     evaluations) is no part of a simulation and is taken as recorded."""
 
-    recorded: Observed
-    simulated: Observed
+    recorded: RunTotals
+    simulated: RunTotals
 
     @property
     def wall_s(self) -> float:
@@ -64,10 +64,10 @@ class Check:
         return self.usd / self.recorded.usd - 1.0 if self.recorded.usd else 0.0
 
 
-def checked(run: str, check: Check, notes: Sequence[str] = ()) -> Report:
+def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) -> Report:
     """The report: recorded against predicted."""
     a, b = check.recorded, check.simulated
-    per: tuple[tuple[str, Callable[[Observed], float]], ...] = (
+    per: tuple[tuple[str, Callable[[RunTotals], float]], ...] = (
         ("step", lambda o: o.loop_s / o.steps),
         ("waiting for samples, a step", lambda o: o.waited_s / o.steps),
         ("training, a step", lambda o: o.train_s / o.steps),
@@ -85,11 +85,11 @@ def checked(run: str, check: Check, notes: Sequence[str] = ()) -> Report:
         _row("dollars", "USD", a.usd, check.usd),
     ]
     columns = (
-        Column("what"),
-        Column("unit"),
-        Column("recorded", "number"),
-        Column("predicted", "number"),
-        Column("deviation", "share"),
+        TableColumn("what"),
+        TableColumn("unit"),
+        TableColumn("recorded", "number"),
+        TableColumn("predicted", "number"),
+        TableColumn("deviation", "share"),
     )
     table = Table("check", f"Recorded against simulated, {a.steps} steps", columns, tuple(rows))
     return Report("check", run, (table,), ("before and after the loop: as recorded", *notes))

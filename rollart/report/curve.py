@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.errors import UsageError
-from rollart.report.rows import Column, Report, RunRows, Table
+from rollart.report.rows import Report, RunRows, Table, TableColumn
 
 __all__ = ["Curve", "Point", "curve", "curves", "sparkline", "write_png"]
 
@@ -64,12 +64,12 @@ def curve(rows: RunRows) -> Report:
         "summary",
         "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)",
         (
-            Column("domain"),
-            Column("curve"),
-            Column("first", "share"),
-            Column("last", "share"),
-            Column("evaluated_first", "share"),
-            Column("evaluated_last", "share"),
+            TableColumn("domain"),
+            TableColumn("curve"),
+            TableColumn("first", "share"),
+            TableColumn("last", "share"),
+            TableColumn("evaluated_first", "share"),
+            TableColumn("evaluated_last", "share"),
         ),
         tuple(
             (
@@ -87,11 +87,11 @@ def curve(rows: RunRows) -> Report:
         "points",
         "Points",
         (
-            Column("domain"),
-            Column("kind"),
-            Column("version", "count"),
-            Column("success", "share"),
-            Column("episodes", "count"),
+            TableColumn("domain"),
+            TableColumn("kind"),
+            TableColumn("version", "count"),
+            TableColumn("success", "share"),
+            TableColumn("episodes", "count"),
         ),
         tuple(
             (c.domain, kind, p.version, p.success, p.episodes)

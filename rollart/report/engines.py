@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.calibrate import Row
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, Column, RunRows, Table
+from rollart.report.rows import Cell, RunRows, Table, TableColumn
 
 __all__ = ["engine_rows", "engines"]
 
@@ -28,17 +28,17 @@ def engines(rows: RunRows) -> Table:
             sums[event.subject][name] += value
         fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
     columns = (
-        Column("engine"),
-        Column("prompt_tokens", "count"),
-        Column("hits", "share"),
-        Column("pulled", "share"),
-        Column("sampled_tokens", "count"),
-        Column("prefill_tokens_per_s", "number"),
-        Column("steps", "count"),
-        Column("batch", "number"),
-        Column("step_ms", "number"),
-        Column("kv_used", "share"),
-        Column("preemptions", "count"),
+        TableColumn("engine"),
+        TableColumn("prompt_tokens", "count"),
+        TableColumn("hits", "share"),
+        TableColumn("pulled", "share"),
+        TableColumn("sampled_tokens", "count"),
+        TableColumn("prefill_tokens_per_s", "number"),
+        TableColumn("steps", "count"),
+        TableColumn("batch", "number"),
+        TableColumn("step_ms", "number"),
+        TableColumn("kv_used", "share"),
+        TableColumn("preemptions", "count"),
     )
     found: list[tuple[Cell, ...]] = []
     for engine, s in sorted(sums.items()):

@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, Column, RunRows, Table
+from rollart.report.rows import Cell, RunRows, Table, TableColumn
 
-__all__ = ["INFRA_FAULT", "FaultCost", "TroubleSeen", "fault_cost", "faults_table"]
+__all__ = ["INFRA_FAULT", "FaultCost", "ObservedFaults", "fault_cost", "faults_table"]
 
 INFRA_FAULT = "infra_fault"
 """Fate of trajectories that met a fault of the infrastructure, and the event that says which."""
 
 
 @dataclass(frozen=True, slots=True)
-class TroubleSeen:
+class ObservedFaults:
     """What died: outages and seconds of them by kind of part, added up over parts; tokens of answers and of KV that
     engines had in memory when they died."""
 
@@ -33,7 +33,7 @@ class FaultCost:
     """What it cost: device-seconds and dollars of devices that were known to be down, trajectories that were aborted by
     cause, engine-seconds and sampled tokens that went with them, calls of functions that failed by kind."""
 
-    trouble: TroubleSeen
+    trouble: ObservedFaults
     down_device_s: float = 0.0
     down_usd: float = 0.0
     aborted: Mapping[str, int] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class FaultCost:
     failed_calls: Mapping[str, int] = field(default_factory=dict)
 
 
-def fault_cost(rows: RunRows, events: Sequence[RunEvent], trouble: TroubleSeen) -> FaultCost:
+def fault_cost(rows: RunRows, events: Sequence[RunEvent], trouble: ObservedFaults) -> FaultCost:
     """From a simulation's ledger; `events` are those of infrastructure faults."""
-    down = [i for i in rows.intervals if i.state == State.DOWN]
+    down = [i for i in rows.intervals if i.state == ResourceState.DOWN]
     lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
     calls: Counter[str] = Counter()
     for call in rows.invocations:
@@ -86,7 +86,7 @@ def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
         {n: [c.aborted_engine_s / 3600 for c in own] for n, own in by.items()},
     )
     each("calls failed: {}", "count", {n: [c.failed_calls for c in own] for n, own in by.items()})
-    columns = (Column("what"), Column("unit"), *(Column(name, "number") for name in by))
+    columns = (TableColumn("what"), TableColumn("unit"), *(TableColumn(name, "number") for name in by))
     return Table("faults", "What faults cost", columns, tuple(rows))
 
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, Column, CostLine, RunRows, Table
+from rollart.report.rows import Cell, CostLine, RunRows, Table, TableColumn
 from serverless.meter import WorkerState
-from serverless.pipeline_stats import Stage, StageCounts
+from serverless.pipeline_stats import OffloadStage, StageCounts
 from serverless.types import Cause
 
 __all__ = [
@@ -52,16 +52,16 @@ def lines(rows: RunRows) -> list[CostLine]:
         resource, usd, start_usd = f"{call.provider}:{call.function}", _usd(rows, call), _start_usd(rows, call)
         start_s = min(call.cold_billed_s, call.billed_s) if start_usd else 0.0
         found.append(
-            CostLine(REWARD, resource, State.BUSY, _why(call), call.billed_s - start_s, usd - start_usd, billed)
+            CostLine(REWARD, resource, ResourceState.BUSY, _why(call), call.billed_s - start_s, usd - start_usd, billed)
         )
         if start_usd:
-            found.append(CostLine(REWARD, resource, State.STARTUP, COLD_START, start_s, start_usd, billed))
+            found.append(CostLine(REWARD, resource, ResourceState.STARTUP, COLD_START, start_s, start_usd, billed))
     for worker in rows.workers:
         if worker.state == WorkerState.IDLE and rows.prices.charges_idle(worker.provider):
             usd = rows.prices.idle_usd(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
             resource = f"{worker.provider}:{worker.function}"
             billed = rows.prices.billed(worker.provider)
-            found.append(CostLine(REWARD, resource, State.IDLE, IDLE, worker.seconds, usd, billed))
+            found.append(CostLine(REWARD, resource, ResourceState.IDLE, IDLE, worker.seconds, usd, billed))
     return found
 
 
@@ -89,22 +89,22 @@ def _why(call: InvocationSum) -> str:
 
 def calls(rows: RunRows) -> Table:
     columns = (
-        Column("function"),
-        Column("provider"),
-        Column("status"),
-        Column("cause"),
-        Column("calls", "count"),
-        Column("items", "count"),
-        Column("cold_starts", "count"),
-        Column("cold_s", "seconds", people=False),
-        Column("cold_billed_s", "seconds", people=False),
-        Column("billed_s", "seconds"),
-        Column("estimated", "count", people=False),
-        Column("estimated_s", "seconds", people=False),
-        Column("gb_s", "number", people=False),
-        Column("usd", "usd"),
-        Column("cost", people=False),
-        Column("usd_per_1000_items", "usd", people=False),
+        TableColumn("function"),
+        TableColumn("provider"),
+        TableColumn("status"),
+        TableColumn("cause"),
+        TableColumn("calls", "count"),
+        TableColumn("items", "count"),
+        TableColumn("cold_starts", "count"),
+        TableColumn("cold_s", "seconds", people=False),
+        TableColumn("cold_billed_s", "seconds", people=False),
+        TableColumn("billed_s", "seconds"),
+        TableColumn("estimated", "count", people=False),
+        TableColumn("estimated_s", "seconds", people=False),
+        TableColumn("gb_s", "number", people=False),
+        TableColumn("usd", "usd"),
+        TableColumn("cost", people=False),
+        TableColumn("usd_per_1000_items", "usd", people=False),
     )
     found: list[tuple[Cell, ...]] = []
     for call in rows.invocations:
@@ -135,16 +135,16 @@ def calls(rows: RunRows) -> Table:
 def workers(rows: RunRows) -> Table:
     """Seconds of function workers by state; the states of a row are its whole life."""
     columns = (
-        Column("function"),
-        Column("provider"),
-        Column("memory_mb", "count", people=False),
-        Column("how"),
-        Column("cold_s", "seconds"),
-        Column("busy_s", "seconds"),
-        Column("idle_s", "seconds"),
-        Column("idle_share", "share"),
-        Column("idle_usd", "usd"),
-        Column("cost", people=False),
+        TableColumn("function"),
+        TableColumn("provider"),
+        TableColumn("memory_mb", "count", people=False),
+        TableColumn("how"),
+        TableColumn("cold_s", "seconds"),
+        TableColumn("busy_s", "seconds"),
+        TableColumn("idle_s", "seconds"),
+        TableColumn("idle_share", "share"),
+        TableColumn("idle_usd", "usd"),
+        TableColumn("cost", people=False),
     )
     groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for w in rows.workers:
@@ -173,12 +173,12 @@ def workers(rows: RunRows) -> Table:
 def savings(rows: RunRows) -> Table:
     """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
     columns = (
-        Column("function"),
-        Column("stage"),
-        Column("items", "count"),
-        Column("billed_s", "seconds"),
-        Column("usd", "usd"),
-        Column("cost", people=False),
+        TableColumn("function"),
+        TableColumn("stage"),
+        TableColumn("items", "count"),
+        TableColumn("billed_s", "seconds"),
+        TableColumn("usd", "usd"),
+        TableColumn("cost", people=False),
     )
     found: list[tuple[Cell, ...]] = []
     for s in rows.savings:
@@ -192,22 +192,22 @@ def stages(rows: RunRows) -> Table:
     """What each stage of the pipeline did, over all lives of the run. Dollars at the price of the function's calls.
     A stage that only passed items on has no row; its event is in the ledger."""
     columns = (
-        Column("function"),
-        Column("stage"),
-        Column("entered", "count"),
-        Column("acted", "count"),
-        Column("helped", "count"),
-        Column("waited_s", "seconds"),
-        Column("extra_calls", "count", people=False),
-        Column("extra_billed_s", "seconds", people=False),
-        Column("extra_usd", "usd"),
-        Column("saved_calls", "count", people=False),
-        Column("saved_billed_s", "seconds", people=False),
-        Column("saved_usd", "usd"),
-        Column("cost", people=False),
+        TableColumn("function"),
+        TableColumn("stage"),
+        TableColumn("entered", "count"),
+        TableColumn("acted", "count"),
+        TableColumn("helped", "count"),
+        TableColumn("waited_s", "seconds"),
+        TableColumn("extra_calls", "count", people=False),
+        TableColumn("extra_billed_s", "seconds", people=False),
+        TableColumn("extra_usd", "usd"),
+        TableColumn("saved_calls", "count", people=False),
+        TableColumn("saved_billed_s", "seconds", people=False),
+        TableColumn("saved_usd", "usd"),
+        TableColumn("cost", people=False),
     )
     sums = _summed(rows.stages, key="stage")
-    order = {str(stage): n for n, stage in enumerate(Stage)}
+    order = {str(stage): n for n, stage in enumerate(OffloadStage)}
     priced = _provider(rows)
     found: list[tuple[Cell, ...]] = []
     for (function, stage), s in sorted(sums.items(), key=lambda kv: (kv[0][0], order.get(kv[0][1], len(order)))):
@@ -246,13 +246,13 @@ def stages(rows: RunRows) -> Table:
 def health(rows: RunRows) -> Table:
     """Outcomes of functions as their callers got them, and the platform's faults among them by kind."""
     columns = (
-        Column("function"),
-        Column("outcomes", "count"),
-        Column("model_faults", "count"),
-        Column("infra_faults", "count"),
-        Column("rate", "share"),
-        Column("threshold", "share"),
-        Column("kinds"),
+        TableColumn("function"),
+        TableColumn("outcomes", "count"),
+        TableColumn("model_faults", "count"),
+        TableColumn("infra_faults", "count"),
+        TableColumn("rate", "share"),
+        TableColumn("threshold", "share"),
+        TableColumn("kinds"),
     )
     found: list[tuple[Cell, ...]] = []
     for (function, _), s in sorted(_summed(rows.health).items()):

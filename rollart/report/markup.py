@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Child", "Node", "element", "number"]
+__all__ = ["Child", "MarkupElement", "element", "number"]
 
 VOID = frozenset({"br", "meta"})
 """HTML elements that have no end tag."""
@@ -21,12 +21,12 @@ FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class MarkupElement:
     """An element. `str()` of it is its markup."""
 
     name: str
     attributes: tuple[tuple[str, str], ...]
-    children: tuple[Node | str, ...]
+    children: tuple[MarkupElement | str, ...]
 
     def __str__(self) -> str:
         return "".join(self._pieces())
@@ -47,10 +47,10 @@ class Node:
         yield f"</{self.name}>"
 
 
-Child: TypeAlias = Node | str | None
+Child: TypeAlias = MarkupElement | str | None
 
 
-def element(tag: str, /, *children: Child, **attributes: str | float | None) -> Node:
+def element(tag: str, /, *children: Child, **attributes: str | float | None) -> MarkupElement:
     """`element("text", "a < b", x=1, class_="label")`. Of attributes a trailing `_` goes, others become `-`; None is
     left out, of children too."""
     given = tuple(
@@ -58,7 +58,7 @@ def element(tag: str, /, *children: Child, **attributes: str | float | None) -> 
         for key, value in attributes.items()
         if value is not None
     )
-    return Node(tag, given, tuple(child for child in children if child is not None))
+    return MarkupElement(tag, given, tuple(child for child in children if child is not None))
 
 
 def number(value: float) -> str:

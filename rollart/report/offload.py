@@ -1,6 +1,7 @@
 """Functions against dedicated workers, from a run's own calls: what was billed, and the same calls served otherwise.
 
-Pure but for reading (`trace`): the replays are those of `serverless.replay`. A call is replayed with the seconds that
+Pure but for reading (`read_trace`): the replays are those of `serverless.replay`. A call is replayed with the seconds
+that
 it worked. What is replayed is what any deployment would have to serve: hedges, calls to a second provider, starts
 without a call and trials of a deployment are left out.
 """
@@ -12,15 +13,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollart.ledger.reader import CallRow, Reader
+from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.report import functions
-from rollart.report.rows import Cell, Column, Report, RunRows, Table
+from rollart.report.rows import Cell, Report, RunRows, Table, TableColumn
 from serverless.meter import WorkerState
-from serverless.replay import Ahead, Call, Reactive, Replayed, Scaling, dedicated, elastic, fewest
+from serverless.replay import (
+    CallReplay,
+    ForecastScaling,
+    ReactiveScaling,
+    ReplayedCall,
+    ScalingRule,
+    min_dedicated_workers,
+    replay_dedicated,
+    replay_elastic,
+)
 from serverless.spec import FunctionSpec
 from serverless.types import Cause
 
-__all__ = ["MATCH_S", "Trace", "matched", "offload", "trace"]
+__all__ = ["MATCH_S", "CallTrace", "matched_calls", "offload", "read_trace"]
 
 SERVED = frozenset({Cause.CALL, Cause.RETRY, Cause.ISOLATION})
 
@@ -38,7 +48,7 @@ Life = tuple[str, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class CallTrace:
     """A run's calls by start, its trajectories (domain, begin, end) by end, and settings: `domains` by function,
     `specs` of functions, price of a core-hour and memory of a core (GB; 0: unknown)."""
 
@@ -51,7 +61,7 @@ class Trace:
     core_source: str = ""
 
 
-def trace(reader: Reader) -> Trace:
+def read_trace(reader: LedgerReader) -> CallTrace:
     """Read it. A core is one of the cluster's first pool of `cpu` devices, at its price; without one, of the price
     list's."""
     config = reader.config()
@@ -60,7 +70,7 @@ def trace(reader: Reader) -> Trace:
         for reward in domain.get("rewards", ()):
             domains[reward["function"]].add(domain["name"])
     usd, gb, source = _core(config)
-    return Trace(
+    return CallTrace(
         calls=reader.calls(),
         lives=reader.lives(),
         domains={name: frozenset(own) for name, own in domains.items()},
@@ -94,7 +104,7 @@ def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
     }
 
 
-def offload(rows: RunRows, given: Trace, *, wait_s: float = 0.25) -> Report:
+def offload(rows: RunRows, given: CallTrace, *, wait_s: float = 0.25) -> Report:
     """The report. `wait_s` is what the p99 of waiting for a dedicated worker may be."""
     by_function: dict[str, list[CallRow]] = defaultdict(list)
     for row in given.calls:
@@ -104,18 +114,20 @@ def offload(rows: RunRows, given: Trace, *, wait_s: float = 0.25) -> Report:
     found_of, calls_of = 0, 0
     for name, own in sorted(by_function.items()):
         own = own[-MOST:]
-        calls, found = matched(own, given.lives, given.domains.get(name, frozenset()))
+        calls, found = matched_calls(own, given.lives, given.domains.get(name, frozenset()))
         found_of, calls_of = found_of + found, calls_of + len(own)
-        views.append(_View(rows, given, name, own, calls, wait_s))
+        views.append(_OffloadCase(rows, given, name, own, calls, wait_s))
     if len(views) > 1:
         together = sorted((c for view in views for c in view.calls), key=lambda c: c.t)
         everything = sorted((row for view in views for row in view.own), key=lambda row: row.t0)
-        views.append(_View(rows, given, ALL, everything, together, wait_s))
+        views.append(_OffloadCase(rows, given, ALL, everything, together, wait_s))
     notes = list(_notes(rows, given, views, found_of, calls_of, wait_s))
-    return Report("offload", rows.run, (_summary(views), _ways(views)), tuple(notes))
+    return Report("offload", rows.run, (_summary(views), _serving_options(views)), tuple(notes))
 
 
-def matched(own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]) -> tuple[list[Call], int]:
+def matched_calls(
+    own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]
+) -> tuple[list[ReplayedCall], int]:
     """The calls of one function, and how many of them are known to be of trajectories.
 
     A call is given the trajectory of the function's domains that ended first after it, within `MATCH_S`, and that
@@ -126,7 +138,7 @@ def matched(own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[st
     for at in sorted(range(len(own)), key=lambda i: own[i].t1):
         row = own[at]
         asked = row.t0 - row.queued_s
-        call = Call(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.cold_billed_s)), job=row.function)
+        call = ReplayedCall(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.cold_billed_s)), job=row.function)
         while n < len(ours) and ours[n][2] < row.t1:
             n += 1
         took = 0
@@ -139,11 +151,17 @@ def matched(own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[st
     return [calls[at] for at in range(len(own))], found
 
 
-class _View:
+class _OffloadCase:
     """One function (or all), with its calls and what every way of serving them takes."""
 
     def __init__(
-        self, rows: RunRows, given: Trace, name: str, own: Sequence[CallRow], calls: Sequence[Call], wait_s: float
+        self,
+        rows: RunRows,
+        given: CallTrace,
+        name: str,
+        own: Sequence[CallRow],
+        calls: Sequence[ReplayedCall],
+        wait_s: float,
     ) -> None:
         self.name, self.own, self.calls = name, own, calls
         self._rows = rows
@@ -159,18 +177,18 @@ class _View:
         self.worker_usd_s = cores * given.core_usd_hour / 3600.0
         self.functions_usd = sum(line.usd for line in functions.lines(rows) if line.resource.partition(":")[2] in names)
         self._names = names
-        self.few = fewest(calls, wait_s)
-        self.peak = fewest(calls, 0.0, quantile=1.0)
+        self.few = min_dedicated_workers(calls, wait_s)
+        self.peak = min_dedicated_workers(calls, 0.0, quantile=1.0)
 
-    def dedicated(self, workers: int) -> tuple[Replayed, float, float]:
+    def dedicated(self, workers: int) -> tuple[CallReplay, float, float]:
         """Workers that are there for the whole run: the replay, their seconds and dollars."""
-        found = dedicated(self.calls, workers)
+        found = replay_dedicated(self.calls, workers)
         worker_s = max(found.span_s, self._seconds) * workers
         return found, worker_s, worker_s * self.worker_usd_s
 
-    def elastic(self, scaling: Scaling | None) -> tuple[Replayed, float]:
+    def elastic(self, scaling: ScalingRule | None) -> tuple[CallReplay, float]:
         """Functions that scale, with the cold start that was seen and the function's keep-alive; and their bill."""
-        found = elastic(
+        found = replay_elastic(
             self.calls,
             cold_s=self.cold_s,
             keep_s=self.keep_s,
@@ -209,24 +227,24 @@ class _View:
 
     def waited(self, quantile: float) -> float:
         """Of the run itself: before a worker was free."""
-        return Replayed(tuple(row.queued_s for row in self.own), 0, 0, 0, 0, 0, 0).wait(quantile)
+        return CallReplay(tuple(row.queued_s for row in self.own), 0, 0, 0, 0, 0, 0).wait(quantile)
 
 
 TICK_S = 1.0
 """How often the replayed autoscalers decide, in seconds (Knative: 2)."""
 
 
-def _ways(views: Iterable[_View]) -> Table:
+def _serving_options(views: Iterable[_OffloadCase]) -> Table:
     columns = (
-        Column("function"),
-        Column("served_by"),
-        Column("workers", "count"),
-        Column("worker_s", "seconds"),
-        Column("used", "share"),
-        Column("wait_p50_ms", "ms"),
-        Column("wait_p99_ms", "ms"),
-        Column("cold_starts", "count", people=False),
-        Column("usd", "usd"),
+        TableColumn("function"),
+        TableColumn("served_by"),
+        TableColumn("workers", "count"),
+        TableColumn("worker_s", "seconds"),
+        TableColumn("used", "share"),
+        TableColumn("wait_p50_ms", "ms"),
+        TableColumn("wait_p99_ms", "ms"),
+        TableColumn("cold_starts", "count", people=False),
+        TableColumn("usd", "usd"),
     )
     found: list[tuple[Cell, ...]] = []
     for view in views:
@@ -251,10 +269,10 @@ def _ways(views: Iterable[_View]) -> Table:
             found.append((view.name, why, workers, worker_s, share, *_waits(one), 0, usd))
         if view.name == ALL:
             continue
-        scalings: tuple[tuple[str, Scaling | None], ...] = (
+        scalings: tuple[tuple[str, ScalingRule | None], ...] = (
             ("on demand", None),
-            ("Knative", Reactive()),
-            ("forecast", Ahead(view.cold_s + TICK_S)),
+            ("Knative", ReactiveScaling()),
+            ("forecast", ForecastScaling(view.cold_s + TICK_S)),
         )
         for label, scaling in scalings:
             one, usd = view.elastic(scaling)
@@ -264,7 +282,7 @@ def _ways(views: Iterable[_View]) -> Table:
     return Table("ways", "The same calls served in other ways", columns, tuple(found))
 
 
-def _choices(view: _View) -> list[tuple[int, str]]:
+def _choices(view: _OffloadCase) -> list[tuple[int, str]]:
     """Numbers of dedicated workers that are worth a line: one, the fewest that are quick enough, none ever waits."""
     chosen = {view.peak: "dedicated, no wait", view.few: "dedicated, enough"}
     if view.few > 1:
@@ -272,20 +290,20 @@ def _choices(view: _View) -> list[tuple[int, str]]:
     return sorted(chosen.items())
 
 
-def _waits(one: Replayed) -> tuple[float, float]:
+def _waits(one: CallReplay) -> tuple[float, float]:
     return 1e3 * one.wait(0.5), 1e3 * one.wait(0.99)
 
 
-def _summary(views: Iterable[_View]) -> Table:
+def _summary(views: Iterable[_OffloadCase]) -> Table:
     columns = (
-        Column("function"),
-        Column("calls", "count"),
-        Column("work_s", "seconds"),
-        Column("functions_usd", "usd"),
-        Column("dedicated", "count"),
-        Column("dedicated_usd", "usd"),
-        Column("dedicated_used", "share"),
-        Column("dedicated_wins_above", "share"),
+        TableColumn("function"),
+        TableColumn("calls", "count"),
+        TableColumn("work_s", "seconds"),
+        TableColumn("functions_usd", "usd"),
+        TableColumn("dedicated", "count"),
+        TableColumn("dedicated_usd", "usd"),
+        TableColumn("dedicated_used", "share"),
+        TableColumn("dedicated_wins_above", "share"),
     )
     found: list[tuple[Cell, ...]] = []
     for view in views:
@@ -311,7 +329,9 @@ def _summary(views: Iterable[_View]) -> Table:
     )
 
 
-def _notes(rows: RunRows, given: Trace, views: Sequence[_View], found: int, calls: int, wait_s: float) -> Iterable[str]:
+def _notes(
+    rows: RunRows, given: CallTrace, views: Sequence[_OffloadCase], found: int, calls: int, wait_s: float
+) -> Iterable[str]:
     if not views:
         return
     yield f"enough: the fewest workers whose p99 wait is at most {wait_s:g} s; they are paid for the whole run"

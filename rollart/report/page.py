@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rollart.report.cells import for_people, rows_for_people
-from rollart.report.markup import Child, Node, element
+from rollart.report.markup import Child, MarkupElement, element
 from rollart.report.rows import Report, Table
 
 __all__ = ["card", "document", "folded", "page", "table_of"]
@@ -81,7 +81,7 @@ ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 """Without `<`, `>`, `&` and `"`, which HTML and XML read differently here."""
 
 
-def page(report: Report, pictures: Sequence[Node] = ()) -> str:
+def page(report: Report, pictures: Sequence[MarkupElement] = ()) -> str:
     """Any report: pictures, if there are any, then its tables and notes."""
     tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
     return document(
@@ -89,12 +89,12 @@ def page(report: Report, pictures: Sequence[Node] = ()) -> str:
     )
 
 
-def document(title: str, about: str, parts: Sequence[Node]) -> str:
+def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
     """A whole page, ending in a newline."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        Node("meta", (("http-equiv", "Content-Security-Policy"), ("content", POLICY)), ()),
+        MarkupElement("meta", (("http-equiv", "Content-Security-Policy"), ("content", POLICY)), ()),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
         element("style", STYLE),
@@ -104,18 +104,18 @@ def document(title: str, about: str, parts: Sequence[Node]) -> str:
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def card(title: str, *parts: Child, under: str = "") -> Node:
+def card(title: str, *parts: Child, under: str = "") -> MarkupElement:
     """A titled box; `under` says the unit, or how to read it."""
     sub = element("p", under, class_="sub")
     return element("section", element("h3", title), sub, *parts, class_="card")
 
 
-def folded(table: Table) -> Node:
+def folded(table: Table) -> MarkupElement:
     """A table that opens on demand."""
     return element("details", element("summary", element("h3", table.title)), table_of(table), class_="card")
 
 
-def table_of(table: Table) -> Node:
+def table_of(table: Table) -> MarkupElement:
     """The table as people read it."""
     table = for_people(table)
     if not table.rows:
@@ -133,7 +133,7 @@ def table_of(table: Table) -> Node:
     return element("div", shown, class_="scroll")
 
 
-def notes(lines: Iterable[str]) -> Iterable[Node]:
+def notes(lines: Iterable[str]) -> Iterable[MarkupElement]:
     """Notes for the foot; nothing without any."""
     items = [element("li", line) for line in lines]
     if items:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from rollart.report.functions import BILLED, ELSEWHERE
-from rollart.report.rows import Cell, Column, PoolPrice, RunRows, Table
+from rollart.report.rows import Cell, PoolPrice, RunRows, Table, TableColumn
 from rollart.spec.prices import PriceEntry
 from serverless.meter import WorkerState
 
@@ -16,14 +16,14 @@ __all__ = ["prices_table"]
 def prices_table(rows: RunRows) -> Table:
     """The billed rows add up to the total, the others to what would be paid elsewhere (property test)."""
     columns = (
-        Column("price"),
-        Column("unit"),
-        Column("usd_per_unit", "number"),
-        Column("amount", "number"),
-        Column("usd", "usd"),
-        Column("cost"),
-        Column("date"),
-        Column("source", wrap=True),
+        TableColumn("price"),
+        TableColumn("unit"),
+        TableColumn("usd_per_unit", "number"),
+        TableColumn("amount", "number"),
+        TableColumn("usd", "usd"),
+        TableColumn("cost"),
+        TableColumn("date"),
+        TableColumn("source", wrap=True),
     )
     found: list[tuple[Cell, ...]] = []
     for usd, hours in rows.device_hours:

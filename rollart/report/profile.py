@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from placement.estimate import Observed, ProfileEstimator
+from placement.estimate import ObservedTrajectory, ProfileEstimator
 from placement.workload import DomainProfile, RewardCost
 from rollart.errors import UsageError
-from rollart.ledger.reader import FinishedRow, InvocationSum, Reader
+from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
 
-__all__ = ["observed", "profiles_of"]
+__all__ = ["observed_trajectories", "profiles_of"]
 
 MIB_GB = 2**20 / 1e9
 
@@ -23,7 +23,7 @@ def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple
     With a `half_life`, in trajectories, the late ones count most: a policy that learns changes its own workload.
     UsageError if there is no ledger or nothing has finished.
     """
-    with Reader(run_dir) as reader:
+    with LedgerReader(run_dir) as reader:
         rows, calls, config = reader.finished(), reader.invocation_sums(), reader.config()
     if not rows:
         raise UsageError(
@@ -31,16 +31,18 @@ def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple
         )
     rewards = _rewards(config, calls)
     estimator = ProfileEstimator(half_life=half_life, rewards=rewards)
-    for seen in observed(rows, {name: cost.seconds for name, cost in rewards.items()}):
+    for seen in observed_trajectories(rows, {name: cost.seconds for name, cost in rewards.items()}):
         estimator.add(seen)
     name = Path(run_dir).name
     return tuple(replace(p, source=f"{p.source} ({name})") for p in estimator.profiles())
 
 
-def observed(rows: Sequence[FinishedRow], reward_s: Mapping[str, float] | None = None) -> list[Observed]:
+def observed_trajectories(
+    rows: Sequence[FinishedRow], reward_s: Mapping[str, float] | None = None
+) -> list[ObservedTrajectory]:
     """Rows of the ledger as the estimator takes them, in the same order."""
     return [
-        Observed(
+        ObservedTrajectory(
             domain=row.domain,
             t=row.t1,
             turns=row.turns,

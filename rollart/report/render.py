@@ -10,7 +10,7 @@ from typing import Any
 
 from rollart.report.cells import for_people, rows_for_people
 from rollart.report.page import page
-from rollart.report.rows import Column, Report
+from rollart.report.rows import Report, TableColumn
 
 __all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
 
@@ -103,7 +103,7 @@ GAP = 3
 """Columns between two cells."""
 
 
-def _needed(column: Column, cells: Sequence[str]) -> int:
+def _needed(column: TableColumn, cells: Sequence[str]) -> int:
     """Width below which something breaks: headings do so between words, numbers never, texts only where all that a
     table holds is too wide."""
     heading = max(map(len, column.name.split("_")))

@@ -16,7 +16,7 @@ from rollart.ledger.reader import (
     OFFLOAD_STAGE,
     ChargeSum,
     InvocationSum,
-    Reader,
+    LedgerReader,
     RunFacts,
     SavingSum,
     VersionRow,
@@ -36,7 +36,7 @@ from rollart.spec.prices import PriceList
 __all__ = [
     "ENGINE_ROLES",
     "Cell",
-    "Column",
+    "TableColumn",
     "CostLine",
     "PoolPrice",
     "Report",
@@ -53,7 +53,7 @@ Cell: TypeAlias = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     """A column's name and how people read it: text, count, seconds, ms, usd, share (of 1), number. Without `people`
     it is for machines only; with `wrap` a text may take several lines."""
 
@@ -69,7 +69,7 @@ class Table:
 
     name: str
     title: str
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     rows: tuple[tuple[Cell, ...], ...]
     people: bool = True
 
@@ -154,7 +154,7 @@ class RunRows:
     """Share of platform faults above which the run ends."""
 
 
-def collect(reader: Reader, run: str) -> RunRows:
+def collect(reader: LedgerReader, run: str) -> RunRows:
     """Read a run's sums. Prices are the ones that it started with."""
     config = reader.config()
     prices = config.get("prices")
@@ -210,7 +210,7 @@ NODES = ("node_joined", "node_leaving", "node_lost")
 FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
 
 
-def _nodes(reader: Reader) -> list[RunEvent]:
+def _nodes(reader: LedgerReader) -> list[RunEvent]:
     """From the first change of nodes on that came after the engines; nothing where there was none."""
     serving = min((event.t for event in reader.events("engine_started")), default=math.inf)
     changes = [event for kind in NODES for event in reader.events(kind) if event.t > serving]
@@ -219,7 +219,7 @@ def _nodes(reader: Reader) -> list[RunEvent]:
     return sorted(changes, key=lambda event: event.t)
 
 
-def _unmetered(reader: Reader, config: Mapping[str, Any]) -> list[WorkerSum]:
+def _unmetered(reader: LedgerReader, config: Mapping[str, Any]) -> list[WorkerSum]:
     """Worker time of providers whose client sees calls alone."""
     calls = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
     settings = config.get("functions", {})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rollart.report.charts import Bar, Group, Segment, bars, legend
+from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, legend
 from rollart.report.figures import DOLLARS
-from rollart.report.markup import Node, element
+from rollart.report.markup import MarkupElement, element
 from rollart.report.page import card, page
 from rollart.report.rows import Cell, Report, Table
 from rollart.report.timeline import SKETCHES, Timeline
@@ -42,28 +42,30 @@ def timeline_page(report: Report, found: Timeline) -> str:
     return page(report, [card("Who did what when", timeline_legend([found]), chart, under=under)])
 
 
-def _drawn(title: str, unit: str, groups: Sequence[Group], keys: Node | None = None) -> Iterable[Node]:
+def _drawn(
+    title: str, unit: str, groups: Sequence[BarGroup], keys: MarkupElement | None = None
+) -> Iterable[MarkupElement]:
     """A chart; nothing where there is nothing to draw."""
     if any(bar.total > 0 for group in groups for bar in group.bars):
-        yield card(title, keys, bars(title, groups, unit=DOLLARS), under=unit)
+        yield card(title, keys, bar_chart(title, groups, unit=DOLLARS), under=unit)
 
 
-def _by_role(table: Table) -> list[Group]:
+def _by_role(table: Table) -> list[BarGroup]:
     at = {column.name: n for n, column in enumerate(table.columns)}
     groups = []
     for row in table.rows:
         name = str(row[at["role"]])
         parts = (row[at["busy_usd"]], row[at["not_busy_usd"]])
-        segments = tuple(Segment(part, _number(usd), paint) for (part, paint), usd in zip(BUSY, parts, strict=True))
-        groups.append(Group(name, (Bar(name, segments),)))
+        segments = tuple(BarSegment(part, _number(usd), paint) for (part, paint), usd in zip(BUSY, parts, strict=True))
+        groups.append(BarGroup(name, (Bar(name, segments),)))
     return groups
 
 
-def _single(table: Table, *, names: int, value: int) -> list[Group]:
+def _single(table: Table, *, names: int, value: int) -> list[BarGroup]:
     """One bar a row, the largest first: named by its first columns."""
     rows = sorted(table.rows, key=lambda row: -_number(row[value]))
     named = [(": ".join(str(cell).replace("_", " ") for cell in row[:names]), _number(row[value])) for row in rows]
-    return [Group(name, (Bar(name, (Segment(name, usd, "s0"),)),)) for name, usd in named]
+    return [BarGroup(name, (Bar(name, (BarSegment(name, usd, "s0"),)),)) for name, usd in named]
 
 
 def _without_sketches(table: Table) -> Table:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.ports import RunEvent
-from rollart.report.rows import Column, RunRows, Table
+from rollart.report.rows import RunRows, Table, TableColumn
 
-__all__ = ["ShareSeen", "compared", "shares", "shares_seen"]
+__all__ = ["DomainShareSummary", "compared_shares", "shares", "domain_shares"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShareSeen:
+class DomainShareSummary:
     """One domain at the end. `drift` = groups trained beyond those due (negative: fewer), `worst` its largest size."""
 
     floor: float
@@ -23,7 +23,7 @@ class ShareSeen:
     worst: float
 
 
-def shares_seen(events: Sequence[RunEvent]) -> dict[str, ShareSeen]:
+def domain_shares(events: Sequence[RunEvent]) -> dict[str, DomainShareSummary]:
     """The last event of each domain; none for a run with quotas."""
     last = {event.subject: event.fields for event in events}
 
@@ -31,7 +31,7 @@ def shares_seen(events: Sequence[RunEvent]) -> dict[str, ShareSeen]:
         return float(last[name][field] or 0.0)
 
     return {
-        n: ShareSeen(
+        n: DomainShareSummary(
             number(n, "floor"),
             number(n, "cap"),
             number(n, "wanted"),
@@ -46,28 +46,28 @@ def shares_seen(events: Sequence[RunEvent]) -> dict[str, ShareSeen]:
 def shares(rows: RunRows) -> Table:
     """Of one run."""
     columns = (
-        Column("domain"),
-        Column("floor", "share"),
-        Column("cap", "share"),
-        Column("wanted", "share"),
-        Column("trained", "share"),
-        Column("drift_groups", "number"),
-        Column("worst_drift_groups", "number"),
+        TableColumn("domain"),
+        TableColumn("floor", "share"),
+        TableColumn("cap", "share"),
+        TableColumn("wanted", "share"),
+        TableColumn("trained", "share"),
+        TableColumn("drift_groups", "number"),
+        TableColumn("worst_drift_groups", "number"),
     )
     found = tuple(
-        (name, s.floor, s.cap, s.wanted, s.trained, s.drift, s.worst) for name, s in shares_seen(rows.shares).items()
+        (name, s.floor, s.cap, s.wanted, s.trained, s.drift, s.worst) for name, s in domain_shares(rows.shares).items()
     )
     return Table("shares", "Shares of domains in what was trained", columns, found, people=bool(found))
 
 
-def compared(by: Mapping[str, Sequence[Mapping[str, ShareSeen]]]) -> Table:
+def compared_shares(by: Mapping[str, Sequence[Mapping[str, DomainShareSummary]]]) -> Table:
     """Of simulations, by schedule: means over seeds, and the worst drift of any."""
-    columns = [Column("domain")]
+    columns = [TableColumn("domain")]
     for name in by:
         columns += [
-            Column(f"{name} wanted", "share"),
-            Column(f"{name} trained", "share"),
-            Column(f"{name} worst drift", "number"),
+            TableColumn(f"{name} wanted", "share"),
+            TableColumn(f"{name} trained", "share"),
+            TableColumn(f"{name} worst drift", "number"),
         ]
     names = dict.fromkeys(n for own in by.values() for one in own for n in one)
     rows = []

@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.report.faults import FaultCost, faults_table
-from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
-from rollart.report.shares import ShareSeen, compared, shares_seen
+from rollart.report.rows import ENGINE_ROLES, Cell, Report, RunRows, Table, TableColumn
+from rollart.report.shares import DomainShareSummary, compared_shares, domain_shares
 from rollart.report.summarize import cost_lines, waste
 from rollart.report.timeline import Timeline
 
-__all__ = ["FIGURES", "Finding", "Figure", "finding", "interval", "simulation"]
+__all__ = ["FIGURES", "SimulationFigures", "Figure", "simulation_figures", "interval", "simulation"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SimulationFigures:
     """One simulation in figures. Times are virtual seconds; step figures are means over the steps after the `skipped`
     first ones, in which the pipeline fills. `lags` count trained samples by versions between their first token and the
     one they were trained from; `waste` dollars by "role: cause"; `waits` device-seconds by "role: state: cause"."""
@@ -41,7 +41,7 @@ class Finding:
     lags: Mapping[int, int] = field(default_factory=dict)
     waste: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
-    shares: Mapping[str, ShareSeen] = field(default_factory=dict)
+    shares: Mapping[str, DomainShareSummary] = field(default_factory=dict)
     faults: FaultCost | None = None
     """What a fault plan cost."""
     timeline: Timeline | None = None
@@ -60,9 +60,9 @@ class StepTimes:
     tokens: int
 
 
-def finding(
+def simulation_figures(
     rows: RunRows, steps: Sequence[StepTimes], lags: Mapping[int, int], *, schedule: str, seed: int, trace: str
-) -> Finding:
+) -> SimulationFigures:
     """From a simulation's ledger and its steps. ValueError without steps."""
     if not steps:
         raise ValueError("a simulation without steps has no figures (rule: at least one)")
@@ -76,10 +76,10 @@ def finding(
     life = math.fsum(i.unit_seconds for i in engines)
     waits: dict[str, float] = defaultdict(float)
     for i in rows.intervals:
-        if i.state != State.BUSY:
+        if i.state != ResourceState.BUSY:
             waits[f"{i.role}: {i.state}: {i.cause}" if i.cause else f"{i.role}: {i.state}"] += i.unit_seconds
     trained = sum(s.trajectories for s in steps)
-    return Finding(
+    return SimulationFigures(
         schedule=schedule,
         seed=seed,
         trace=trace,
@@ -92,13 +92,13 @@ def finding(
         publish_s=_mean(s.publish_s for s in kept),
         trajectories_per_s=sum(s.trajectories for s in kept) / span,
         tokens_per_s=sum(s.tokens for s in kept) / span,
-        engine_busy=math.fsum(i.unit_seconds for i in engines if i.state == State.BUSY) / life if life else 0.0,
+        engine_busy=math.fsum(i.unit_seconds for i in engines if i.state == ResourceState.BUSY) / life if life else 0.0,
         usd_per_1k=total / trained * 1000,
         wasted=math.fsum(lost.values()) / total if total else 0.0,
         lags=dict(sorted(lags.items())),
         waste={f"{role}: {cause}": usd for (role, cause), usd in lost.items()},
         waits=dict(sorted(waits.items(), key=lambda w: -w[1])),
-        shares=shares_seen(rows.shares),
+        shares=domain_shares(rows.shares),
     )
 
 
@@ -109,7 +109,7 @@ class Figure:
     key: str
     what: str
     unit: str
-    of: Callable[[Finding], float]
+    of: Callable[[SimulationFigures], float]
 
 
 FIGURES = (
@@ -126,9 +126,9 @@ FIGURES = (
 )
 
 
-def simulation(run: str, found: Sequence[Finding], notes: Sequence[str] = ()) -> Report:
+def simulation(run: str, found: Sequence[SimulationFigures], notes: Sequence[str] = ()) -> Report:
     """The report: one column per schedule; ± is a 95 % confidence interval over seeds (Student's t)."""
-    by: dict[str, list[Finding]] = {}
+    by: dict[str, list[SimulationFigures]] = {}
     for one in found:
         by.setdefault(one.schedule, []).append(one)
     skipped = found[0].skipped
@@ -149,14 +149,14 @@ def simulation(run: str, found: Sequence[Finding], notes: Sequence[str] = ()) ->
     if all(costs.values()):
         tables = (*tables, faults_table(costs))
     if any(f.shares for f in found):
-        tables = (*tables, compared({name: [f.shares for f in own] for name, own in by.items()}))
+        tables = (*tables, compared_shares({name: [f.shares for f in own] for name, own in by.items()}))
     return Report("simulate", run, tables, foot)
 
 
-def _figures(by: Mapping[str, Sequence[Finding]]) -> Table:
-    columns = [Column("figure", people=False), Column("what"), Column("unit")]
+def _figures(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
+    columns = [TableColumn("figure", people=False), TableColumn("what"), TableColumn("unit")]
     for name in by:
-        columns += [Column(name, "number"), Column(f"{name} ±", "number")]
+        columns += [TableColumn(name, "number"), TableColumn(f"{name} ±", "number")]
     rows: list[tuple[Cell, ...]] = []
     for figure in FIGURES:
         row: list[Cell] = [figure.key, figure.what, figure.unit]
@@ -166,7 +166,7 @@ def _figures(by: Mapping[str, Sequence[Finding]]) -> Table:
     return Table("figures", "Figures", tuple(columns), tuple(rows))
 
 
-def _shares_of_lags(by: Mapping[str, Sequence[Finding]]) -> Table:
+def _shares_of_lags(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
     """A seed counts as much as another, whatever it trained."""
     lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
     rows: list[tuple[Cell, ...]] = []
@@ -175,12 +175,15 @@ def _shares_of_lags(by: Mapping[str, Sequence[Finding]]) -> Table:
         for own in by.values():
             row += interval([f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own])
         rows.append(tuple(row))
-    columns = (Column("lag in versions", "count"), *_beside(by, "share"))
+    columns = (TableColumn("lag in versions", "count"), *_beside(by, "share"))
     return Table("lags", "Staleness of what was trained", columns, tuple(rows))
 
 
 def _sums(
-    name: str, title: str, by: Mapping[str, Sequence[Finding]], of: Callable[[Finding], Mapping[str, float]]
+    name: str,
+    title: str,
+    by: Mapping[str, Sequence[SimulationFigures]],
+    of: Callable[[SimulationFigures], Mapping[str, float]],
 ) -> Table:
     """By cause, the largest first; a seed that did not meet a cause counts with 0."""
     amounts = {schedule: [of(f) for f in own] for schedule, own in by.items()}
@@ -192,41 +195,41 @@ def _sums(
             row += interval([one.get(cause, 0.0) for one in own])
         rows.append(tuple(row))
     rows.sort(key=lambda row: -max(float(mean or 0.0) for mean in row[1::2]))
-    return Table(name, title, (Column("cause"), *_beside(by, "number")), tuple(rows))
+    return Table(name, title, (TableColumn("cause"), *_beside(by, "number")), tuple(rows))
 
 
-def _beside(by: Iterable[str], kind: str) -> Iterable[Column]:
+def _beside(by: Iterable[str], kind: str) -> Iterable[TableColumn]:
     """A column per schedule, and one for machines with its interval."""
     for name in by:
-        yield Column(name, kind)
-        yield Column(f"{name} ±", kind, people=False)
+        yield TableColumn(name, kind)
+        yield TableColumn(f"{name} ±", kind, people=False)
 
 
-def _each(found: Sequence[Finding]) -> Table:
+def _each(found: Sequence[SimulationFigures]) -> Table:
     """Every simulation by itself, so that another can test differences as it likes."""
     head = (
-        Column("schedule"),
-        Column("seed", "count"),
-        Column("trace"),
-        Column("seconds", "seconds"),
-        Column("steps", "count"),
-        Column("skipped", "count"),
+        TableColumn("schedule"),
+        TableColumn("seed", "count"),
+        TableColumn("trace"),
+        TableColumn("seconds", "seconds"),
+        TableColumn("steps", "count"),
+        TableColumn("skipped", "count"),
     )
     rows: list[tuple[Cell, ...]] = [
         (f.schedule, f.seed, f.trace, f.seconds, f.steps, f.skipped, *(figure.of(f) for figure in FIGURES))
         for f in found
     ]
-    columns = (*head, *(Column(figure.key, "number") for figure in FIGURES))
+    columns = (*head, *(TableColumn(figure.key, "number") for figure in FIGURES))
     return Table("simulations", "Simulations", columns, tuple(rows), people=False)
 
 
-def _per_1k(found: Finding) -> Mapping[str, float]:
+def _per_1k(found: SimulationFigures) -> Mapping[str, float]:
     total = math.fsum(found.waste.values())
     scale = found.usd_per_1k * found.wasted / total if total else 0.0
     return {cause: usd * scale for cause, usd in found.waste.items()}
 
 
-def _lag(found: Finding) -> float:
+def _lag(found: SimulationFigures) -> float:
     count = sum(found.lags.values())
     return sum(lag * n for lag, n in found.lags.items()) / count if count else 0.0
 

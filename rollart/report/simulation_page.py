@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rollart.report.charts import Bar, Group, Segment, bars, legend, series_paint
+from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, legend, series_paint
 from rollart.report.figures import PERCENT, PLAIN, estimate
-from rollart.report.markup import Child, Node, element
+from rollart.report.markup import Child, MarkupElement, element
 from rollart.report.page import card, document, folded, notes, table_of
 from rollart.report.rows import Cell, Report, Table
 from rollart.report.timeline import Timeline
@@ -57,25 +57,25 @@ class _Figures:
         return _pair(self._rows[key], n)
 
 
-def _step(figures: _Figures) -> Node:
+def _step(figures: _Figures) -> MarkupElement:
     groups = []
     for n, schedule in enumerate(figures.schedules):
         segments = []
         for key, name, paint in PARTS:
             value, half = figures.of(key, n)
-            segments.append(Segment(name, value, paint, half))
+            segments.append(BarSegment(name, value, paint, half))
         step, half = figures.of("step_s", n)
-        groups.append(Group(schedule, (Bar(schedule, tuple(segments), half, step),)))
+        groups.append(BarGroup(schedule, (Bar(schedule, tuple(segments), half, step),)))
     keys = legend((name, paint) for _, name, paint in PARTS)
-    return card("Step time", keys, bars("Step time", groups), under="seconds per training step")
+    return card("Step time", keys, bar_chart("Step time", groups), under="seconds per training step")
 
 
-def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str]) -> Node:
+def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str]) -> MarkupElement:
     groups = []
     for n, schedule in enumerate(figures.schedules):
         value, half = figures.of(key, n)
-        groups.append(Group(schedule, (Bar(schedule, (Segment(schedule, value, paints[schedule]),), half),)))
-    return card(title, bars(title, groups), under=unit)
+        groups.append(BarGroup(schedule, (Bar(schedule, (BarSegment(schedule, value, paints[schedule]),), half),)))
+    return card(title, bar_chart(title, groups), under=unit)
 
 
 def _grouped(
@@ -85,18 +85,18 @@ def _grouped(
     paints: Mapping[str, str],
     name: Callable[[Cell], str],
     kind: str = PLAIN,
-) -> Node:
+) -> MarkupElement:
     """One group for each row, one bar for each schedule."""
     groups = []
     for row in table.rows:
         own = []
         for n, (schedule, paint) in enumerate(paints.items()):
             value, half = _pair(row[1:], n)
-            own.append(Bar(schedule, (Segment(schedule, value, paint),), half))
-        groups.append(Group(name(row[0]), tuple(own)))
+            own.append(Bar(schedule, (BarSegment(schedule, value, paint),), half))
+        groups.append(BarGroup(name(row[0]), tuple(own)))
     if not groups:
         return card(title, element("p", "nothing", class_="muted"), under=unit)
-    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, unit=kind)]
+    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bar_chart(title, groups, unit=kind)]
     return card(title, *shown, under=unit)
 
 
@@ -105,7 +105,7 @@ def _used(table: Table) -> Table:
     return replace(table, rows=tuple(row for row in table.rows if not str(row[0]).startswith("unused:")))
 
 
-def _timelines(found: Sequence[Timeline]) -> Sequence[Node]:
+def _timelines(found: Sequence[Timeline]) -> Sequence[MarkupElement]:
     drawn = [one for one in found if one.bands]
     if not drawn:
         return ()
@@ -129,11 +129,11 @@ def _merged(table: Table) -> Table:
             with_half = n + 1 < len(table.columns) and table.columns[n + 1].name == f"{column.name} ±"
             columns.append(column)
             places.append((n, with_half))
-    rows = tuple(tuple(_told(row, n, half, table) for n, half in places) for row in table.rows)
+    rows = tuple(tuple(_with_interval(row, n, half, table) for n, half in places) for row in table.rows)
     return Table(table.name, table.title, tuple(columns), rows)
 
 
-def _told(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cell:
+def _with_interval(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cell:
     value = row[n]
     if isinstance(value, str) or value is None or not half:
         return value

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.report import functions
 from rollart.report.prices import prices_table
-from rollart.report.rows import ENGINE_ROLES, Cell, Column, CostLine, Report, RunRows, Table
+from rollart.report.rows import ENGINE_ROLES, Cell, CostLine, Report, RunRows, Table, TableColumn
 
 __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
 
@@ -66,7 +66,7 @@ def cost_lines(rows: RunRows) -> list[CostLine]:
 
 def fates(rows: RunRows) -> list[FateCost]:
     """Busy engine dollars by what became of the trajectories; the rest is `unattributed`. Adds up to all of them."""
-    engine = [i for i in rows.intervals if i.role in ENGINE_ROLES and i.state == State.BUSY]
+    engine = [i for i in rows.intervals if i.role in ENGINE_ROLES and i.state == ResourceState.BUSY]
     busy_s, busy_usd = math.fsum(i.seconds for i in engine), math.fsum(i.usd for i in engine)
     by_fate: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for charge in rows.charges:
@@ -92,7 +92,7 @@ def waste(rows: RunRows, lines: Sequence[CostLine]) -> dict[tuple[str, str], flo
         if line.role == functions.REWARD:
             if line.cause:
                 found[line.role, line.cause] += line.usd
-        elif line.state != State.BUSY:
+        elif line.state != ResourceState.BUSY:
             found[line.role, f"{line.state}: {line.cause}" if line.cause else line.state] += line.usd
         elif line.cause and line.cause != WARM_START:
             found[line.role, line.cause] += line.usd
@@ -122,7 +122,10 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
         ("idle and waste", "share", _ratio(wasted, usd)),
     ]
     return Table(
-        "total", "Total of what is billed", (Column("what"), Column("unit"), Column("value", "number")), tuple(values)
+        "total",
+        "Total of what is billed",
+        (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
+        tuple(values),
     )
 
 
@@ -134,7 +137,7 @@ def _elsewhere(rows: RunRows) -> Table:
         if not line.billed:
             usd[line.resource] += line.usd
             seconds[line.resource] += line.seconds
-    columns = (Column("resource"), Column("billed_s", "seconds"), Column("usd", "usd"))
+    columns = (TableColumn("resource"), TableColumn("billed_s", "seconds"), TableColumn("usd", "usd"))
     found = tuple((name, seconds[name], usd[name]) for name in sorted(usd, key=lambda name: -usd[name]))
     return Table(
         "elsewhere",
@@ -163,28 +166,28 @@ def _grouped(name: str, title: str, key: str, keyed: Sequence[tuple[str, CostLin
             group,
             _usd(own),
             _ratio(_usd(own), total),
-            _usd(x for x in own if x.state == State.BUSY),
-            _usd(x for x in own if x.state != State.BUSY),
+            _usd(x for x in own if x.state == ResourceState.BUSY),
+            _usd(x for x in own if x.state != ResourceState.BUSY),
         )
         for group, own in groups.items()
     ]
     rows.sort(key=lambda row: -row[1])
     columns = (
-        Column(key),
-        Column("usd", "usd"),
-        Column("share", "share"),
-        Column("busy_usd", "usd"),
-        Column("not_busy_usd", "usd"),
+        TableColumn(key),
+        TableColumn("usd", "usd"),
+        TableColumn("share", "share"),
+        TableColumn("busy_usd", "usd"),
+        TableColumn("not_busy_usd", "usd"),
     )
     return Table(name, title, columns, tuple(rows))
 
 
 def _fates(rows: RunRows) -> Table:
     columns = (
-        Column("fate"),
-        Column("trajectories", "count"),
-        Column("engine_seconds", "seconds"),
-        Column("usd", "usd"),
+        TableColumn("fate"),
+        TableColumn("trajectories", "count"),
+        TableColumn("engine_seconds", "seconds"),
+        TableColumn("usd", "usd"),
     )
     found = [(f.fate, f.trajectories, f.engine_seconds, f.usd) for f in fates(rows)]
     return Table("trajectories", "Engine time by what became of the trajectory", columns, tuple(found))
@@ -192,7 +195,7 @@ def _fates(rows: RunRows) -> Table:
 
 def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     total = _usd(lines)
-    columns = (Column("role"), Column("cause"), Column("usd", "usd"), Column("share", "share"))
+    columns = (TableColumn("role"), TableColumn("cause"), TableColumn("usd", "usd"), TableColumn("share", "share"))
     found = [(role, cause, usd, _ratio(usd, total)) for (role, cause), usd in waste(rows, lines).items()]
     return Table("waste", "Idle and waste by cause", columns, tuple(found))
 

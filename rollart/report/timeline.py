@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from rollart.ledger.intervals import State
-from rollart.ledger.reader import Reader
-from rollart.report.rows import Cell, Column, Report, Table
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import LedgerReader
+from rollart.report.rows import Cell, Report, Table, TableColumn
 
 __all__ = ["BINS", "SKETCHES", "Band", "Bins", "Timeline", "timeline", "timeline_of", "timeline_report"]
 
@@ -33,7 +33,7 @@ ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unu
 """Order of rows: down the way of a trajectory."""
 
 DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
-TROUBLE = frozenset(
+FAULT_EVENTS = frozenset(
     {
         "engine_lost",
         "engine_given_up",
@@ -138,7 +138,7 @@ class _Stack:
         return Band(name, kind, members, max(peak, whole or 0.0), amounts)
 
 
-def timeline(reader: Reader, *, bins: int = BINS) -> Timeline:
+def timeline(reader: LedgerReader, *, bins: int = BINS) -> Timeline:
     """Of one ledger. A run that has recorded nothing has no bands."""
     seconds = reader.facts().seconds
     if seconds <= 0:
@@ -159,8 +159,8 @@ def timeline_of(
     pools: Mapping[str, str] | None = None,
     bins: int = BINS,
 ) -> Timeline:
-    """From rows as `Reader.spans`, `stays`, `call_spans` and `occurrences` give them; `pools` by resource, where they
-    are known."""
+    """From rows as `LedgerReader.spans`, `stays`, `call_spans` and `occurrences` give them; `pools` by resource,
+    where they are known."""
     bands = (
         *_devices(seconds, spans, pools or {}, bins),
         *_trajectories(seconds, stays, bins),
@@ -182,11 +182,11 @@ def timeline_report(run: str, found: Timeline) -> Report:
         for n, amount in enumerate(values)
     ]
     columns = (
-        Column("who"),
-        Column("state"),
-        Column("t0", "seconds"),
-        Column("t1", "seconds"),
-        Column("amount", "number"),
+        TableColumn("who"),
+        TableColumn("state"),
+        TableColumn("t0", "seconds"),
+        TableColumn("t1", "seconds"),
+        TableColumn("amount", "number"),
     )
     tables.append(Table("amounts", "Mean amounts at a time", columns, tuple(amounts), people=False))
     return Report("timeline", run, tuple(tables), (SPREAD,))
@@ -203,11 +203,11 @@ def _bands(title: str, kind: str, found: Timeline) -> Table:
     counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls", FAULTS: "events"}[kind]
     whole = {DEVICES: "devices", FAULTS: "most in a bin"}.get(kind, "peak")
     columns = (
-        Column("who"),
-        Column(counted, "count"),
-        Column(whole, "number"),
-        *(Column(s, "share") for s in states),
-        Column(SKETCHES[kind != DEVICES]),
+        TableColumn("who"),
+        TableColumn(counted, "count"),
+        TableColumn(whole, "number"),
+        *(TableColumn(s, "share") for s in states),
+        TableColumn(SKETCHES[kind != DEVICES]),
     )
     rows: list[tuple[Cell, ...]] = [
         (b.name, b.members, b.whole, *(b.share(s) if s in b.amounts else None for s in states), _sketch(b)) for b in own
@@ -233,18 +233,18 @@ def _devices(
     for (role, pool), keys in sorted(groups.items(), key=lambda g: (_rank(g[0][0]), g[0])):
         on = f" on {pool}" if pool else ""
         if len(stacks) <= MOST_ROWS or len(keys) <= FEW:
-            found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(State), units[k]) for k in keys]
+            found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(ResourceState), units[k]) for k in keys]
         else:
-            bands = [stacks[key].band("", DEVICES, 1, tuple(State)) for key in keys]
-            found.append(_together(f"{role}{on}", bands, len(keys)))
+            bands = [stacks[key].band("", DEVICES, 1, tuple(ResourceState)) for key in keys]
+            found.append(_pooled_bands(f"{role}{on}", bands, len(keys)))
     return found
 
 
-def _together(name: str, bands: Sequence[Band], members: int) -> Band:
+def _pooled_bands(name: str, bands: Sequence[Band], members: int) -> Band:
     seen = {s for b in bands for s in b.amounts}
     amounts = {
         s: tuple(math.fsum(column) for column in zip(*(b.amounts[s] for b in bands if s in b.amounts), strict=True))
-        for s in [*(str(s) for s in State if s in seen), *sorted(seen - {str(s) for s in State})]
+        for s in [*(str(s) for s in ResourceState if s in seen), *sorted(seen - {str(s) for s in ResourceState})]
     }
     whole = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
     return Band(name, DEVICES, members, whole, amounts)
@@ -282,7 +282,7 @@ def _calls(seconds: float, calls: Iterable[tuple[str, float, float, float, float
 def _faults(seconds: float, events: Iterable[tuple[float, str]], bins: int) -> Iterable[Band]:
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
     for t, kind in events:
-        if kind in TROUBLE:
+        if kind in FAULT_EVENTS:
             counts[kind][min(bins - 1, max(0, int(t / seconds * bins)))] += 1.0
     if counts:
         amounts = {kind: tuple(counts[kind]) for kind in sorted(counts)}
@@ -307,7 +307,7 @@ SKETCH = 24
 
 def _sketch(band: Band) -> str:
     """What was done over time, as blocks: busy devices, or all that was under way."""
-    chosen = [band.amounts.get(State.BUSY, ())] if band.kind == DEVICES else list(band.amounts.values())
+    chosen = [band.amounts.get(ResourceState.BUSY, ())] if band.kind == DEVICES else list(band.amounts.values())
     values = [math.fsum(column) for column in zip(*chosen, strict=True)]
     if not values or band.whole <= 0:
         return ""

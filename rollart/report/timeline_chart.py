@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.report.charts import clipped, legend
-from rollart.report.markup import Node, element
+from rollart.report.markup import MarkupElement, element
 from rollart.report.timeline import (
     CALLS,
     COLD,
@@ -32,11 +32,11 @@ SLOTS = 60
 """Stretches of a row that say their figures when they are pointed at."""
 
 PAINT: Mapping[str, tuple[str, str]] = {
-    State.BUSY: ("busy", "busy"),
-    State.SYNC: ("sync", "syncing weights"),
-    State.STARTUP: ("startup", "starting"),
-    State.DOWN: ("down", "down"),
-    State.IDLE: ("idle", "waiting"),
+    ResourceState.BUSY: ("busy", "busy"),
+    ResourceState.SYNC: ("sync", "syncing weights"),
+    ResourceState.STARTUP: ("startup", "starting"),
+    ResourceState.DOWN: ("down", "down"),
+    ResourceState.IDLE: ("idle", "waiting"),
     STEP: ("step", "environment's step"),
     RESET: ("startup", "environment's reset"),
     ELSEWHERE: ("elsewhere", "generation, queues, reward"),
@@ -47,11 +47,11 @@ PAINT: Mapping[str, tuple[str, str]] = {
 """Class and name of each state, in the order in which they are stacked."""
 
 
-def timeline_chart(found: Timeline, *, until: float | None = None) -> Node:
+def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElement:
     """`until` (seconds): where the axis ends, so that several timelines are of one scale."""
     end = max(found.seconds, until or 0.0) or 1.0
     x1 = WIDTH - RIGHT
-    parts: list[Node] = []
+    parts: list[MarkupElement] = []
     y, kind = 8.0, DEVICES
     for band in found.bands:
         y += 10.0 if band.kind != kind else 0.0
@@ -71,7 +71,7 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> Node:
     )
 
 
-def timeline_legend(found: Sequence[Timeline]) -> Node:
+def timeline_legend(found: Sequence[Timeline]) -> MarkupElement:
     """Of the states that there are, by kind of row."""
     seen = {state for one in found for band in one.bands for state in band.amounts}
     return legend((name, paint) for state, (paint, name) in PAINT.items() if state in seen)
@@ -114,7 +114,7 @@ STEPS = (
 """Seconds between marks that people count in."""
 
 
-def _axis(end: float, x1: float, y: float) -> Iterable[Node]:
+def _axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:
     step = next((s for s in STEPS if end / s <= 9), None)
     if end < 1:
         step = None
@@ -125,11 +125,11 @@ def _axis(end: float, x1: float, y: float) -> Iterable[Node]:
         yield element("text", duration(n * size) if n else "0", x=x, y=y + 16.0, class_="tick", text_anchor="middle")
 
 
-def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> Node:
+def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> MarkupElement:
     width = (x1 - x0) / found.bins
     if band.kind == FAULTS:
         return element("g", *_words(band, y, height), *_ticks(band, found, x0, width, y, height))
-    parts: list[Node] = []
+    parts: list[MarkupElement] = []
     low = [0.0] * found.bins
     for state in sorted(band.amounts, key=_order):
         high = [a + b for a, b in zip(low, band.amounts[state], strict=True)]
@@ -140,7 +140,7 @@ def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: fl
     return element("g", *_words(band, y, height), *parts, *_slots(band, found, x0, x1, y, height))
 
 
-def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, height: float) -> Iterable[Node]:
+def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, height: float) -> Iterable[MarkupElement]:
     """A mark for each bin with faults, the taller the more there were; one is a quarter."""
     for n, column in enumerate(zip(*band.amounts.values(), strict=True)):
         count = math.fsum(column)
@@ -159,7 +159,7 @@ def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, heigh
             )
 
 
-def _words(band: Band, y: float, height: float) -> Iterable[Node]:
+def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
     middle = y + height / 2 + 4.0
     room = LEFT - 14.0
     name = clipped(band.name, room)
@@ -174,7 +174,7 @@ def _words(band: Band, y: float, height: float) -> Iterable[Node]:
         text_anchor="end",
     )
     right = {
-        DEVICES: f"{band.share(State.BUSY):.0%} busy",
+        DEVICES: f"{band.share(ResourceState.BUSY):.0%} busy",
         FAULTS: f"{band.members:,} events",
     }.get(band.kind, f"peak {band.whole:,.4g}")
     yield element("text", right, x=WIDTH - RIGHT + 10.0, y=middle, class_="value")
@@ -215,7 +215,7 @@ def _stairs(levels: Sequence[str], x0: float, width: float, *, forth: bool) -> s
     return "".join(pieces)
 
 
-def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> Iterable[Node]:
+def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> Iterable[MarkupElement]:
     count = min(SLOTS, found.bins)
     for n in range(count):
         a, b = n * found.bins // count, (n + 1) * found.bins // count

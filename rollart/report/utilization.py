@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.engines import engines
-from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
+from rollart.report.rows import ENGINE_ROLES, Cell, Report, RunRows, Table, TableColumn
 from rollart.report.shares import shares
 
 __all__ = ["utilization"]
@@ -45,13 +45,13 @@ def _resources(rows: RunRows) -> Table:
     seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in rows.intervals:
         seconds[i.role, i.resource][i.state] += i.seconds
-    states = [str(s) for s in State]
+    states = [str(s) for s in ResourceState]
     extra = sorted({i.state for i in rows.intervals} - set(states))
     columns = (
-        Column("resource"),
-        Column("role"),
-        Column("seconds", "seconds"),
-        *(Column(state, "share") for state in [*states, *extra]),
+        TableColumn("resource"),
+        TableColumn("role"),
+        TableColumn("seconds", "seconds"),
+        *(TableColumn(state, "share") for state in [*states, *extra]),
     )
     found: list[tuple[Cell, ...]] = []
     for (role, resource), by_state in sorted(seconds.items()):
@@ -69,15 +69,21 @@ def _down(rows: RunRows) -> Table:
         if claim in RUNNING:
             lost["place", f"trajectories ({claim})"] = float(fields.get("wait_s") or 0)
     for i in rows.intervals:
-        if i.state == State.DOWN or (i.state == State.STARTUP and i.cause):
+        if i.state == ResourceState.DOWN or (i.state == ResourceState.STARTUP and i.cause):
             lost[i.cause, i.resource] += i.seconds
-    columns = (Column("cause"), Column("resource"), Column("seconds", "seconds"))
+    columns = (TableColumn("cause"), TableColumn("resource"), TableColumn("seconds", "seconds"))
     return Table("down", "Lost seconds by cause", columns, tuple((*key, s) for key, s in sorted(lost.items())))
 
 
 def _nodes(rows: RunRows) -> Table:
     """Nodes that came and went, and what the plan did about it."""
-    columns = (Column("t", "seconds"), Column("what"), Column("subject"), Column("moves"), Column("why"))
+    columns = (
+        TableColumn("t", "seconds"),
+        TableColumn("what"),
+        TableColumn("subject"),
+        TableColumn("moves"),
+        TableColumn("why"),
+    )
     found = tuple(
         (e.t, e.kind, e.subject, e.fields.get("moves"), e.fields.get("why") or e.fields.get("cause"))
         for e in rows.nodes
@@ -87,7 +93,7 @@ def _nodes(rows: RunRows) -> Table:
 
 def _rates(rows: RunRows) -> Table:
     seconds = rows.facts.seconds
-    busy = math.fsum(i.seconds for i in rows.intervals if i.role in ENGINE_ROLES and i.state == State.BUSY)
+    busy = math.fsum(i.seconds for i in rows.intervals if i.role in ENGINE_ROLES and i.state == ResourceState.BUSY)
     amounts = {
         "trajectories": sum(c.trajectories for c in rows.charges),
         "turns": sum(c.turns for c in rows.charges),
@@ -96,10 +102,10 @@ def _rates(rows: RunRows) -> Table:
         "trained tokens": rows.facts.trained_tokens,
     }
     columns = (
-        Column("what"),
-        Column("count", "count"),
-        Column("per_second", "number"),
-        Column("per_busy_engine_second", "number"),
+        TableColumn("what"),
+        TableColumn("count", "count"),
+        TableColumn("per_second", "number"),
+        TableColumn("per_busy_engine_second", "number"),
     )
     found = [
         (what, n, n / seconds if seconds else None, n / busy if busy and what != "trained tokens" else None)
@@ -113,17 +119,17 @@ def _domains(rows: RunRows) -> Table:
     for charge in rows.charges:
         groups[charge.domain, charge.purpose].append(charge)
     columns = (
-        Column("domain"),
-        Column("purpose"),
-        Column("episodes", "count"),
-        Column("used", "count"),
-        Column("waiting", "count"),
-        Column("lost", "count"),
-        Column("success", "share"),
-        Column("turns", "number"),
-        Column("tokens", "number"),
-        Column("wall_s", "seconds"),
-        Column("engine_ms", "number"),
+        TableColumn("domain"),
+        TableColumn("purpose"),
+        TableColumn("episodes", "count"),
+        TableColumn("used", "count"),
+        TableColumn("waiting", "count"),
+        TableColumn("lost", "count"),
+        TableColumn("success", "share"),
+        TableColumn("turns", "number"),
+        TableColumn("tokens", "number"),
+        TableColumn("wall_s", "seconds"),
+        TableColumn("engine_ms", "number"),
     )
     found: list[tuple[Cell, ...]] = []
     for (domain, purpose), own in sorted(groups.items()):
@@ -156,11 +162,11 @@ def _handoffs(rows: RunRows) -> Table:
         int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
     )
     columns = (
-        Column("hand_offs", "count"),
-        Column("failed", "count"),
-        Column("failed_share", "share"),
-        Column("pulled_nothing", "count"),
-        Column("alarm"),
+        TableColumn("hand_offs", "count"),
+        TableColumn("failed", "count"),
+        TableColumn("failed_share", "share"),
+        TableColumn("pulled_nothing", "count"),
+        TableColumn("alarm"),
     )
     whole = decoded + failed
     alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
@@ -188,7 +194,7 @@ def _concurrency(rows: RunRows) -> Table:
     """How many trajectories an engine took at a time, version by version, and what its KV memory cost: `evicted` ones
     were computed again when they came back, `preempted` requests under way."""
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
-    columns = (Column("version"), *(Column(name, "count") for name in names))
+    columns = (TableColumn("version"), *(TableColumn(name, "count") for name in names))
     found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
     title = "Trajectories per engine (limits by KV memory)"
     return Table("concurrency", title, columns, found, people=bool(found))
@@ -198,12 +204,12 @@ def _updates(rows: RunRows) -> Table:
     """Versions that engines loaded one by one (`weights.update`), and those that they left out before: bytes that were
     never sent, at the size of the version that was. What an engine has not made up for at the end is not counted."""
     columns = (
-        Column("engine"),
-        Column("loads", "count"),
-        Column("seconds", "seconds"),
-        Column("loaded_gb", "number"),
-        Column("skipped", "count"),
-        Column("saved_gb", "number"),
+        TableColumn("engine"),
+        TableColumn("loads", "count"),
+        TableColumn("seconds", "seconds"),
+        TableColumn("loaded_gb", "number"),
+        TableColumn("skipped", "count"),
+        TableColumn("saved_gb", "number"),
     )
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for event in rows.updates:
@@ -218,13 +224,13 @@ def _broadcasts(rows: RunRows) -> Table:
     """Versions that engines had by broadcast (`weights.collective`), while they went on generating: bytes of all their
     workers, and seconds from the word to take part to the last byte. What they missed they read from files."""
     columns = (
-        Column("engine"),
-        Column("received", "count"),
-        Column("gb", "number"),
-        Column("seconds", "seconds"),
-        Column("gb_per_s", "number"),
-        Column("missed", "count"),
-        Column("why", wrap=True),
+        TableColumn("engine"),
+        TableColumn("received", "count"),
+        TableColumn("gb", "number"),
+        TableColumn("seconds", "seconds"),
+        TableColumn("gb_per_s", "number"),
+        TableColumn("missed", "count"),
+        TableColumn("why", wrap=True),
     )
     found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
     for event in rows.broadcasts:
@@ -243,15 +249,15 @@ def _making(rows: RunRows) -> Table:
     """How episodes came to their environments on each host: made in their reset, which waited for it, made ahead, or
     reset after another episode."""
     columns = (
-        Column("host"),
-        Column("domain"),
-        Column("cold", "count"),
-        Column("cold_s", "seconds"),
-        Column("ahead", "count"),
-        Column("ahead_s", "seconds"),
-        Column("reused", "count"),
-        Column("pulled", "count"),
-        Column("pull_s", "seconds"),
+        TableColumn("host"),
+        TableColumn("domain"),
+        TableColumn("cold", "count"),
+        TableColumn("cold_s", "seconds"),
+        TableColumn("ahead", "count"),
+        TableColumn("ahead_s", "seconds"),
+        TableColumn("reused", "count"),
+        TableColumn("pulled", "count"),
+        TableColumn("pull_s", "seconds"),
     )
     last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
@@ -263,12 +269,12 @@ def _places(rows: RunRows) -> Table:
     """Waits for a place on an environment host, whose hosts were full: of trajectories, held-out episodes, members
     beyond a group's, and environments ahead of need, which gave theirs up to the others."""
     columns = (
-        Column("episodes"),
-        Column("places", "count"),
-        Column("waited", "count"),
-        Column("wait_s", "seconds"),
-        Column("longest_s", "seconds"),
-        Column("given_up", "count"),
+        TableColumn("episodes"),
+        TableColumn("places", "count"),
+        TableColumn("waited", "count"),
+        TableColumn("wait_s", "seconds"),
+        TableColumn("longest_s", "seconds"),
+        TableColumn("given_up", "count"),
     )
     names = ("places", "waited", "wait_s", "longest_s", "given_up")
     lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits(rows).items())
@@ -298,15 +304,15 @@ RUNNING = ("train", "evaluate", "spare")
 """Claims of trajectories; environments ahead of need wait at nobody's cost."""
 
 
-def _columns(what: str) -> tuple[Column, ...]:
+def _columns(what: str) -> tuple[TableColumn, ...]:
     return (
-        Column("figure"),
-        Column(what, "number"),
-        Column("kept", "number"),
-        Column(f"{what}_count", "count"),
-        Column("kept_count", "count"),
-        Column("cliffs_delta", "number"),
-        Column("warning", wrap=True),
+        TableColumn("figure"),
+        TableColumn(what, "number"),
+        TableColumn("kept", "number"),
+        TableColumn(f"{what}_count", "count"),
+        TableColumn("kept_count", "count"),
+        TableColumn("cliffs_delta", "number"),
+        TableColumn("warning", wrap=True),
     )
 
 
@@ -337,4 +343,4 @@ FIGURES = {
     "difficulty": "reward of their group",
     "reward": "reward",
 }
-"""What the figures of `policy.redundancy.bias` are called here."""
+"""What the figures of `policy.redundancy.bias_report` are called here."""

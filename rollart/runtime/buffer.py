@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from rollart.errors import RunFailed
 from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
-from rollart.policy.pacing import Member, lacking, last_chance, may_join
+from rollart.policy.pacing import PacedGroup, groups_to_wait_for, last_chance, may_join
 from rollart.policy.samplers import Deadline, Fifo
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Pick, Ready, Row, Sampler, SampleTable, Selection
+from rollart.policy.table import PickedRow, ReadyRows, Sampler, SampleRow, SampleTable, Selection
 from rollart.runtime.pacing import BatchPace
 from rollart.runtime.sharing import Shares
 
@@ -131,7 +131,7 @@ class SampleBuffer:
             length = self._measure(sample.token_ids)
             tokens += length
             if not self._columns:
-                self.table.add(Row(sample.id, group.id, size, length, sample.v0), *COLUMNS)
+                self.table.add(SampleRow(sample.id, group.id, size, length, sample.v0), *COLUMNS)
             elif sample.id not in self._filled:
                 self.offer(sample, size)
         self._groups[group.id] = group
@@ -142,7 +142,7 @@ class SampleBuffer:
         """A sample of a group that may not be complete yet: tasks may fill its columns from now on."""
         if not self._columns:
             return
-        row = Row(sample.id, sample.group, group_size, self._measure(sample.token_ids), sample.v0)
+        row = SampleRow(sample.id, sample.group, group_size, self._measure(sample.token_ids), sample.v0)
         self._filled[sample.id] = sample
         self.table.add(row, *COLUMNS)
         for changed in self._columns.values():
@@ -192,7 +192,7 @@ class SampleBuffer:
         due = None if self._due is None else asyncio.get_running_loop().time() + self._due.seconds
         late = False
         while True:
-            held_back: list[Member] = []
+            held_back: list[PacedGroup] = []
             if self._due is not None:
                 by_deadline: Sampler = lambda ready, late=late: self._by_deadline(ready, version, late)  # type: ignore[misc]  # noqa: E731
                 chosen = self._take(version, self._paced(version, by_deadline, held_back))
@@ -320,13 +320,13 @@ class SampleBuffer:
         pace = None if self._shares is not None else self.pace
         if pace is not None and pace.given_up == version:
             pace = None
-        batch: dict[str, list[Member]] = {name: [] for name in left}
+        batch: dict[str, list[PacedGroup]] = {name: [] for name in left}
         for group in taken:
             batch[group.domain].append(_member(group))
         others = {name: self._members(name, version) for name in left} if pace is not None else {}
         chosen: list[ReadyGroup] = []
         for ready in sorted(self._fresh_groups(version), key=lambda r: (r.v0, r.order)):
-            name, member = ready.domain, Member(ready.id, ready.v0, ready.samples)
+            name, member = ready.domain, PacedGroup(ready.id, ready.v0, ready.samples)
             if pace is None:
                 joins = ready.samples <= left[name]
             else:
@@ -342,24 +342,24 @@ class SampleBuffer:
                 others[name].append(member)
         return chosen
 
-    def _members(self, domain: str, version: int) -> list[Member]:
+    def _members(self, domain: str, version: int) -> list[PacedGroup]:
         """Groups of a domain that a batch for `version` may hold, complete or not."""
         assert self.pace is not None
-        ready = [Member(r.id, r.v0, r.samples) for r in self._ready.values() if r.domain == domain]
+        ready = [PacedGroup(r.id, r.v0, r.samples) for r in self._ready.values() if r.domain == domain]
         unfinished = [u.at(version) for u in self.pace.unfinished() if u.domain == domain]
         return [m for m in (*ready, *unfinished) if not self._bound.stale(m.v0, version)]
 
-    def _lacking(self, version: int, taken: Sequence[Group] = ()) -> list[Member]:
+    def _lacking(self, version: int, taken: Sequence[Group] = ()) -> list[PacedGroup]:
         """Groups that the batch for `version`, of which `taken` are there, waits for."""
         if self.pace is None or self.pace.given_up == version:
             return []
         whole = {r.id for r in self._whole()}
-        found: list[Member] = []
+        found: list[PacedGroup] = []
         for name, quota in self._quotas.items():
             members = self._members(name, version)
             ready = [m for m in members if m.id in whole] + [_member(g) for g in taken if g.domain == name]
             unfinished = [m for m in members if m.id not in whole]
-            found += lacking(ready, unfinished, quota=quota, version=version, alpha=self.pace.alpha)
+            found += groups_to_wait_for(ready, unfinished, quota=quota, version=version, alpha=self.pace.alpha)
         return found
 
     async def _hold(self, version: int, released: Callable[[], bool], taken: Sequence[Group] = ()) -> None:
@@ -373,14 +373,14 @@ class SampleBuffer:
 
         await self.pace.hold(version, self._lacking(version, taken), wait())
 
-    def _paced(self, version: int, sampler: Sampler, held_back: list[Member]) -> Sampler:
+    def _paced(self, version: int, sampler: Sampler, held_back: list[PacedGroup]) -> Sampler:
         """The sampler's batch, with every group whose last chance it is, once it lacks none; until then `held_back` has
         the groups that it lacks."""
         pace = self.pace
         if pace is None:
             return sampler
 
-        def paced(ready: Ready) -> Selection | None:
+        def paced(ready: ReadyRows) -> Selection | None:
             chosen = sampler(ready)
             if chosen is None:
                 return None
@@ -391,7 +391,7 @@ class SampleBuffer:
                 return chosen
             taken = {pick.row.group for pick in chosen.batches[0]}
             fresh = {r.id for r in self._fresh_groups(version) if last_chance(r.v0, version, pace.alpha)}
-            last = [Pick(row, row.tokens) for row in ready.rows.values() if row.group in fresh - taken]
+            last = [PickedRow(row, row.tokens) for row in ready.rows.values() if row.group in fresh - taken]
             return Selection((chosen.batches[0] + tuple(last),), chosen.consumed + tuple(p.row.id for p in last))
 
         return paced
@@ -419,26 +419,26 @@ class SampleBuffer:
     def _of(self, chosen: Sequence[ReadyGroup] | None) -> Sampler:
         """These groups, or nothing yet."""
 
-        def sampler(ready: Ready) -> Selection | None:
+        def sampler(ready: ReadyRows) -> Selection | None:
             if chosen is None:
                 return None
             return Selection.of(ready.rows[s.id] for group in chosen for s in self._groups[group.id].samples)
 
         return sampler
 
-    def _by_deadline(self, ready: Ready, version: int, late: bool) -> Selection | None:
+    def _by_deadline(self, ready: ReadyRows, version: int, late: bool) -> Selection | None:
         """Of every domain its quota, or what there is when it is late."""
         assert self._due is not None
-        by_domain: dict[str, dict[str, Row]] = {name: {} for name in self._quotas}
+        by_domain: dict[str, dict[str, SampleRow]] = {name: {} for name in self._quotas}
         for row in ready.rows.values():
             group = self._ready[row.group]
             if not self._bound.stale(group.v0, version):
                 by_domain[group.domain][row.id] = row
-        picks: list[Pick] = []
+        picks: list[PickedRow] = []
         for domain, quota in self._quotas.items():
             least = max(1, math.ceil(self._due.least * quota - 1e-9))
             sampler = Deadline(quota, least, version, due=late, gamma=self._due.decay, whole_groups=True)
-            found = sampler(Ready(by_domain[domain], ready.missing))
+            found = sampler(ReadyRows(by_domain[domain], ready.missing))
             if found is None:
                 return None
             picks += found.batches[0]
@@ -480,8 +480,8 @@ class SampleBuffer:
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
 
 
-def _member(group: Group) -> Member:
-    return Member(group.id, group.v0, len(group.samples))
+def _member(group: Group) -> PacedGroup:
+    return PacedGroup(group.id, group.v0, len(group.samples))
 
 
 def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
@@ -490,5 +490,5 @@ def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
     return dataclasses.replace(group, samples=tuple(samples))
 
 
-def _everything(ready: Ready) -> Selection | None:
+def _everything(ready: ReadyRows) -> Selection | None:
     return Selection.of(ready.rows.values()) if ready.rows else None

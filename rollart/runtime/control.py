@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import EngineId, Group, PauseMode
-from rollart.policy.routing import Router
-from rollart.policy.schedules import Admission, InFlight, Schedule, Turns
+from rollart.policy.routing import RoutingPolicy
+from rollart.policy.schedules import Admission, InFlightHandling, Schedule, TurnSynchrony
 from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
@@ -69,8 +69,8 @@ class ControlSettings:
     updates: UpdatePolicy | None = None
     """How engines follow a version one by one, where the schedule lets them differ; None: all at once."""
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
-    router: Router = field(default_factory=Router)
-    seats: Mapping[str, Seat] = field(default_factory=dict)
+    router: RoutingPolicy = field(default_factory=RoutingPolicy)
+    seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
     """Where engines sit, by id; one that is not named sits nowhere in particular and does everything."""
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     concurrency: ConcurrencySettings | None = None
@@ -137,7 +137,7 @@ class ControlPlane:
             leases,
             limits=settings.waits,
             stale=_judge(rules, self.gateway),
-            barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
+            barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
             measure=settings.measure,
             prefetch=prefetch,
         )
@@ -266,7 +266,9 @@ class ControlPlane:
         settings, borrow = self._settings.lending, self._hooks.borrow
         if settings is None or borrow is None:
             return None
-        lender = Lender(self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == State.BUSY)
+        lender = Lender(
+            self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == ResourceState.BUSY
+        )
         self.gateway.on_lost = lender.lost
         return lender
 
@@ -367,8 +369,8 @@ def _gateway(
         recorder=recorder,
         router=settings.router,
         seats=settings.seats,
-        concurrency=None if settings.schedule.rules.turns is Turns.LOCKSTEP else settings.concurrency,
+        concurrency=None if settings.schedule.rules.turns is TurnSynchrony.LOCKSTEP else settings.concurrency,
         updates=UpdateRule(updates, rules.alpha) if updates is not None and differ else None,
-        pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlight.TURN_REDONE else PauseMode.KEEP,
+        pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlightHandling.TURN_REDONE else PauseMode.KEEP,
         together=together,
     )

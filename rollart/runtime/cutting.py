@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rollart.model import Group, TrainSample
 from rollart.policy.samplers import TokenBudget
-from rollart.policy.table import Ready, Row
+from rollart.policy.table import ReadyRows, SampleRow
 
 __all__ = ["Cut", "whole"]
 
@@ -31,12 +31,14 @@ class Cut:
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[TrainSample]:
         samples = whole(groups, step)
-        rows: dict[str, Row] = {
-            s.id: Row(s.id, g.id, len(g.samples), self.measure(s.token_ids), s.v0) for g in groups for s in g.samples
+        rows: dict[str, SampleRow] = {
+            s.id: SampleRow(s.id, g.id, len(g.samples), self.measure(s.token_ids), s.v0)
+            for g in groups
+            for s in g.samples
         }
         if sum(row.tokens for row in rows.values()) <= self.tokens:
             return samples
-        chosen = TokenBudget(self.tokens, str(step))(Ready(rows, lambda _: 0))
+        chosen = TokenBudget(self.tokens, str(step))(ReadyRows(rows, lambda _: 0))
         assert chosen is not None, "there are more tokens than the budget's"
         kept = {p.row.id: p.tokens for p in chosen.batches[0]}
         cut = [self._cut(s, kept[s.id], rows[s.id].tokens) for s in samples if s.id in kept]

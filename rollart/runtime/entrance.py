@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.model import EngineStats
-from rollart.policy.concurrency import CONCURRENCY, AimdSettings, Change, ConcurrencyLimits, Pressure
+from rollart.policy.concurrency import CONCURRENCY, AimdSettings, ConcurrencyLimits, KvPressure, LimitChange
 from rollart.policy.lease import Expiry
-from rollart.policy.line import Line
+from rollart.policy.line import AdmissionQueue
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
@@ -84,8 +84,8 @@ class Entrance:
         self._facts: dict[str, tuple[float, float]] = {}
         self._came: dict[str, int] = {}
         self._arrivals = 0
-        self._lines: dict[bool, Line[_Waiter]] = {
-            long: Line(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
+        self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
+            long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
         }
         """By whether they are for long trajectories; one for all where lengths do not matter."""
         self._skew = Skew() if settings.skew_aware else None
@@ -309,10 +309,10 @@ class Entrance:
         used = max(stats.kv_used, kv.total / kv.capacity)
         decision = self.limits.observe(
             name,
-            Pressure(min(used, 1.0), stats.preemptions + kv.evicted, len(kv), stats.waiting),
+            KvPressure(min(used, 1.0), stats.preemptions + kv.evicted, len(kv), stats.waiting),
             now=asyncio.get_running_loop().time(),
         )
-        if decision.change in (Change.DOWN_PREEMPTED, Change.DOWN_FULL) and decision.limit < before:
+        if decision.change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL) and decision.limit < before:
             self._tell(
                 "concurrency_lowered",
                 name,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
-from rollart.policy.places import Claim, Wish
+from rollart.policy.places import PlacementPriority, PlacementRequest
 from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
 from rollart.runtime.attempts import charged
 from rollart.runtime.domain import Domain
@@ -99,7 +99,7 @@ class Evaluation:
                 purpose=Purpose.EVAL,
                 run_seed=self._seed,
                 started=asyncio.get_running_loop().time(),
-                wish=Wish(Claim.EVALUATE),
+                wish=PlacementRequest(PlacementPriority.EVALUATE),
             )
             try:
                 trajectory = await self._runner.run(live)

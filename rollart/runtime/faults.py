@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import FaultRateExceeded
 from rollart.model import AbortReason
-from rollart.policy.incidents import Losses
+from rollart.policy.incidents import IncidentWindow
 
 __all__ = ["WINDOW", "FaultMeter"]
 
@@ -39,10 +39,10 @@ class FaultMeter:
     attempts: int = 0
     faults: int = 0
     details: dict[str, int] = field(default_factory=dict)
-    losses: Losses = field(init=False)
+    losses: IncidentWindow = field(init=False)
 
     def __post_init__(self) -> None:
-        self.losses = Losses(self.window)
+        self.losses = IncidentWindow(self.window)
 
     @property
     def together(self) -> int:

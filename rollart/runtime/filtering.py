@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 from rollart.errors import RunFailed
 from rollart.model import Group
 from rollart.policy.fairness import Apportionment, DomainShare
-from rollart.policy.replication import FILTERED_AGAINST_KEPT, FilterSettings, Refills, Verdict, judge
+from rollart.policy.replication import (
+    FILTERED_AGAINST_KEPT,
+    FilterSettings,
+    GroupVerdict,
+    RefillBudget,
+    classify_rewards,
+)
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.groups import GroupRun
@@ -27,7 +33,9 @@ class GroupFilter:
     def __init__(self, domains: Sequence[Domain], settings: FilterSettings, recorder: Recorder) -> None:
         self._settings = settings
         self._recorder = recorder
-        self._refills = {d.name: Refills(math.floor(settings.most * d.quota / d.group_size + 1e-9)) for d in domains}
+        self._refills = {
+            d.name: RefillBudget(math.floor(settings.most * d.quota / d.group_size + 1e-9)) for d in domains
+        }
         self._against = Cancellations(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
         self._said: set[str] = set()
 
@@ -37,12 +45,12 @@ class GroupFilter:
             return False
         refills = self._refills[run.domain.name]
         rewards = [sample.score for sample in run.samples.values()]
-        verdict = judge(rewards)
+        verdict = classify_rewards(rewards)
         if refills.judged(verdict):
             self._against.dropped(run)
             self._event("group_filtered", run.id, domain=run.domain.name, reward=math.fsum(rewards) / len(rewards))
             return True
-        if verdict is Verdict.ALIKE:
+        if verdict is GroupVerdict.ALIKE:
             self._exhausted(run.domain.name, refills)
         self._against.kept(run)
         return False
@@ -54,7 +62,7 @@ class GroupFilter:
             self._said.discard(domain)
         self._against.report(version)
 
-    def _exhausted(self, domain: str, refills: Refills) -> None:
+    def _exhausted(self, domain: str, refills: RefillBudget) -> None:
         seen = refills.filtered + refills.qualified
         share = f"all {seen}" if not refills.qualified else f"{refills.filtered} of {seen}"
         said = f"{share} groups of domain {domain} since its last step had members of the same reward"

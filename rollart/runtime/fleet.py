@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollart.errors import LeaseExpired, RollartError, RunFailed
-from rollart.fleet import EngineKind, Move, MoveKind, Seat
+from rollart.fleet import EngineKind, EnginePlacement, FleetMove, FleetMoveKind
 from rollart.model import EngineId
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
@@ -22,7 +22,7 @@ class Placed:
     """An engine that has devices and a name of its own, but no process yet."""
 
     part: EnginePart
-    seat: Seat
+    seat: EnginePlacement
 
 
 class EngineSite(Protocol):
@@ -67,12 +67,12 @@ class EngineFleet:
         self._moving = asyncio.Lock()
         self._gone: list[EngineId] = []
 
-    async def apply(self, move: Move) -> None:
-        if move.kind is MoveKind.FLIP or move.replicas != 1:
+    async def apply(self, move: FleetMove) -> None:
+        if move.kind is FleetMoveKind.FLIP or move.replicas != 1:
             raise RunFailed(f"{move}: not a move of the fleet (rule: one engine is drained or started)")
         async with self._moving:
             await self._clear()
-            if move.kind is MoveKind.DRAIN:
+            if move.kind is FleetMoveKind.DRAIN:
                 assert move.before is not None, "a drain has a role before"
                 await self._drain(EngineKind(move.pool, move.before, move.tp), move.engine)
             else:

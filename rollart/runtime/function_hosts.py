@@ -11,7 +11,7 @@ from typing import Protocol
 from rollart.errors import LeaseExpired, PartDied, RollartError
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.policy.lease import Expiry
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.hosting import HOST_DOWN, HOST_RESTART
@@ -197,7 +197,7 @@ class FunctionFleet:
             await self._end(host)
 
     async def _start(self, host: _Host, cause: str) -> FunctionHost:
-        host.part.clock.enter(State.STARTUP, cause)
+        host.part.clock.enter(ResourceState.STARTUP, cause)
         async with self._leases.hold(host.part.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             link = host.link = await host.part.start(lambda: self._at_work(host))
         if host.leaving:
@@ -210,11 +210,11 @@ class FunctionFleet:
     def _at_work(self, host: _Host) -> None:
         """A call or a worker there has begun or ended."""
         if host.link is not None:
-            host.part.clock.enter(State.BUSY if host.link.live else State.IDLE)
+            host.part.clock.enter(ResourceState.BUSY if host.link.live else ResourceState.IDLE)
 
     async def _lose(self, host: _Host, cause: str) -> bool:
         """Calls that its workers are in are made again elsewhere from now on. Whether this life answered any."""
-        host.part.clock.enter(State.DOWN, HOST_DOWN)
+        host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
         self._tell("host_lost", host, cause=cause, calls=0 if link is None else link.live)
         if link is None:

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from rollart.errors import EngineError, LeaseExpired
-from rollart.fleet import EngineKind, EngineRole, KindLoad, Routes, Seat
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, KindLoad, Routes
 from rollart.ledger.clock import EngineShares
-from rollart.ledger.intervals import State
-from rollart.model import Completion, EngineId, EngineStats, PauseMode, Piece, Sampling, WeightsRef
+from rollart.ledger.intervals import ResourceState
+from rollart.model import Completion, CompletionChunk, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
 from rollart.policy.lease import Expiry
-from rollart.policy.routing import Router
+from rollart.policy.routing import RoutingPolicy
 from rollart.policy.syncing import engines_to_update
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
@@ -51,8 +51,8 @@ class Gateway:
         version: int,
         on_suspect: Callable[[EngineId], None],
         recorder: Recorder | None = None,
-        router: Router | None = None,
-        seats: Mapping[str, Seat] | None = None,
+        router: RoutingPolicy | None = None,
+        seats: Mapping[str, EnginePlacement] | None = None,
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
         updates: UpdateRule | None = None,
@@ -70,7 +70,15 @@ class Gateway:
         # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
         self._moving = asyncio.Lock()
         self._turns = Turns(
-            leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency, together
+            leases,
+            limits,
+            self._roster,
+            router or RoutingPolicy(),
+            version,
+            self._doubt,
+            self._event,
+            concurrency,
+            together,
         )
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None
@@ -114,7 +122,7 @@ class Gateway:
     def routes(self) -> Routes:
         return self._turns.router.routes
 
-    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None = None) -> None:
+    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None = None) -> None:
         """An engine is up with `version` loaded. The same id may join again after it was lost: it keeps the seat that
         it has by then, so `seat` is for the first time."""
         member = self._roster.join(engine, version=version, shares=shares, seat=seat)
@@ -130,7 +138,7 @@ class Gateway:
         loaded: int | None,
         weights: Callable[[], WeightsRef],
         shares: EngineShares,
-        seat: Seat | None = None,
+        seat: EnginePlacement | None = None,
     ) -> int:
         """An engine that started with version `loaded`, or is in doubt (None), joins with the current version, which is
         returned. It waits for an update under way, and an update waits for it, so the version cannot move meanwhile.
@@ -168,7 +176,7 @@ class Gateway:
         if member is None or not member.healthy:
             return
         member.healthy = False
-        member.shares.hold(State.DOWN, cause)
+        member.shares.hold(ResourceState.DOWN, cause)
         self._turns.unhome(member)
         self.on_lost(engine_id)
         if self.updates is not None:
@@ -178,7 +186,7 @@ class Gateway:
         """Whether the run can go on without this engine: another one serves, and stays."""
         return any(m.keeps for e, m in self._roster.members.items() if e != engine_id)
 
-    def seat_of(self, engine_id: EngineId) -> Seat | None:
+    def seat_of(self, engine_id: EngineId) -> EnginePlacement | None:
         return self._roster.seat_of(engine_id)
 
     def follow(self, routes: Routes) -> None:
@@ -197,7 +205,7 @@ class Gateway:
             self._event("role_flipped", engine_id, before=str(seat.role), after=str(role))
             self._turns.notify()
 
-    def seats(self) -> Mapping[EngineId, Seat]:
+    def seats(self) -> Mapping[EngineId, EnginePlacement]:
         """Every engine that joined and has not left for good, and where it sits now."""
         return {m.engine.id: m.seat for m in self._roster.members.values()}
 
@@ -234,7 +242,7 @@ class Gateway:
             await member.engine.abort(sorted(member.asked))
             await self._turns.quiet(member)
         if member.away:
-            member.shares.hold(State.IDLE, "lent")
+            member.shares.hold(ResourceState.IDLE, "lent")
 
     def take_back(self, engine_id: EngineId) -> None:
         """A lent engine serves again, if it is still there."""
@@ -288,7 +296,7 @@ class Gateway:
         length: int | None = None,
         prompt: str = "",
         last: bool = False,
-        told: Callable[[Piece], None] | None = None,
+        told: Callable[[CompletionChunk], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids; `prompt` names
         what the trajectory answers. After the `last` turn that its trajectory can have, an engine that only prefilled
@@ -374,7 +382,7 @@ class Gateway:
             self._turns.notify()
 
     async def _load(self, member: Member, weights: WeightsRef) -> None:
-        member.shares.hold(State.SYNC)
+        member.shares.hold(ResourceState.SYNC)
         try:
             async with self._leases.hold(
                 "publish", f"weights v{weights.version} on {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.grouping import GroupDecision, GroupState
-from rollart.policy.places import Claim, Wish
-from rollart.policy.redundancy import Trajectory as Ended
-from rollart.policy.schedules import Judged
+from rollart.policy.places import PlacementPriority, PlacementRequest
+from rollart.policy.redundancy import TrajectorySnapshot as Ended
+from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
 from rollart.runtime.pacing import Unfinished
@@ -61,10 +61,12 @@ class GroupRun:
         begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
         return min(begun, default=None)
 
-    def wish(self, member: int) -> Wish:
+    def wish(self, member: int) -> PlacementRequest:
         """Its claim to a place on an environment host: a spare one's, if those before it suffice."""
         others = sum(other < member for other in self.trying) + len(self.samples)
-        return Wish(Claim.TRAIN if others < self.state.size else Claim.SPARE, self.seniority)
+        return PlacementRequest(
+            PlacementPriority.TRAIN if others < self.state.size else PlacementPriority.SPARE, self.seniority
+        )
 
     def spares(self, member: int) -> bool:
         """Whether the others suffice without this member."""
@@ -213,15 +215,15 @@ class GroupTable:
         """The incomplete group of that id."""
         return self._runs.get(group_id)
 
-    def published(self, version: int, judged: Judged = Judged.EVERY_TURN) -> None:
+    def published(self, version: int, judged: StalenessCheck = StalenessCheck.EVERY_TURN) -> None:
         """A version is current. Judged at every turn: drop groups that can never be consumed whole, restart stale
         members of the others. Judged at the batch: give stale groups up, and let their members run on."""
-        if judged is Judged.AT_BATCH:
+        if judged is StalenessCheck.AT_BATCH:
             for run in list(self._runs.values()):
                 begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
                 if any(self._bound.stale(v0, version) for v0 in begun):
                     self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
-        if judged is not Judged.EVERY_TURN:
+        if judged is not StalenessCheck.EVERY_TURN:
             return
         for run in list(self._runs.values()):
             if run.state.published(version, self._bound) is GroupDecision.DROP:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from rollart.border import checked_step
-from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
+from rollart.episodes import HarnessEpisode, HarnessFactory, HarnessRequest
 from rollart.errors import LeaseExpired, one_line
 from rollart.model import AbortReason, Completion, Sampling, Segment, SegmentKind, Step, Turn
 from rollart.ports import Tokenizer
@@ -18,7 +18,7 @@ from rollart.runtime.domain import Domain
 __all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns", "unless_gone"]
 
 
-def harness_sampling(domain: Domain, wanted: Wanted, seed: int, room: int, *, greedy: bool) -> Sampling:
+def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: int, *, greedy: bool) -> Sampling:
     """The domain's sampling, whatever temperature the program would like: the trainer has one. `room` = tokens left in
     the context, at least one."""
     most = min(domain.max_tokens, wanted.max_tokens or domain.max_tokens, max(room, 1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rollart.fleet import Seat
-from rollart.policy.affinity import Affinity
+from rollart.fleet import EnginePlacement
+from rollart.policy.affinity import HardwareAffinity
 from rollart.runtime.members import Member
 
 __all__ = ["DomainBook", "Tell"]
@@ -42,7 +42,13 @@ class DomainBook:
         self._homes.clear()
 
     def homed(
-        self, domain: str, member: Member, affinity: Affinity, *, preferred: bool, doubts: Sequence[Seat] = ()
+        self,
+        domain: str,
+        member: Member,
+        affinity: HardwareAffinity,
+        *,
+        preferred: bool,
+        doubts: Sequence[EnginePlacement] = (),
     ) -> None:
         """A trajectory got its home. One event when a domain's cannot be where they should, one when they can again;
         none while they only wait for engines in `doubts`."""

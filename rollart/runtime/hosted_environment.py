@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
-from rollart.policy.places import Wish
+from rollart.policy.places import PlacementRequest
 from rollart.runtime.places import Place
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["HostedEnvironment", "host_of"]
 
 T = TypeVar("T")
 
-FIRST = Wish()
+FIRST = PlacementRequest()
 """Of an environment that nobody prepared."""
 
 
@@ -39,7 +39,7 @@ class HostedEnvironment:
         return "" if self._place is None else self._place.host.id
 
     async def prepare(
-        self, seed: int, owner: str, wish: Wish = FIRST, give_up: Callable[[], None] | None = None
+        self, seed: int, owner: str, wish: PlacementRequest = FIRST, give_up: Callable[[], None] | None = None
     ) -> None:
         """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
         `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""

@@ -11,13 +11,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
-from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, HostHealth, Images, Made, Making
+from rollart.hosted import (
+    ENVIRONMENTS_MADE,
+    EnvironmentCreation,
+    EnvironmentHost,
+    EnvironmentOrigin,
+    EpisodeImages,
+    HostHealth,
+)
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import State
-from rollart.policy.hosting import Hosting, HostRules
-from rollart.policy.incidents import Ends
+from rollart.ledger.intervals import ResourceState
+from rollart.policy.hosting import HostRules, HostSelector
+from rollart.policy.incidents import IncidentTracker
 from rollart.policy.lease import Expiry
-from rollart.policy.memory import MemoryWatch, Verdict
+from rollart.policy.memory import MemoryAction, MemoryWatch
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
 from rollart.runtime.hosted_environment import HostedEnvironment, host_of
 from rollart.runtime.hostlife import Host
@@ -64,7 +71,7 @@ class HostFleet:
         self._leases = leases
         self._recorder = recorder
         self._limits = limits
-        self._policy = Hosting(rules or HostRules())
+        self._policy = HostSelector(rules or HostRules())
         self._hosts: dict[str, Host] = {}
         self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
@@ -72,7 +79,7 @@ class HostFleet:
         self._pictures = Pictures(leases, limits.pull_s, self._seen)
         self._pictured = False
         """Whether any host brings images."""
-        self._ends = Ends()
+        self._ends = IncidentTracker()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -174,7 +181,7 @@ class HostFleet:
         """What the host answers; its overhead and its silence are counted."""
         began = _now()
         if not host.calls and host.link is not None:
-            host.part.clock.enter(State.BUSY)
+            host.part.clock.enter(ResourceState.BUSY)
         host.calls += 1
         try:
             result, env_s = await work
@@ -183,19 +190,19 @@ class HostFleet:
         finally:
             host.calls -= 1
             if not host.calls and host.link is not None:
-                host.part.clock.enter(State.IDLE)
+                host.part.clock.enter(ResourceState.IDLE)
         if self._hosts.get(host.id) is host:
             self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
         return result
 
-    def made(self, host: Host, domain: str, made: Made) -> None:
+    def made(self, host: Host, domain: str, made: EnvironmentOrigin) -> None:
         """An episode has its environment: told in sums, at the 1st, 2nd, 4th ... and when the host ends."""
-        making = host.making.setdefault(domain, Making())
+        making = host.making.setdefault(domain, EnvironmentCreation())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):
             self._tell_making(host, domain, making)
 
-    def _tell_making(self, host: Host, domain: str, making: Making) -> None:
+    def _tell_making(self, host: Host, domain: str, making: EnvironmentCreation) -> None:
         self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
 
     def known(self, host: Host, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
@@ -216,7 +223,7 @@ class HostFleet:
         links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
         return await self._pictures.wanted(links, domain, seed, owner)
 
-    def _seen(self, link: EnvironmentHost, said: Images) -> None:
+    def _seen(self, link: EnvironmentHost, said: EpisodeImages) -> None:
         if (host := self._hosts.get(link.id)) is not None:
             host.images = said.there
 
@@ -228,7 +235,7 @@ class HostFleet:
             except EnvironmentFault as fault:
                 raise self.known(host, link, fault) from None
         host.images = said.there
-        making = host.making.setdefault(domain, Making())
+        making = host.making.setdefault(domain, EnvironmentCreation())
         making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
 
     def hangs(self, began: float) -> bool:
@@ -287,12 +294,12 @@ class HostFleet:
             await self._end(host)
 
     async def _start(self, host: Host, cause: str) -> None:
-        host.part.clock.enter(State.STARTUP, cause)
+        host.part.clock.enter(ResourceState.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = host.life = await host.part.start()
         self._pictured = self._pictured or bool(host.link.pictured)
         host.live, host.taken, host.resting, host.draining = 0, None, False, False
-        host.part.clock.enter(State.IDLE)
+        host.part.clock.enter(ResourceState.IDLE)
         self._policy.restarted(host.id)
         self.tell("host_started", host.id, restarts=host.restarts)
         self._notify()
@@ -303,12 +310,12 @@ class HostFleet:
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
         bound = watch.rules.bound(health.machine, here)
         verdict = watch.look(health.memory, bound, host.live, _now())
-        if verdict is Verdict.KEEP:
+        if verdict is MemoryAction.KEEP:
             return ""
         figures = f"its memory is {health.memory / 1e9:.2f} GB, its bound {bound / 1e9:.2f} GB"
         played = f"; it played {', '.join(sorted(host.making))}" if host.making else ""
         cause = f"{figures} ({watch.rules.words(health.machine, here)}){played}"
-        if verdict is Verdict.RESTART:
+        if verdict is MemoryAction.RESTART:
             return cause
         host.draining = True
         self.tell("host_draining", host.id, cause=cause, episodes=host.live)
@@ -317,7 +324,7 @@ class HostFleet:
 
     async def _lose(self, host: Host, cause: str) -> None:
         """Its episodes learn of it from the connection's end."""
-        host.part.clock.enter(State.DOWN, HOST_DOWN)
+        host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
         if link is not None:
             self._ended(host, link)

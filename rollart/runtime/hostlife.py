@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from rollart.hosted import EnvironmentHost, Making
+from rollart.hosted import EnvironmentCreation, EnvironmentHost
 from rollart.runtime.hostwatch import HostPart
 
 __all__ = ["Host"]
@@ -39,7 +39,7 @@ class Host:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     images: frozenset[str] = frozenset()
     """That it has, as far as is known."""
-    making: dict[str, Making] = field(default_factory=dict)
+    making: dict[str, EnvironmentCreation] = field(default_factory=dict)
     """By domain."""
 
     @property

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollart.border import declares_quick, due
-from rollart.foreign import foreign, give_up, guard
+from rollart.border import declares_quick, require_awaitable
+from rollart.foreign import UserCodeGuard, cancel_call, guard
 from rollart.model import Observation, Step
 from rollart.ports import Environment, EnvironmentFactory
 
@@ -31,8 +31,8 @@ class InProcessEnvironment:
     """Implements `Environment` over a user's object. One call at a time.
 
     Each call runs in a task of its own, which waits only for the user's code; a caller that is cancelled returns at
-    once, and the task is cancelled and then left behind (`foreign.give_up`). `close` waits for such a task to end
-    before it calls the user's.
+    once, and the task is cancelled and then left behind (`UserCodeGuard.cancel_call`). `close` waits for such a task
+    to end before it calls the user's.
 
     An environment whose attribute `quick` is true promises to answer without waiting, and is called without a task; a
     call that waits all the same is a fault.
@@ -84,7 +84,7 @@ class InProcessEnvironment:
         try:
             await ended
         except asyncio.CancelledError:
-            give_up(task)
+            cancel_call(task)
             raise
         if task.cancelled():
             raise RuntimeError("it cancelled its own task")
@@ -93,14 +93,14 @@ class InProcessEnvironment:
 
 @guard
 async def _awaited(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    with foreign():
-        return await due(call(), what)  # type: ignore[return-value]
+    with UserCodeGuard():
+        return await require_awaitable(call(), what)  # type: ignore[return-value]
 
 
 @guard
 def _answer(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    with foreign():
-        steps = due(call(), what).__await__()
+    with UserCodeGuard():
+        steps = require_awaitable(call(), what).__await__()
         try:
             next(steps)
         except StopIteration as end:

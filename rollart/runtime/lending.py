@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.model import EngineId, EngineStats, Purpose, TrajectoryId
-from rollart.policy.parallelism import Kept, KeptReason, Lent, RolloutInstance, RolloutRequest, lend
+from rollart.policy.parallelism import (
+    LendingPlan,
+    LendingRefusal,
+    LendingRefusalReason,
+    RolloutInstance,
+    RolloutRequest,
+    plan_lending,
+)
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.trajectory import Live
@@ -127,14 +134,14 @@ class Lender:
         epoch = self._epoch
         total = self._done + len(self._live)
         if 100 * self._done < 20 * total or 100 * self._done > 50 * total or not self._behind():
-            return  # as `lend` would say, before anybody is asked
+            return  # as `plan_lending` would say, before anybody is asked
         seats = self._gateway.seats()
         stats = {e: s for e, s in (await self._gateway.stats()).items() if s.kv_tokens}
         if epoch != self._epoch or any(s.role is not EngineRole.ENGINE for s in seats.values()):
             return
         size = self._settings.bytes_per_token
         instances = [RolloutInstance(e, seats[e].tp, size * (s.kv_tokens or 0)) for e, s in stats.items() if e in seats]
-        decision = lend(
+        decision = plan_lending(
             self._done,
             instances,
             self._requests(stats),
@@ -143,7 +150,7 @@ class Lender:
             checked=self._checked,
             headroom=self._settings.headroom,
         )
-        if isinstance(decision, Lent):
+        if isinstance(decision, LendingPlan):
             await self._lend(decision)
             return
         self._checked = decision.checked
@@ -163,7 +170,7 @@ class Lender:
             found.append(RolloutRequest(live.id, home, live.domain.name, context, context, most))
         return found
 
-    async def _lend(self, decision: Lent) -> None:
+    async def _lend(self, decision: LendingPlan) -> None:
         epoch = self._epoch
         self.lent = tuple(EngineId(e) for e in decision.instances)
         try:
@@ -189,8 +196,8 @@ class Lender:
             left=len(self._live),
         )
 
-    def _tell(self, kept: Kept) -> None:
-        if kept.reason in (KeptReason.KV, KeptReason.WHOLE):
+    def _tell(self, kept: LendingRefusal) -> None:
+        if kept.reason in (LendingRefusalReason.KV, LendingRefusalReason.WHOLE):
             self._event("engines_kept", kept.reason.value, why=kept.detail)
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:

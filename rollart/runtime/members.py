@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rollart.fleet import EngineKind, EngineRole, KindLoad, Seat
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, KindLoad
 from rollart.ledger.clock import EngineShares
 from rollart.model import EngineId
-from rollart.policy.answers import Trust
-from rollart.policy.breaker import Breaker
-from rollart.policy.residency import Residency
+from rollart.policy.answers import EngineTrust
+from rollart.policy.breaker import HandoffCircuitBreaker
+from rollart.policy.residency import KvResidency
 from rollart.policy.routing import EngineView
 from rollart.ports import Engine
 from rollart.runtime.leases import Hold
@@ -36,7 +36,7 @@ class Member:
     engine: Engine
     version: int
     shares: EngineShares
-    seat: Seat
+    seat: EnginePlacement
     healthy: bool = True
     doubted: bool = False
     doubted_at: float = 0.0
@@ -56,8 +56,8 @@ class Member:
     """Requests elsewhere that may still fetch KV from here."""
     work_s: float = 0.0
     clear_at: float = 0.0
-    breaker: Breaker = field(default_factory=Breaker)
-    trust: Trust = field(default_factory=Trust)
+    breaker: HandoffCircuitBreaker = field(default_factory=HandoffCircuitBreaker)
+    trust: EngineTrust = field(default_factory=EngineTrust)
     condemned: str = ""
     """Why it has to be restarted, though it answers."""
     sessions: set[str] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Member:
     """Trajectories that live elsewhere and were prefilled here last: their prefix KV stays."""
     prefilling: dict[str, Hold] = field(default_factory=dict)
     """Leases of the prefills for other engines that it has not answered, by request."""
-    kv: Residency = field(default_factory=Residency)
+    kv: KvResidency = field(default_factory=KvResidency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
     quiet_at: float = 0.0
     """When its last request ended, while others waited for room."""
@@ -142,7 +142,7 @@ class SessionKv:
 class Roster:
     """The engines by id, in the order they joined. Synchronous: every change takes effect between two awaits."""
 
-    def __init__(self, seats: Mapping[str, Seat]) -> None:
+    def __init__(self, seats: Mapping[str, EnginePlacement]) -> None:
         self.members: dict[str, Member] = {}
         self._seats = dict(seats)
         self.roles = False
@@ -153,22 +153,22 @@ class Roster:
         """Members by kind and role; None after a change."""
         self._seated()
 
-    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None) -> Member:
+    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None) -> Member:
         """An engine that comes back keeps the seat that it has by now."""
         known = self._seats.get(engine.id)
-        self.seat(engine.id, seat if known is None and seat is not None else known or Seat())
+        self.seat(engine.id, seat if known is None and seat is not None else known or EnginePlacement())
         member = self.members[engine.id] = Member(engine, version, shares, self._seats[engine.id])
         self._alike = None
         return member
 
-    def seat(self, engine_id: str, seat: Seat) -> None:
+    def seat(self, engine_id: str, seat: EnginePlacement) -> None:
         self._seats[engine_id] = seat
         member = self.members.get(engine_id)
         if member is not None:
             member.seat = seat
         self._seated()
 
-    def seat_of(self, engine_id: str) -> Seat | None:
+    def seat_of(self, engine_id: str) -> EnginePlacement | None:
         return self._seats.get(engine_id)
 
     def leave(self, engine_id: str) -> None:
@@ -286,7 +286,7 @@ class Roster:
         self.kinds = len({s.kind for s in seats})
         self._prefills = [e for e, s in self._seats.items() if s.role is EngineRole.PREFILL]
 
-    def doubts(self, now: float) -> list[Seat]:
+    def doubts(self, now: float) -> list[EnginePlacement]:
         """Seats of engines that are being looked at and most likely serve again in a moment."""
         return [m.seat for m in self.members.values() if m.healthy and m.doubted and now < m.doubted_at + DOUBT_S]
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from rollart.fleet import EngineKind, KindLoad, Move, MoveKind
+from rollart.fleet import EngineKind, FleetMove, FleetMoveKind, KindLoad
 from rollart.model import EngineId
-from rollart.policy.presence import Presence, PresenceSettings
+from rollart.policy.presence import AvailabilitySettings, NodeAvailability
 from rollart.runtime.gateway import Gateway
 
 __all__ = ["Nodes"]
@@ -22,7 +22,7 @@ class Nodes:
 
     def __init__(
         self,
-        settings: PresenceSettings,
+        settings: AvailabilitySettings,
         where: Callable[[], Mapping[EngineId, str]],
         most: Mapping[str, int],
         *,
@@ -30,7 +30,7 @@ class Nodes:
     ) -> None:
         """`patience_s`: how long a run without an engine waits for a node."""
         self.patience_s = patience_s
-        self._presence = Presence(settings)
+        self._presence = NodeAvailability(settings)
         self._where = where
         self._most = most
         self._planned = dict(most)
@@ -114,14 +114,14 @@ class Nodes:
                 found[seat.kind] = replace(load, engines=load.engines - 1, healthy=load.healthy - 1)
         return found
 
-    def departures(self, gateway: Gateway) -> list[Move]:
+    def departures(self, gateway: Gateway) -> list[FleetMove]:
         """Drains of engines on nodes that are to go, but for the last that serves: it stays as long as its node."""
         moves = []
         for engine in self._doomed(gateway):
             seat = gateway.seat_of(engine)
             if seat is not None and gateway.spare(engine):
                 gateway.retire(engine)
-                moves.append(Move(MoveKind.DRAIN, seat.pool, seat.tp, 1, seat.role, engine=engine))
+                moves.append(FleetMove(FleetMoveKind.DRAIN, seat.pool, seat.tp, 1, seat.role, engine=engine))
         return moves
 
     def _doomed(self, gateway: Gateway) -> list[EngineId]:

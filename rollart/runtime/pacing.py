@@ -11,7 +11,7 @@ from statistics import median
 from rollart.errors import LeaseExpired
 from rollart.policy.lease import Expiry
 from rollart.policy.lengths import LengthRanker
-from rollart.policy.pacing import Member
+from rollart.policy.pacing import PacedGroup
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 
@@ -40,9 +40,9 @@ class Unfinished:
     samples: int
     domain: str
 
-    def at(self, version: int) -> Member:
+    def at(self, version: int) -> PacedGroup:
         """As a batch for `version` sees it: what has not begun will begin under that version at the earliest."""
-        return Member(self.id, version if self.v0 is None else self.v0, self.samples)
+        return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class BatchPace:
     given_up: int = -1
     """The version whose batch waits no longer."""
 
-    async def hold(self, version: int, lacking: Sequence[Member], released: Awaitable[None]) -> None:
+    async def hold(self, version: int, lacking: Sequence[PacedGroup], released: Awaitable[None]) -> None:
         """Wait for `released`, for `wait_s` at most."""
         loop = asyncio.get_running_loop()
         began, names = loop.time(), ", ".join(m.id for m in lacking[:NAMED])

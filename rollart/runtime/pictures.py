@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from rollart.errors import EnvironmentFault
-from rollart.hosted import EnvironmentHost, Images
+from rollart.hosted import EnvironmentHost, EpisodeImages
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
 
@@ -26,7 +26,7 @@ class Pictures:
     the asker's; hosts are asked in turn, and where one ends the next is. Invariant: no prompt is asked for twice at a
     time, nor again while it is remembered."""
 
-    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, Images], None]) -> None:
+    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
         """`seen` is told what a host said, also of those that it has."""
         self._leases = leases
         self._pull_s = pull_s

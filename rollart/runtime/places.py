@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollart.hosted import PLACES, EnvironmentHost
-from rollart.policy.places import Claim, PlaceLine, Wish, giving_up
+from rollart.policy.places import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.hostlife import Host
 from rollart.runtime.leases import Leases
@@ -24,7 +24,7 @@ class Place:
 
     host: Host
     link: EnvironmentHost
-    wish: Wish
+    wish: PlacementRequest
     give_up: Callable[[], None] | None = None
     going: bool = False
     """It was given up, and will be free."""
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(slots=True)
 class _Waiter:
-    wish: Wish
+    wish: PlacementRequest
     wanted: frozenset[str]
     give_up: Callable[[], None] | None
     got: asyncio.Future[Place]
@@ -66,14 +66,19 @@ class Places:
     """A host with room, for an episode that needs these images; None if all are full."""
     leases: Leases
     recorder: Recorder
-    line: PlaceLine[_Waiter] = field(default_factory=PlaceLine)
+    line: PlacementQueue[_Waiter] = field(default_factory=PlacementQueue)
     ahead: dict[Place, None] = field(default_factory=dict)
     """Held ahead of need, oldest first."""
     going: int = 0
-    sums: dict[Claim, _Sum] = field(default_factory=dict)
+    sums: dict[PlacementPriority, _Sum] = field(default_factory=dict)
 
     async def take(
-        self, wish: Wish, owner: str, *, wanted: frozenset[str] = frozenset(), give_up: Callable[[], None] | None = None
+        self,
+        wish: PlacementRequest,
+        owner: str,
+        *,
+        wanted: frozenset[str] = frozenset(),
+        give_up: Callable[[], None] | None = None,
     ) -> Place:
         """A place for an episode, which holds it from now on."""
         loop = asyncio.get_running_loop()
@@ -126,7 +131,7 @@ class Places:
             first.got.set_result(place)
         pressing = self.line.pressing
         if pressing > self.going and self.ahead:
-            count = giving_up(pressing=pressing, going=self.going, held=len(self.ahead))
+            count = slots_to_reclaim(pressing=pressing, going=self.going, held=len(self.ahead))
             for place in list(reversed(self.ahead))[:count]:
                 self._give_up(place)
 
@@ -149,7 +154,7 @@ class Places:
         self.sums.setdefault(place.wish.claim, _Sum()).given_up += 1
         place.give_up()
 
-    def _count(self, claim: Claim, seconds: float | None) -> None:
+    def _count(self, claim: PlacementPriority, seconds: float | None) -> None:
         """Told at the 1st, 2nd, 4th ... that waited, and at the end. None: it did not."""
         own = self.sums.setdefault(claim, _Sum())
         own.places += 1
@@ -159,7 +164,7 @@ class Places:
             if not own.waited & (own.waited - 1):
                 self._tell(claim)
 
-    def _tell(self, claim: Claim) -> None:
+    def _tell(self, claim: PlacementPriority) -> None:
         own, now = self.sums[claim], asyncio.get_running_loop().time()
         if own.waited or own.given_up:
             fields = {

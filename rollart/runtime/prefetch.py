@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollart.border import checked_observation, due
-from rollart.foreign import foreign
+from rollart.border import checked_observation, require_awaitable
+from rollart.foreign import UserCodeGuard
 from rollart.model import Observation, TrajectoryId
 from rollart.policy.lease import Expiry
-from rollart.policy.places import Claim, Wish
-from rollart.policy.prefetching import Prefetch
+from rollart.policy.places import PlacementPriority, PlacementRequest
+from rollart.policy.prefetching import PrefetchDepth
 from rollart.ports import Environment, Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
@@ -20,7 +20,7 @@ from rollart.runtime.preparing import has_place, kept, prepared
 
 __all__ = ["Ahead", "PrefetchSettings", "Prefetcher"]
 
-AHEAD = Wish(Claim.AHEAD)
+AHEAD = PlacementRequest(PlacementPriority.AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Prefetcher:
 
     Each reset is a task of the scheduler's and has a lease of its own, in the name of the trajectory that it is for. A
     reset that fails is that trajectory's fault, when it takes it, as if it had been its own. Invariant: per domain
-    never more than `Prefetch.wanted` are held; what nobody takes is closed, and the newest first where a trajectory
+    never more than `PrefetchDepth.wanted` are held; what nobody takes is closed, and the newest first where a
+    trajectory
     that runs waits for a place on a host. Seeds are those of the prompts, and members of a prompt are reset in order,
     so what an episode shows does not depend on prefetching.
     """
@@ -89,7 +90,7 @@ class Prefetcher:
         reset_s: float,
         close_s: float,
     ) -> None:
-        self._rules = {d.name: Prefetch(settings.fixed, d.quota) for d in domains}
+        self._rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
         self._leases = leases
         self._recorder = recorder
         self._reset_s, self._close_s = reset_s, close_s
@@ -175,7 +176,7 @@ class Prefetcher:
 
     async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: Ahead) -> None:
         try:
-            with foreign():
+            with UserCodeGuard():
                 environment = ahead.environment = domain.environment()
         except Exception:
             self._drop(domain.name, trajectory, ahead)  # the trajectory's own try will say what is wrong
@@ -191,7 +192,7 @@ class Prefetcher:
                 with (
                     contextlib.suppress(Exception),
                     self._leases.hold(trajectory, "the close of its environment", self._close_s, Expiry.GAP_FILL),
-                    foreign(),
+                    UserCodeGuard(),
                 ):
                     await environment.close()
 
@@ -204,9 +205,9 @@ class Prefetcher:
             began = asyncio.get_running_loop().time()
             with (
                 self._leases.hold(trajectory, "the reset of its environment", self._reset_s, Expiry.GAP_FILL),
-                foreign(),
+                UserCodeGuard(),
             ):
-                observation = checked_observation(await due(environment.reset(seed), "reset"))
+                observation = checked_observation(await require_awaitable(environment.reset(seed), "reset"))
         except Exception as error:
             ahead.over.set_exception(error)
             ahead.ready.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollart.policy.places import Wish
+from rollart.policy.places import PlacementRequest
 from rollart.ports import Environment
 from rollart.runtime.hosting import HostedEnvironment
 
@@ -12,13 +12,17 @@ __all__ = ["has_place", "kept", "prepared"]
 
 
 async def prepared(
-    environment: Environment, seed: int, owner: str, wish: Wish | None = None, give_up: Callable[[], None] | None = None
+    environment: Environment,
+    seed: int,
+    owner: str,
+    wish: PlacementRequest | None = None,
+    give_up: Callable[[], None] | None = None,
 ) -> None:
     """The episode has a place on a host, with its images; at once for every environment that lives in the controller.
     The wait for a place has no deadline, the one for images a lease of its own. `give_up`: see
     `HostedEnvironment.prepare`."""
     if isinstance(environment, HostedEnvironment):
-        await environment.prepare(seed, owner, wish or Wish(), give_up)
+        await environment.prepare(seed, owner, wish or PlacementRequest(), give_up)
 
 
 def has_place(environment: Environment) -> bool:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from rollart.errors import RollartError
-from rollart.fleet import DomainWork, EngineKind, Move, MoveKind, Observed, Proposal, Routes
+from rollart.fleet import DomainWork, EngineKind, FleetMove, FleetMoveKind, FleetObservation, Proposal, Routes
 from rollart.policy.lease import Expiry
-from rollart.policy.rebalancing import meanwhile, news, steps, undone, worth
+from rollart.policy.rebalancing import notable_change, order_moves, reverse_drain, transition_routes, worth_moving
 from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
@@ -196,7 +196,7 @@ class Rebalancer:
         except _NoAnswer:
             return
         async with self._gateway.still():
-            said = news(self._gateway.routes, routes)
+            said = notable_change(self._gateway.routes, routes)
             self._gateway.follow(routes)
         if said:
             self._event("repriced", what, change=said)
@@ -217,7 +217,7 @@ class Rebalancer:
         if proposal is None:
             self._event("rebalance_rejected", trigger, why="the plan that runs is the best one")
             return
-        wanted, why = worth(proposal, self._settings.horizon_s)
+        wanted, why = worth_moving(proposal, self._settings.horizon_s)
         if not wanted:
             self._event("rebalance_rejected", trigger, why=why, **_figures(proposal))
         elif self._fleet is None and not proposal.router_only:
@@ -227,7 +227,7 @@ class Rebalancer:
 
     async def _apply(self, trigger: str, proposal: Proposal, why: str, work: Mapping[str, DomainWork]) -> None:
         before = self._rate(self._settings.measure_s)
-        flips = [m for m in proposal.moves if m.kind is MoveKind.FLIP]
+        flips = [m for m in proposal.moves if m.kind is FleetMoveKind.FLIP]
         async with self._gateway.still():
             short = self._short(flips)
             if short is None:
@@ -261,9 +261,9 @@ class Rebalancer:
         the next look plans from there. Only where nothing serves any more what was drained last comes back first."""
         assert self._fleet is not None
         async with self._gateway.still():
-            self._gateway.follow(meanwhile(self._gateway.routes, proposal.routes))
-        drained: Move | None = None
-        for move in steps(proposal.moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+            self._gateway.follow(transition_routes(self._gateway.routes, proposal.routes))
+        drained: FleetMove | None = None
+        for move in order_moves(proposal.moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
             try:
                 await self._step(move)
             except RollartError as error:
@@ -271,20 +271,20 @@ class Rebalancer:
                 if drained is not None and not self._gateway.stable():
                     await self._undo(drained)
                 return False
-            drained = move if move.kind is MoveKind.DRAIN else drained
+            drained = move if move.kind is FleetMoveKind.DRAIN else drained
         async with self._gateway.still():
             self._gateway.follow(proposal.routes)
         return True
 
-    async def _undo(self, drained: Move) -> None:
+    async def _undo(self, drained: FleetMove) -> None:
         """Nothing serves: the run waits for this engine. Its last error ends the run."""
         for attempt in range(1, UNDO_ATTEMPTS):
             with contextlib.suppress(RollartError):
-                return await self._step(undone(drained))
+                return await self._step(reverse_drain(drained))
             await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
-        await self._step(undone(drained))
+        await self._step(reverse_drain(drained))
 
-    async def _there(self) -> Observed:
+    async def _there(self) -> FleetObservation:
         """What is observed, on the devices that are there."""
         if self._nodes is None:
             return self._observed()
@@ -305,12 +305,12 @@ class Rebalancer:
         if self._nodes is not None:
             self._nodes.retry()
 
-    async def _step(self, move: Move) -> None:
+    async def _step(self, move: FleetMove) -> None:
         assert self._fleet is not None
         async with self._leases.hold("rebalance", str(move), self._settings.move_s, Expiry.RETRY):
             await self._fleet.apply(move)
 
-    def _short(self, flips: list[Move]) -> str | None:
+    def _short(self, flips: list[FleetMove]) -> str | None:
         """The first flip that the engines there are cannot make."""
         used: dict[EngineKind, int] = {}
         for move in flips:
@@ -322,7 +322,7 @@ class Rebalancer:
                 return f"{move}, but there are {have}"
         return None
 
-    def _flip(self, move: Move) -> None:
+    def _flip(self, move: FleetMove) -> None:
         assert move.before is not None
         assert move.after is not None
         for engine in self._gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
@@ -343,10 +343,10 @@ class Rebalancer:
         self._failing.pop(what, None)
         return answer
 
-    def _observed(self) -> Observed:
+    def _observed(self) -> FleetObservation:
         window = self._settings.flows_s or self._settings.measure_s
         rate = self._rate(window)
-        return Observed(
+        return FleetObservation(
             work=self._meter.work(),
             load=self._gateway.load(),
             rate=rate or 0.0,

@@ -9,7 +9,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rollart.model import AbortReason, TrainSample
-from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT, End, Extra, HealthMeter, Redundancy, Trajectory, bias
+from rollart.policy.redundancy import (
+    CANCELLED_AGAINST_KEPT,
+    HealthMeter,
+    Redundancy,
+    RedundantLaunch,
+    TrajectoryEnding,
+    TrajectorySnapshot,
+    bias_report,
+)
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.groups import GroupRun
@@ -49,12 +57,14 @@ class Redundant:
         if not self._settings.health:
             return
         if reason is None or reason is AbortReason.INFRA_FAULT:
-            self._health.add(domain.name, ANYWHERE, End.GOOD if reason is None else End.FAILED)
+            self._health.add(
+                domain.name, ANYWHERE, TrajectoryEnding.GOOD if reason is None else TrajectoryEnding.FAILED
+            )
             self._ends[domain.name] += 1
             if self._ends[domain.name] % RESIZE_ENDS == 0:
                 self._now[domain.name] = self._sized(domain)
 
-    def extra(self, domain: Domain) -> Extra:
+    def extra(self, domain: Domain) -> RedundantLaunch:
         """Groups beyond a batch's, and members beyond a group's, that are worth starting now."""
         return self._now[domain.name]
 
@@ -72,7 +82,7 @@ class Redundant:
     def by_groups(self) -> bool:
         return self._settings.groups > 1 or any(self._additional.values())
 
-    def _sized(self, domain: Domain) -> Extra:
+    def _sized(self, domain: Domain) -> RedundantLaunch:
         bad, seen = self._health.rate(domain.name)
         extra = self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
         return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
@@ -85,8 +95,8 @@ class Cancellations:
         self._recorder = recorder
         self._kind = kind
         self._on = on
-        self._kept: deque[Trajectory] = deque(maxlen=REMEMBERED)
-        self._cancelled: deque[Trajectory] = deque(maxlen=REMEMBERED)
+        self._kept: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED)
+        self._cancelled: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED)
         self._changed = False
 
     def kept(self, run: GroupRun) -> None:
@@ -113,7 +123,7 @@ class Cancellations:
         if not self._changed:
             return
         self._changed = False
-        found = bias(self._kept, self._cancelled)
+        found = bias_report(self._kept, self._cancelled)
         now = asyncio.get_running_loop().time()
         for f in found.features:
             fields: dict[str, str | int | float | bool | None] = {
@@ -127,20 +137,20 @@ class Cancellations:
             }
             self._recorder.event(RunEvent(now, self._kind, f.name, fields))
 
-    def _cancel(self, trajectory: Trajectory) -> None:
+    def _cancel(self, trajectory: TrajectorySnapshot) -> None:
         self._cancelled.append(trajectory)
         self._changed = True
 
 
-def noted(live: Live, sample: TrainSample | None = None) -> Trajectory:
+def noted(live: Live, sample: TrainSample | None = None) -> TrajectorySnapshot:
     """A trajectory as it stands now."""
     age_s = asyncio.get_running_loop().time() - live.started
     reward = None if sample is None else sample.score
-    return Trajectory(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
+    return TrajectorySnapshot(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
 
 
-def _against(run: GroupRun, seen: Trajectory) -> Trajectory:
+def _against(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
     """With its group's mean reward, as far as it is known."""
     rewards = [s.score for s in run.samples.values()]
     difficulty = math.fsum(rewards) / len(rewards) if rewards else None
-    return Trajectory(seen.id, seen.tokens, seen.age_s, seen.turns, difficulty, seen.reward)
+    return TrajectorySnapshot(seen.id, seen.tokens, seen.age_s, seen.turns, difficulty, seen.reward)

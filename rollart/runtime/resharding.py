@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from rollart.errors import RollartError
-from rollart.fleet import EngineKind, EngineRole, Move, MoveKind
+from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.model import EngineId
 from rollart.policy.lease import Expiry
-from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, observe
-from rollart.policy.rebalancing import steps, undone
-from rollart.policy.resharding import Counters, Seen, changes, weigh
+from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, next_tensor_parallelism
+from rollart.policy.rebalancing import order_moves, reverse_drain
+from rollart.policy.resharding import EngineCounters, StepMeasurement, resharding_moves, resharding_pays
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
@@ -82,7 +82,7 @@ class Resharder:
         self._stepped = asyncio.Event()
         self._ended: tuple[float, str] = (0.0, "")
         self._began: float | None = None
-        self._counted: dict[EngineId, Counters] = {}
+        self._counted: dict[EngineId, EngineCounters] = {}
         self._states: dict[Group, _State] = {}
         self._refused: set[EngineKind] = set()
         self._move_s = settings.restart_s
@@ -123,18 +123,18 @@ class Resharder:
             groups.setdefault((kind.pool, kind.role), kind)
         for group, kind in groups.items():
             engines = by_kind[kind]
-            counted = sum((did.get(e, Counters()) for e in engines), Counters())
-            seen = Seen(ended - (self._began or 0.0), len(engines), counted, self._context())
+            counted = sum((did.get(e, EngineCounters()) for e in engines), EngineCounters())
+            seen = StepMeasurement(ended - (self._began or 0.0), len(engines), counted, self._context())
             moved |= await self._judge(group, kind, seen, round_)
         return moved
 
-    async def _judge(self, group: Group, kind: EngineKind, seen: Seen, round_: str) -> bool:
+    async def _judge(self, group: Group, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
         rule = self._settings.rules.get(kind.pool)
         if rule is None or kind.tp not in rule.sizes:
             return False
         states = self._states.setdefault(group, _State())
         before = states.of(round_, kind.tp)
-        after, why = observe(rule, before, seen.did.preemptions)
+        after, why = next_tensor_parallelism(rule, before, seen.did.preemptions)
         if after.tp == kind.tp:
             states.by_round[round_] = after
             return False
@@ -152,7 +152,9 @@ class Resharder:
         if after.tp > kind.tp and seen.context:
             speed = self._settings.speed
             seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
-        pays, told = weigh(seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s)
+        pays, told = resharding_pays(
+            seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s
+        )
         if not pays:
             return self._kept(kind, why, told)
         if await self._change(kind, target, seen.engines, f"{why}; {told}"):
@@ -164,11 +166,11 @@ class Resharder:
         assert self._fleet is not None
         self._price(kind, target)
         began, made = asyncio.get_running_loop().time(), 0
-        moves = changes(kind.pool, kind.role, kind.tp, target.tp, engines)
-        pending: list[Move] = []
+        moves = resharding_moves(kind.pool, kind.role, kind.tp, target.tp, engines)
+        pending: list[FleetMove] = []
         drains, starts = (2, 1) if target.tp > kind.tp else (1, 2)
         left = (drains, starts)
-        for move in steps(moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+        for move in order_moves(moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
             try:
                 await self._step(move)
             except RollartError as error:
@@ -177,7 +179,7 @@ class Resharder:
                 await self._bring_back(pending, left)
                 return False
             made += 1
-            if move.kind is MoveKind.DRAIN:
+            if move.kind is FleetMoveKind.DRAIN:
                 pending.append(move)
                 left = (left[0] - 1, left[1])
             else:
@@ -198,7 +200,7 @@ class Resharder:
         )
         return True
 
-    async def _bring_back(self, drained: list[Move], left: tuple[int, int]) -> None:
+    async def _bring_back(self, drained: list[FleetMove], left: tuple[int, int]) -> None:
         """Start again what was drained for the move that failed, as far as its devices are free. Where nothing serves,
         the run waits for that: its last error ends the run."""
         assert self._fleet is not None
@@ -207,17 +209,17 @@ class Resharder:
                 continue
             for attempt in range(1, UNDO_ATTEMPTS + 1):
                 try:
-                    await self._step(undone(move))
+                    await self._step(reverse_drain(move))
                     break
                 except RollartError as error:
                     if self._gateway.stable():
-                        self._event("rebalance_failed", "undo", move=str(undone(move)), cause=str(error))
+                        self._event("rebalance_failed", "undo", move=str(reverse_drain(move)), cause=str(error))
                         break
                     if attempt == UNDO_ATTEMPTS:
                         raise
                     await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
 
-    async def _step(self, move: Move) -> None:
+    async def _step(self, move: FleetMove) -> None:
         assert self._fleet is not None
         self.moving = True
         try:
@@ -236,13 +238,13 @@ class Resharder:
         kv = {**prices.kv, target: prices.kv.get(kind, 0.0)}
         self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
 
-    async def _count(self) -> dict[EngineId, Counters]:
+    async def _count(self) -> dict[EngineId, EngineCounters]:
         """What each engine did since it was asked last; of those that answer."""
-        found: dict[EngineId, Counters] = {}
+        found: dict[EngineId, EngineCounters] = {}
         for engine, stats in (await self._gateway.stats()).items():
             computed = stats.prompt_tokens - stats.cached_tokens
-            now = Counters(stats.preemptions, computed, stats.prefill_seconds, stats.decode_seconds)
-            found[engine] = now.since(self._counted.get(engine, Counters()))
+            now = EngineCounters(stats.preemptions, computed, stats.prefill_seconds, stats.decode_seconds)
+            found[engine] = now.since(self._counted.get(engine, EngineCounters()))
             self._counted[engine] = now
         return found
 

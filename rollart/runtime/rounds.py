@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.model import GroupId, TrainSample
-from rollart.policy.tailbatch import Effect, Response, TailBatching, TailDomain, TailSettings
+from rollart.policy.tailbatch import Response, RoundEffect, TailBatching, TailDomain, TailSettings
 from rollart.runtime.domain import Domain
 
 __all__ = ["AGAIN", "Launch", "Prompt", "Rounds"]
@@ -84,7 +84,7 @@ class Rounds:
 
     def completed(self, prompt: Prompt) -> list[Prompt]:
         """A prompt has its samples. Returns those that are put off with it, for a later launch."""
-        effect, launch = Effect(), self._tail.launch_of(prompt.name)
+        effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
         for index in range(prompt.domain.group_size):
             effect = self._tail.finished(Response(prompt.name, launch, index))
         del self._prompts[prompt.name]

@@ -12,7 +12,7 @@ from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import Admission, Schedule
-from rollart.policy.schedules import Rewarding as RewardStage
+from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
 from rollart.runtime.admitting import Admitting

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.model import Group
-from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftQuota, FairBatches, Follow
+from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftQuota, DriftSettings, FairBatches
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 
@@ -23,7 +23,7 @@ class Fairness:
 
     domains: tuple[DomainShare, ...]
     slack: int = 0
-    follow: Follow | None = None
+    follow: DriftSettings | None = None
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollart.fleet import EngineKind
-from rollart.policy.dispatch import LONG_SHARE, BatchSpeed, Group, split_instances
-from rollart.policy.lengths import LengthRanker, Window
+from rollart.policy.dispatch import LONG_SHARE, BatchSpeed, DispatchGroup, split_instances
+from rollart.policy.lengths import LengthRanker, QuantileWindow
 from rollart.runtime.members import Member, SessionKv
 from rollart.runtime.turn import Turn
 
@@ -38,7 +38,7 @@ class Skew:
 
     def __init__(self) -> None:
         self.ranker = LengthRanker()
-        self._predicted = Window(LOOK_BACK)
+        self._predicted = QuantileWindow(LOOK_BACK)
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
 
@@ -81,8 +81,8 @@ class Skew:
                 continue
             found = split_instances(
                 len(members),
-                Group(long, self.ranker.overall(1 - LONG_SHARE / 10), limit),
-                Group(share - long, self.ranker.overall((1 - LONG_SHARE) / 2), limit),
+                DispatchGroup(long, self.ranker.overall(1 - LONG_SHARE / 10), limit),
+                DispatchGroup(share - long, self.ranker.overall((1 - LONG_SHARE) / 2), limit),
                 speed.token_s,
             )
             names = sorted(m.engine.id for m in members)

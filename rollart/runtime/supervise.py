@@ -10,9 +10,9 @@ from typing import Protocol
 
 from rollart.controller_loop import running_s
 from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, NoPlace, PartDied, RunFailed
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.ledger.clock import EngineShares
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Engine, Recorder, RunEvent
@@ -165,11 +165,11 @@ class EngineSupervisor:
         if event is not None:
             event.set()
 
-    async def start(self, part: EnginePart, seat: Seat | None = None, *, cause: str = "") -> None:
+    async def start(self, part: EnginePart, seat: EnginePlacement | None = None, *, cause: str = "") -> None:
         """Start the engine and let it join the gateway, in `seat` if it is new there; `cause` of a start that was lost
         time."""
         shares = self._shares[part.id]
-        shares.hold(State.STARTUP, cause)
+        shares.hold(ResourceState.STARTUP, cause)
         self._suspicion[part.id] = asyncio.Event()
         weights = self._weights()
         self._starting[part.id] = weights.version
@@ -241,7 +241,7 @@ class EngineSupervisor:
         if not self._waiting:
             self._event("no_engine_left", engine_id, cause=cause, wait_s=self._patience_s)
         self._waiting[engine_id] = None
-        self._shares[engine_id].hold(State.DOWN, NO_NODE)
+        self._shares[engine_id].hold(ResourceState.DOWN, NO_NODE)
 
     def _give_up(self, engine_id: EngineId, cause: str, restarts: int) -> None:
         self._gateway.leave(engine_id)

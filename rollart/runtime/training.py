@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import LeaseExpired, PartDied, RunFailed, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import Group, TrainReport, TrainSample
 from rollart.policy.lease import Expiry
 from rollart.ports import Trainer
@@ -163,11 +163,11 @@ class Training:
         loop = asyncio.get_running_loop()
         for step in range(first_step, self._steps):
             self._waiting = loop.time()
-            self._clock.enter(State.IDLE, "waits_for_samples")
+            self._clock.enter(ResourceState.IDLE, "waits_for_samples")
             train = self._stream_some if self._trainer.streams else self._train_some
             await train(version, step)
             version += 1
-        self._clock.enter(State.IDLE, "run_over")
+        self._clock.enter(ResourceState.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:
         """The first batch that the trainer takes. Groups with a sample that it refuses are dropped with the reason, so
@@ -189,7 +189,7 @@ class Training:
                 refusals = 0 if groups else refusals + 1
                 if refusals == REFUSALS:
                     raise
-                self._clock.enter(State.IDLE, "waits_for_samples")
+                self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _batch(self, version: int, step: int, begun: tuple[Group, ...]) -> tuple[Group, ...]:
         """The next batch, or what one that has `begun` and lost groups grows to."""
@@ -204,7 +204,7 @@ class Training:
                         return begun
             except TrainerError:
                 await self._restart()
-                self._clock.enter(State.IDLE, "waits_for_samples")
+                self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _stream_some(self, version: int, step: int) -> None:
         """The same group by group. Groups that the trainer refuses are dropped, and others take their place; what it
@@ -232,7 +232,7 @@ class Training:
 
     async def _grow(self, state: _Streamed, version: int, step: int) -> None:
         """Wait for more groups; notes when there are all."""
-        self._clock.enter(State.IDLE, "waits_for_samples")
+        self._clock.enter(ResourceState.IDLE, "waits_for_samples")
         with self._leases.note("training", f"groups for step {step}"):
             async with self._unless_broken():
                 more = await self._buffer.grow(version, state.groups)
@@ -262,7 +262,7 @@ class Training:
         return report
 
     def _lease(self, step: int) -> AbstractAsyncContextManager[object]:
-        self._clock.enter(State.BUSY)
+        self._clock.enter(ResourceState.BUSY)
         return self._leases.hold("training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART)
 
     async def _step(self, groups: Sequence[Group], version: int, step: int, began: float) -> None:
@@ -286,7 +286,7 @@ class Training:
         waited_s = began - self._waiting
         now = asyncio.get_running_loop().time
         trained = now()
-        self._clock.enter(State.SYNC)
+        self._clock.enter(ResourceState.SYNC)
         await self._settled()
         await self._publisher.probe(version + 1, lambda: self._samples(groups, step))
         if self._tasks is None or step + 1 == self._steps:
@@ -363,7 +363,7 @@ class Training:
         if self._behind is not None:
             await self._behind.ended.wait()
         for attempt in range(1, self._attempts + 1):
-            self._clock.enter(State.DOWN, "trainer_restart")
+            self._clock.enter(ResourceState.DOWN, "trainer_restart")
             try:
                 await self._recover()
                 if self._behind is not None:
@@ -384,7 +384,7 @@ class Training:
                 report = await self._trainer.train(self._samples(done.groups, done.step), done.version - 1)
         except TrainerRefused as error:
             raise RunFailed(f"the trainer refuses step {done.step}, which it had trained: {error}") from None
-        self._clock.enter(State.SYNC)
+        self._clock.enter(ResourceState.SYNC)
         await self._publisher.publish(done.version, done.step + 1, done.groups, report.metrics)
         self._published(dataclasses.replace(done, report=report))
 

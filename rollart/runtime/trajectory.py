@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from placement.workload import kept_for_next_turn
-from rollart.border import checked_observation, checked_step, due
-from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
+from rollart.border import checked_observation, checked_step, require_awaitable
+from rollart.episodes import HarnessEpisode, HarnessFactory, HarnessRequest
 from rollart.errors import LeaseExpired, RollartError
-from rollart.foreign import foreign
+from rollart.foreign import UserCodeGuard
 from rollart.model import (
     AbortReason,
     Completion,
+    CompletionChunk,
     FinishReason,
     GroupId,
     Observation,
-    Piece,
     Purpose,
     Sampling,
     Segment,
@@ -29,7 +29,7 @@ from rollart.model import (
     Turn,
 )
 from rollart.policy.lease import Expiry
-from rollart.policy.places import Wish
+from rollart.policy.places import PlacementRequest
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
 from rollart.runtime.aborted import Aborted, environment_fault
@@ -77,7 +77,7 @@ class Live:
     purpose: Purpose
     run_seed: int
     started: float
-    wish: Wish = field(default_factory=Wish)
+    wish: PlacementRequest = field(default_factory=PlacementRequest)
     """For a place on an environment host."""
     joined: bool = False
     """It takes part in lockstep turns."""
@@ -223,7 +223,7 @@ class TrajectoryRunner:
         length: int | None,
         *,
         last: bool,
-        told: Callable[[Piece], None] | None = None,
+        told: Callable[[CompletionChunk], None] | None = None,
     ) -> Completion:
         try:
             completion = await self._gateway.generate(
@@ -285,7 +285,7 @@ class TrajectoryRunner:
             self._barrier.leave()
             await self._close(live, episode)
 
-    async def _wanted(self, live: Live, episode: HarnessEpisode) -> Wanted | None:
+    async def _wanted(self, live: Live, episode: HarnessEpisode) -> HarnessRequest | None:
         what = "a request of its harness"
         try:
             with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
@@ -369,13 +369,13 @@ class TrajectoryRunner:
                 self._leases.hold(
                     live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
                 ) as lease,
-                foreign(),
+                UserCodeGuard(),
             ):
                 if ahead is not None:
                     observation = await ahead.observed()
                     live.reset_seconds = ahead.seconds
                     return observation
-                observation = checked_observation(await due(environment.reset(live.seed), "reset"))
+                observation = checked_observation(await require_awaitable(environment.reset(live.seed), "reset"))
         except Exception as error:
             raise environment_fault("reset", error, environment) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
@@ -389,9 +389,9 @@ class TrajectoryRunner:
                 self._leases.hold(
                     live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
                 ) as lease,
-                foreign(),
+                UserCodeGuard(),
             ):
-                step = checked_step(await due(environment.step(text), "step"))
+                step = checked_step(await require_awaitable(environment.step(text), "step"))
         except Exception as error:
             raise environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
@@ -410,7 +410,7 @@ class TrajectoryRunner:
             with (
                 contextlib.suppress(Exception),
                 self._leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
-                foreign(),
+                UserCodeGuard(),
             ):
                 if environment is not None:
                     await environment.close()
@@ -418,7 +418,7 @@ class TrajectoryRunner:
 
 def _made(live: Live) -> Environment:
     try:
-        with foreign():
+        with UserCodeGuard():
             return live.domain.environment()
     except Exception as error:
         raise environment_fault("factory", error, None) from None

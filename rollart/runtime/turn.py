@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollart.errors import WrongAnswer
-from rollart.model import Completion, Piece, Sampling
+from rollart.model import Completion, CompletionChunk, Sampling
 from rollart.policy.answers import wrong_tokens
-from rollart.policy.continuing import drawn, joined, onwards
+from rollart.policy.continuing import completion_from_chunks, continuation_sampling, join_completions
 
 __all__ = ["Again", "Failed", "GatewayLimits", "Turn"]
 
@@ -74,8 +74,8 @@ class Turn:
     spent: float = 0.0
     kept: Completion | None = None
     """What an engine that was lent meanwhile, or that somebody heard, had generated of it."""
-    listener: Callable[[Piece], None] | None = None
-    heard: list[Piece] = field(default_factory=list)
+    listener: Callable[[CompletionChunk], None] | None = None
+    heard: list[CompletionChunk] = field(default_factory=list)
     """Of the attempt that is under way."""
     unsure: bool = False
     """Weights changed under the attempt, and its engine says only at its end what drew what."""
@@ -99,13 +99,13 @@ class Turn:
         self.kept = self.whole(part)
         self.token_ids += part.token_ids
         self.length += part.sampled
-        self.sampling = onwards(self.sampling, part.sampled)
+        self.sampling = continuation_sampling(self.sampling, part.sampled)
 
     def whole(self, rest: Completion) -> Completion:
         """The answer in one piece; what was prefilled anew counts."""
-        return joined(self.kept, rest)
+        return join_completions(self.kept, rest)
 
-    def hear(self, piece: Piece) -> None:
+    def hear(self, piece: CompletionChunk) -> None:
         """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them. Those whose
         version nobody knows yet are not shown before it is over: they may have to be drawn anew. WrongAnswer for tokens
         that cannot be used, which ends the attempt."""
@@ -125,9 +125,9 @@ class Turn:
             if part is not None and lent:
                 self.keep(part)
             return
-        heard, self.heard, self.unsure = drawn(self.heard), [], False
+        heard, self.heard, self.unsure = completion_from_chunks(self.heard), [], False
         for span in () if part is None else part.spans:
             at = slice(max(heard.sampled, span.start), span.end)
             if part is not None and at.start < at.stop:
-                self.listener(Piece(part.token_ids[at], part.logprobs[at], span.version))
+                self.listener(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))
         self.keep(heard if part is None or part.sampled < heard.sampled else part)

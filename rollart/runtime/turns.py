@@ -11,7 +11,7 @@ from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.answers import wrong_answer
 from rollart.policy.handing import HandoffCounts
 from rollart.policy.lease import Expiry
-from rollart.policy.routing import Router
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
 from rollart.runtime.handing import Handoffs
 from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_request, spoilt
@@ -44,7 +44,7 @@ class Turns(Ways):
         leases: Leases,
         limits: GatewayLimits,
         roster: Roster,
-        router: Router,
+        router: RoutingPolicy,
         version: int,
         doubt: Callable[[Member, EngineError | LeaseExpired], None],
         tell: Tell,

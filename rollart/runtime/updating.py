@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
-from rollart.ledger.intervals import State
+from rollart.ledger.intervals import ResourceState
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.policy.updates import (
@@ -24,9 +24,9 @@ from rollart.policy.updates import (
     Delayed,
     EngineState,
     OnDivergence,
-    Probe,
-    Reason,
     UpdatePolicy,
+    UpdateReason,
+    VersionProbe,
     may_publish,
 )
 from rollart.runtime.homes import Tell
@@ -92,7 +92,7 @@ class Updates:
         self._pause = pause
         self._suspect = suspect
         self._tell = tell
-        self._measured = Probe(-1, "", {})
+        self._measured = VersionProbe(-1, "", {})
         """Of the version that is to be current next; the policy has that of the current one."""
         self._weights: WeightsRef | None = None
         self._since = 0.0
@@ -121,7 +121,7 @@ class Updates:
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
         """How far the version that is about to be current is from earlier ones, mean KL in nats per token."""
         if self.probes:
-            self._measured = Probe(version, "", divergence)
+            self._measured = VersionProbe(version, "", divergence)
             self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
@@ -136,7 +136,7 @@ class Updates:
         if isinstance(self._policy, OnDivergence):
             found = self._measured
             if found.version != weights.version:  # not measured: as good as far away
-                found = Probe(weights.version, "", {})
+                found = VersionProbe(weights.version, "", {})
             self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
         self._iteration = _Iteration()
@@ -212,7 +212,7 @@ class Updates:
                     self._start(member, self._weights, plan.update[state.id])
             waits = waits or bool(plan.drain)
         if (needed := self._needed(version)) is not None:
-            self._start(needed, self._weights, Reason.NEEDED)
+            self._start(needed, self._weights, UpdateReason.NEEDED)
         self._due = self._since + policy.longest_s if waits and isinstance(policy, Delayed) else None
         behind = any(m.healthy and m.version < version for m in members.values())
         self._turns.lag = self._alpha if behind else 0
@@ -229,13 +229,13 @@ class Updates:
             return None
         return min(able, key=lambda m: (len(m.sessions), m.engine.id))
 
-    def _start(self, member: Member, weights: WeightsRef, why: Reason) -> None:
+    def _start(self, member: Member, weights: WeightsRef, why: UpdateReason) -> None:
         assert self._tasks is not None, "planned while `run` runs"
         member.updating = True
-        member.shares.hold(State.SYNC)
+        member.shares.hold(ResourceState.SYNC)
         self._tasks.create_task(self._update(member, weights, why), name=f"sync {member.engine.id}")
 
-    async def _update(self, member: Member, weights: WeightsRef, why: Reason) -> None:
+    async def _update(self, member: Member, weights: WeightsRef, why: UpdateReason) -> None:
         name, now = member.engine.id, asyncio.get_running_loop().time
         began, before = now(), member.version
         self._loading[name] = weights.version

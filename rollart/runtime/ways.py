@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from rollart.fleet import EngineRole, Routes
-from rollart.policy.routing import EngineView, Path, Router, TurnView, choose_engine, route
+from rollart.policy.routing import EngineView, RoutingPolicy, TurnPath, TurnView, choose_engine, route
 from rollart.runtime.entrance import Entrance
 from rollart.runtime.homes import DomainBook, Tell
 from rollart.runtime.members import Member, Roster, SessionKv
@@ -27,7 +27,7 @@ class Ways:
         self,
         limits: GatewayLimits,
         roster: Roster,
-        router: Router,
+        router: RoutingPolicy,
         version: int,
         tell: Tell,
         together: Together | None = None,
@@ -186,13 +186,13 @@ class Ways:
 
     def _choose(
         self, turn: Turn, kv: SessionKv, home: Member | None, takes: Callable[[Member], bool] | None = None
-    ) -> Path | None:
+    ) -> TurnPath | None:
         """`takes`: of the engines that generate, only those may be a home."""
         roster = self._roster
         if not self._special:
             loads = _elsewhere(turn, kv, roster.loads(turn.session, kv.version))
             chosen = choose_engine(loads, sticky=None, version=kv.version)
-            return None if chosen is None else Path(chosen, None, "least loaded")
+            return None if chosen is None else TurnPath(chosen, None, "least loaded")
         view = TurnView(
             tokens=turn.length,
             output=self._book.output(turn.domain, turn.sampling.max_tokens),

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from rollart.errors import EngineError
 from rollart.model import EngineId, FinishReason, GenerateRequest
-from rollart.sim.jobs import DECODE, OVER, PREFILL, WAITING, Job, answer
+from rollart.sim.jobs import DECODE, OVER, PREFILL, WAITING, SimulatedJob, completion_of
 from rollart.sim.loop import posting
-from rollart.sim.retained import Retained
+from rollart.sim.retained import RetainedKv
 from rollart.sim.sharing import seconds_for, tokens_in
 from rollart.sim.steps import PrefillWork, StepModel
 
-__all__ = ["ContinuousBatch", "EngineLimits", "Reserved"]
+__all__ = ["ContinuousBatch", "EngineLimits", "KvReservation"]
 
 _NEVER = math.inf
 _EPSILON = 1e-9
@@ -44,7 +44,7 @@ class EngineLimits:
     watermark: float = 0.01
 
 
-class Reserved(NamedTuple):
+class KvReservation(NamedTuple):
     """Room that a request has before it waits, since KV of `kept` of its tokens came from elsewhere."""
 
     need: int
@@ -81,17 +81,17 @@ class ContinuousBatch:
 
     def _empty(self) -> None:
         """Nothing is in flight and no KV is held."""
-        self._jobs: dict[str, Job] = {}
-        self._waiting: deque[Job] = deque()
-        self._ready: deque[Job] = deque()
-        self._late: list[Job] = []
-        self._running: dict[str, Job] = {}
-        self._ends: list[tuple[float, int, Job]] = []
-        self._round: list[Job] = []
+        self._jobs: dict[str, SimulatedJob] = {}
+        self._waiting: deque[SimulatedJob] = deque()
+        self._ready: deque[SimulatedJob] = deque()
+        self._late: list[SimulatedJob] = []
+        self._running: dict[str, SimulatedJob] = {}
+        self._ends: list[tuple[float, int, SimulatedJob]] = []
+        self._round: list[SimulatedJob] = []
         self._work: PrefillWork | None = None
         self._held = self._pinned = 0
-        self._reserved: dict[str, Reserved] = {}
-        self.retained = Retained()
+        self._reserved: dict[str, KvReservation] = {}
+        self.retained = RetainedKv()
         self._service = self._context = self._round_end = 0.0
         self._target = 0.0
         self._when = _NEVER
@@ -99,7 +99,7 @@ class ContinuousBatch:
         self._paused = self._closed = False
         self._quiet: asyncio.Future[None] | None = None
 
-    def _submit(self, request: GenerateRequest, tokens: int, output: int) -> Job:
+    def _submit(self, request: GenerateRequest, tokens: int, output: int) -> SimulatedJob:
         if tokens < 1 or tokens + output > self.kv_tokens or request.request_id in self._jobs:
             raise EngineError(
                 f"{self._id} refuses {request.request_id}: {tokens} tokens and {output} more, {self.kv_tokens} fit "
@@ -112,7 +112,7 @@ class ContinuousBatch:
             self._post = posting(loop)
             self._at = loop.time()
         self._arrivals += 1
-        job = Job(request, tokens, output, self._arrivals, loop.create_future())
+        job = SimulatedJob(request, tokens, output, self._arrivals, loop.create_future())
         self._jobs[request.request_id] = job
         if self._closed:
             self._late.append(job)
@@ -125,7 +125,7 @@ class ContinuousBatch:
             self._arm()
         return job
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: SimulatedJob) -> None:
         """Those that have their room go first."""
         reserved = self._reserved
         (self._ready if reserved and job.request.request_id in reserved else self._waiting).append(job)
@@ -295,7 +295,7 @@ class ContinuousBatch:
         self._round, self._work = [], None
         self._held, self._context = 0, 0.0
         self._waiting.extendleft(reversed(again))
-        self._reserved = {name: Reserved(r.need, 0) for name, r in self._reserved.items()}
+        self._reserved = {name: KvReservation(r.need, 0) for name, r in self._reserved.items()}
         self.retained.clear()
 
     def _evict(self) -> None:
@@ -312,32 +312,32 @@ class ContinuousBatch:
         self._waiting.appendleft(job)
         self.preemptions += 1
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimulatedJob) -> None:
         """It does not decode any more; `done` says how far it came."""
         del self._running[job.request.request_id]
         self._context -= job.tokens + job.done + (self._service - job.base)
         job.done = job.generated(self._service)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: SimulatedJob) -> None:
         self._retain(job, job.tokens + job.output - 1)  # the KV of the last token is not there yet
         self._close(job, FinishReason.LENGTH)
 
-    def _retain(self, job: Job, tokens: int) -> None:
+    def _retain(self, job: SimulatedJob, tokens: int) -> None:
         self.retained.keep(job.request.session, tokens, job.request.cache_salt)
 
-    def _close(self, job: Job, finish: FinishReason) -> None:
+    def _close(self, job: SimulatedJob, finish: FinishReason) -> None:
         job.phase = OVER
         del self._jobs[job.request.request_id]
         self.generated_tokens += job.done if finish is FinishReason.ABORT else job.output
         if not job.future.done():
             tokens = job.done if finish is FinishReason.ABORT else job.output
-            job.future.set_result(answer(job, finish, self._version, tokens))
+            job.future.set_result(completion_of(job, finish, self._version, tokens))
         if self._quiet is not None and not self._jobs.keys() - {j.request.request_id for j in self._late}:
             if not self._quiet.done():
                 self._quiet.set_result(None)
             self._quiet = None
 
-    def _end_early(self, job: Job) -> None:
+    def _end_early(self, job: SimulatedJob) -> None:
         """The request leaves at once, whatever it was at; its `generate`, if it still waits, returns what there is."""
         self._catch_up()
         if job.phase is OVER:
@@ -353,7 +353,7 @@ class ContinuousBatch:
         self._go_on()
         self._arm()
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: SimulatedJob) -> None:
         if job.phase is not OVER:
             self._end_early(job)
 

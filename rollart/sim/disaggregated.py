@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, WeightsRef
-from rollart.sim.batching import Reserved
+from rollart.sim.batching import KvReservation
 from rollart.sim.engines import EngineLimits, ModelledEngine
-from rollart.sim.jobs import Job
+from rollart.sim.jobs import SimulatedJob
 from rollart.sim.links import SharedLink
 from rollart.sim.steps import StepModel
 
-__all__ = ["HandoffEngine", "KvFabric"]
+__all__ = ["DisaggregatedEngine", "KvFabric"]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class KvFabric:
     link: Callable[[str, str], SharedLink]
     lease_s: float = 60.0
     dead_s: float = 5.0
-    engines: dict[str, HandoffEngine] = field(default_factory=dict)
+    engines: dict[str, DisaggregatedEngine] = field(default_factory=dict)
     handoffs: int = 0
     moved_tokens: int = 0
 
@@ -49,7 +49,7 @@ class _Export:
     """No turn follows: what was handed over is nobody's prefix."""
 
 
-class HandoffEngine(ModelledEngine):
+class DisaggregatedEngine(ModelledEngine):
     """A `ModelledEngine` that prefills for others, decodes what others prefilled, or does both.
 
     KV that waits to be pulled is pinned: it counts as used memory. A request that pulls KV waits for its room first, in
@@ -127,7 +127,7 @@ class HandoffEngine(ModelledEngine):
                 room.set_result(None)
         super()._go_on()
 
-    def _retain(self, job: Job, tokens: int) -> None:
+    def _retain(self, job: SimulatedJob, tokens: int) -> None:
         params = job.request.kv_transfer
         if not params or not params.get("do_remote_decode"):
             super()._retain(job, tokens)
@@ -180,7 +180,7 @@ class HandoffEngine(ModelledEngine):
     def _reserve(self, request: GenerateRequest) -> None:
         """Room for all of the prompt is taken; what is here of its prefix lies in it."""
         need, kept = sum(request.token_ids) + 1, self.retained.claim(request.session, request.cache_salt)
-        self._reserved[request.request_id] = Reserved(need, kept)
+        self._reserved[request.request_id] = KvReservation(need, kept)
         self._pinned += need
         self._evict()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-__all__ = ["Constant", "Distribution", "Empirical", "LogNormal", "Normal", "Tailed", "generator"]
+__all__ = ["Constant", "Distribution", "Empirical", "LogNormal", "Normal", "ParetoTailed", "entity_generator"]
 
 
 class Distribution(Protocol):
@@ -22,7 +22,7 @@ class Distribution(Protocol):
     def draw(self, rng: Random) -> float: ...
 
 
-def generator(*parts: str | int) -> Random:
+def entity_generator(*parts: str | int) -> Random:
     """The generator of an entity."""
     text = ":".join(map(str, parts)).encode()
     return Random(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
@@ -69,7 +69,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Tailed:
+class ParetoTailed:
     """A body, and with probability `share` a Pareto tail from `start` with exponent `alpha`, cut at `high` (RA-5)."""
 
     body: Distribution

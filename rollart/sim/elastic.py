@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollart.errors import NoPlace, PartDied, RunFailed
-from rollart.fleet import EngineKind, Seat
+from rollart.fleet import EngineKind, EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
 from rollart.runtime.fleet import Placed
 from rollart.sim.engines import ModelledEngine
-from rollart.sim.machines import Machines
+from rollart.sim.machines import MachineInventory
 
-__all__ = ["Billed", "ModelledPart", "ModelledSite", "Place"]
+__all__ = ["BilledDevices", "ModelledPart", "ModelledSite", "PlacedEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Billed:
+class BilledDevices:
     """Devices that somebody pays for: how many units at which price, and as what they are written down."""
 
     role: str
@@ -42,12 +42,12 @@ class Billed:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedEngine:
     """An engine, where it sits and what it costs."""
 
     engine: ModelledEngine
-    seat: Seat
-    billed: Billed
+    seat: EnginePlacement
+    billed: BilledDevices
 
 
 class ModelledPart:
@@ -55,7 +55,13 @@ class ModelledPart:
     way of the weights to it. With `machines` it dies with its machine, and starts where there is room."""
 
     def __init__(
-        self, engine: ModelledEngine, seat: Seat, *, start_s: float, up: bool, machines: Machines | None = None
+        self,
+        engine: ModelledEngine,
+        seat: EnginePlacement,
+        *,
+        start_s: float,
+        up: bool,
+        machines: MachineInventory | None = None,
     ) -> None:
         self.engine = engine
         self._seat = seat
@@ -103,14 +109,14 @@ class ModelledSite:
     def __init__(
         self,
         devices: Mapping[str, int],
-        make: Callable[[EngineKind], Place],
+        make: Callable[[EngineKind], PlacedEngine],
         ledger: Recorder,
         *,
         start_s: float,
         prices: Mapping[str, float],
         gone: Callable[[str], None] = lambda _: None,
         others: Mapping[str, int] | None = None,
-        machines: Machines | None = None,
+        machines: MachineInventory | None = None,
     ) -> None:
         """`others`: devices of the pools that parts other than engines hold."""
         self._devices = dict(devices)
@@ -124,12 +130,12 @@ class ModelledSite:
         self._start_s = start_s
         self._prices = prices
         self._gone = gone
-        self.places: dict[EngineId, Place] = {}
+        self.places: dict[EngineId, PlacedEngine] = {}
         self.shares: dict[EngineId, EngineShares] = {}
         self._clocks: dict[EngineId, ResourceClock] = {}
         self._unused: dict[str, ResourceClock] = {}
 
-    def open(self, places: list[Place]) -> list[ModelledPart]:
+    def open(self, places: list[PlacedEngine]) -> list[ModelledPart]:
         """The plan's engines."""
         parts = [self._hold(place, up=True) for place in places]
         for pool in self._devices:
@@ -175,7 +181,7 @@ class ModelledSite:
         for clock in (*self._clocks.values(), *self._unused.values()):
             clock.close()
 
-    def _hold(self, place: Place, *, up: bool) -> ModelledPart:
+    def _hold(self, place: PlacedEngine, *, up: bool) -> ModelledPart:
         engine_id = place.engine.id
         clock = self._clocks[engine_id] = place.billed.clock(self._ledger)
         self.places[engine_id] = place
@@ -192,5 +198,5 @@ class ModelledSite:
             old.close()
         unused = self.free()[pool]
         if unused > 0 and pool in self._prices:
-            billed = Billed("unused", f"unused-{pool}", float(unused), self._prices[pool])
+            billed = BilledDevices("unused", f"unused-{pool}", float(unused), self._prices[pool])
             self._unused[pool] = billed.clock(self._ledger, cause="not_in_plan")

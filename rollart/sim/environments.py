@@ -1,6 +1,7 @@
 """Environments on virtual time: scripts played by hosts that may be slow, crowded or broken.
 
-A `World` is one domain: its environments know their trajectory's script when they are reset. What an observation shows
+A `SimulatedDomain` is one domain: its environments know their trajectory's script when they are reset. What an
+observation shows
 is its mass (`mass`), and its `max_tokens` is what the engine will answer, so nothing but the product's own border lies
 between a workload and an engine. The run's context limit, which counts pieces, must be out of the way.
 """
@@ -16,12 +17,12 @@ from random import Random
 
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
-from rollart.sim.draws import generator
+from rollart.sim.draws import entity_generator
 from rollart.sim.links import SharedLink
 from rollart.sim.loop import sleeping
 from rollart.sim.workload import Script, Workload
 
-__all__ = ["Host", "ModelledEnvironment", "ResetFaults", "World"]
+__all__ = ["SimulatedHost", "ModelledEnvironment", "ResetFaults", "SimulatedDomain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class ResetFaults:
 
 
 @dataclass(slots=True)
-class Host:
+class SimulatedHost:
     """A machine that environments live on. `work` is shared by what they do there at a time, in seconds of one alone
     (a link of as many "GB/s" as it has cores, a stream of at most 1); None: nobody is in another's way."""
 
@@ -72,7 +73,7 @@ class Host:
 
 
 @dataclass
-class World:
+class SimulatedDomain:
     """One domain's environments. Give `make` to the product as the domain's factory; or `on`, where the product chooses
     the host (`sim.hosts`).
 
@@ -82,7 +83,7 @@ class World:
     workload: Workload
     seed: int = 0
     name: str = ""
-    hosts: Sequence[Host] = field(default_factory=lambda: (Host("host-0"),))
+    hosts: Sequence[SimulatedHost] = field(default_factory=lambda: (SimulatedHost("host-0"),))
     faults: ResetFaults | None = None
     solved: float | None = None
     """Mean share of trajectories that earn 1 and not 0; None: each what its script says, and nothing is drawn."""
@@ -104,7 +105,7 @@ class World:
                 return ModelledEnvironment(self, host)
         raise ConnectionError(f"no host of {self.name or 'the environments'} is up")
 
-    def on(self, host: Host) -> ModelledEnvironment:
+    def on(self, host: SimulatedHost) -> ModelledEnvironment:
         return ModelledEnvironment(self, host)
 
     def script(self, prompt: int) -> tuple[Script, int]:
@@ -118,34 +119,34 @@ class World:
         with mean `solved` and a total of 1, most of which lies near 0 and 1, as pass rates do."""
         if self.solved is None or self.solved in (0.0, 1.0):
             return self.solved != 0.0
-        chance = generator(self.seed, self.name, "chance", prompt).betavariate(self.solved, 1.0 - self.solved)
-        return generator(self.seed, self.name, "solved", prompt, member).random() < chance
+        chance = entity_generator(self.seed, self.name, "chance", prompt).betavariate(self.solved, 1.0 - self.solved)
+        return entity_generator(self.seed, self.name, "solved", prompt, member).random() < chance
 
-    def reset_trouble(self, prompt: int, member: int, host: Host, now: float) -> tuple[bool, float]:
+    def reset_trouble(self, prompt: int, member: int, host: SimulatedHost, now: float) -> tuple[bool, float]:
         """Whether this reset fails, and the seconds that it stalls."""
         faults = self.faults
         if faults is None:
             return False, 0.0
-        rng = generator(self.seed, self.name, "reset", prompt, member)
+        rng = entity_generator(self.seed, self.name, "reset", prompt, member)
         burst = self._in_burst(faults, host, now)
         fails = rng.random() < (faults.burst_fail if burst else faults.fail)
         stalls = rng.random() < (faults.burst_stall if burst else faults.stall)
         self.failed_resets += fails
         return fails, faults.stall_s if stalls else 0.0
 
-    def _in_burst(self, faults: ResetFaults, host: Host, now: float) -> bool:
+    def _in_burst(self, faults: ResetFaults, host: SimulatedHost, now: float) -> bool:
         """Bursts are drawn as time goes on, each host's own part in them by a hash: nothing depends on who asks."""
         if faults.burst_every_s == math.inf:
             return False
         bursts = self._bursts
         if self._luck is None:
-            self._luck = generator(self.seed, self.name, "bursts")
+            self._luck = entity_generator(self.seed, self.name, "bursts")
             bursts.append(self._luck.expovariate(1.0 / faults.burst_every_s))
         while bursts[-1] <= now:
             bursts.append(bursts[-1] + self._luck.expovariate(1.0 / faults.burst_every_s))
         first = bisect_right(bursts, now - faults.burst_s)
         return any(
-            bursts[i] <= now and generator(self.seed, self.name, host.name, i).random() < faults.burst_hosts
+            bursts[i] <= now and entity_generator(self.seed, self.name, host.name, i).random() < faults.burst_hosts
             for i in range(first, len(bursts))
         )
 
@@ -156,7 +157,7 @@ class ModelledEnvironment:
 
     __slots__ = ("_host", "_live", "_reward", "_script", "_turn", "_world")
 
-    def __init__(self, world: World, host: Host) -> None:
+    def __init__(self, world: SimulatedDomain, host: SimulatedHost) -> None:
         self._world, self._host = world, host
         self._turn = 0
         self._live = False
@@ -185,7 +186,7 @@ class ModelledEnvironment:
         self._turn = turn + 1
         if self._turn < script.turns:
             return Step(self._observation())
-        return Step(_OVER, self._reward, True, self._reward > 0, {"payload_bytes": script.payload_bytes})
+        return Step(_FINAL_OBSERVATION, self._reward, True, self._reward > 0, {"payload_bytes": script.payload_bytes})
 
     async def close(self) -> None:
         if self._live:
@@ -206,5 +207,5 @@ class ModelledEnvironment:
             raise EnvironmentFault(host.name, "its host is down", incident=f"{host.name} down {host.falls}")
 
 
-_OVER = Observation("1")
+_FINAL_OBSERVATION = Observation("1")
 """Nobody answers the last observation."""

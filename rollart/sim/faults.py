@@ -12,50 +12,60 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.sim.draws import generator
-from rollart.sim.environments import Host
-from rollart.sim.fleet import Mortal
+from rollart.sim.draws import entity_generator
+from rollart.sim.environments import SimulatedHost
+from rollart.sim.fleet import FailableEngine
 from rollart.sim.links import SharedLink
 from rollart.sim.trainers import ModelledTrainer
 
-__all__ = ["FaultPlan", "Happened", "Outage", "Rate", "Subject", "engine", "host", "link", "trainer"]
+__all__ = [
+    "FaultPlan",
+    "FaultTransition",
+    "Outage",
+    "FaultRate",
+    "FaultTarget",
+    "engine_target",
+    "host_target",
+    "link_target",
+    "trainer_target",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class FaultTarget:
     """Something that can be taken down and brought back."""
 
     down: Callable[[], None]
     up: Callable[[], None]
 
 
-def engine(part: Mortal, version: Callable[[], int] | None) -> Subject:
+def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> FaultTarget:
     """An engine that dies; it comes back with the version given then. None: others restart it (supervision)."""
 
     def down() -> None:
         part.fail = True
 
-    return Subject(down, (lambda: None) if version is None else (lambda: part.restart(version())))
+    return FaultTarget(down, (lambda: None) if version is None else (lambda: part.restart(version())))
 
 
-def host(of: Host) -> Subject:
+def host_target(of: SimulatedHost) -> FaultTarget:
     """A host of environments: what runs there breaks, and nothing new is put there."""
 
-    return Subject(lambda: of.turn(up=False), lambda: of.turn(up=True))
+    return FaultTarget(lambda: of.turn(up=False), lambda: of.turn(up=True))
 
 
-def trainer(part: ModelledTrainer) -> Subject:
+def trainer_target(part: ModelledTrainer) -> FaultTarget:
     """A trainer whose devices are gone; its restart waits for them."""
-    return Subject(part.leave, part.come_back)
+    return FaultTarget(part.leave, part.come_back)
 
 
-def link(of: SharedLink, *, rate: float = 0.0) -> Subject:
+def link_target(of: SharedLink, *, rate: float = 0.0) -> FaultTarget:
     """A link that falls to a share of its bandwidth; with 0 what crosses it stands still."""
 
     def set_rate(share: float) -> None:
         of.rate = share
 
-    return Subject(lambda: set_rate(rate), lambda: set_rate(1.0))
+    return FaultTarget(lambda: set_rate(rate), lambda: set_rate(1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class FaultRate:
     """Each of these subjects dies `every_s` after it last came back, on average, and is down for `seconds`, on average;
     both exponential. A subject of several names (a host of engines) is one entry of a tuple."""
 
@@ -78,7 +88,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class FaultTransition:
     t: float
     subject: str
     up: bool
@@ -91,17 +101,17 @@ class FaultPlan:
     ValueError when a plan names a subject that is not there.
     """
 
-    subjects: Mapping[str, Subject]
+    subjects: Mapping[str, FaultTarget]
     outages: Sequence[Outage] = ()
-    rates: Sequence[Rate] = ()
+    rates: Sequence[FaultRate] = ()
     seed: int = 0
-    happened: list[Happened] = field(default_factory=list)
+    happened: list[FaultTransition] = field(default_factory=list)
     _reasons: dict[str, int] = field(default_factory=dict)
     _noted: int = 0
 
     def __post_init__(self) -> None:
         named = [n for o in self.outages for n in o.subjects]
-        named += [n for r in self.rates for s in r.subjects for n in _all(s)]
+        named += [n for r in self.rates for s in r.subjects for n in _names_of(s)]
         for name in named:
             if name not in self.subjects:
                 raise ValueError(f"faults of {name!r}, which is not there (rule: one of {', '.join(self.subjects)})")
@@ -109,13 +119,13 @@ class FaultPlan:
     async def run(self) -> None:
         """Returns when nothing more will happen; with rates, never."""
         loop = asyncio.get_running_loop()
-        agenda: list[tuple[float, int, tuple[str, ...], bool, _Life | None]] = []
+        agenda: list[tuple[float, int, tuple[str, ...], bool, _FaultProcess | None]] = []
         for outage in self.outages:
             self._note(agenda, outage.at, tuple(outage.subjects), up=False)
             self._note(agenda, outage.at + outage.seconds, tuple(outage.subjects), up=True)
         for rate in self.rates:
             for subject in rate.subjects:
-                one = _Life(self.seed, _all(subject), rate)
+                one = _FaultProcess(self.seed, _names_of(subject), rate)
                 self._note(agenda, one.draw(rate.every_s), one.names, up=False, life=one)
         while agenda:
             at, _, names, up, life = heapq.heappop(agenda)
@@ -132,12 +142,12 @@ class FaultPlan:
 
     def _note(
         self,
-        agenda: list[tuple[float, int, tuple[str, ...], bool, _Life | None]],
+        agenda: list[tuple[float, int, tuple[str, ...], bool, _FaultProcess | None]],
         at: float,
         names: tuple[str, ...],
         *,
         up: bool,
-        life: _Life | None = None,
+        life: _FaultProcess | None = None,
     ) -> None:
         if at < math.inf:
             self._noted += 1
@@ -148,21 +158,21 @@ class FaultPlan:
         after = self._reasons[name] = before + (-1 if up else 1)
         if (before == 0) == (after == 0):
             return
-        self.happened.append(Happened(now, name, up))
+        self.happened.append(FaultTransition(now, name, up))
         (self.subjects[name].up if up else self.subjects[name].down)()
 
 
-class _Life:
+class _FaultProcess:
     """Deaths and returns of one subject, from a generator of its own."""
 
-    def __init__(self, seed: int, names: tuple[str, ...], rate: Rate) -> None:
+    def __init__(self, seed: int, names: tuple[str, ...], rate: FaultRate) -> None:
         self.names = names
         self.rate = rate
-        self._rng = generator(seed, "faults", *names)
+        self._rng = entity_generator(seed, "faults", *names)
 
     def draw(self, mean: float) -> float:
         return self._rng.expovariate(1.0 / mean)
 
 
-def _all(subject: str | tuple[str, ...]) -> tuple[str, ...]:
+def _names_of(subject: str | tuple[str, ...]) -> tuple[str, ...]:
     return (subject,) if isinstance(subject, str) else subject

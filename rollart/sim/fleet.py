@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rollart.errors import PartDied, RunFailed
-from rollart.fleet import EngineKind, Seat
+from rollart.fleet import EngineKind, EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
 from rollart.runtime.fleet import Placed
 
-__all__ = ["Mortal", "SimulatedPart", "SimulatedSite"]
+__all__ = ["FailableEngine", "SimulatedPart", "SimulatedSite"]
 
 
-class Mortal(Engine, Protocol):
+class FailableEngine(Engine, Protocol):
     """An engine of a simulated process: with `fail` every call to it breaks."""
 
     fail: bool
@@ -28,7 +28,7 @@ class Mortal(Engine, Protocol):
 class SimulatedPart:
     """An engine's process. A start takes `start_s` and fails while the site says so; `die` ends the process."""
 
-    def __init__(self, engine: Mortal, site: SimulatedSite) -> None:
+    def __init__(self, engine: FailableEngine, site: SimulatedSite) -> None:
         self._engine = engine
         self._site = site
         self._ended = asyncio.Event()
@@ -65,7 +65,7 @@ class SimulatedSite:
     def __init__(
         self,
         devices: Mapping[str, int],
-        make: Callable[[str], Mortal],
+        make: Callable[[str], FailableEngine],
         recorder: Recorder,
         *,
         start_s: float = 5.0,
@@ -101,7 +101,7 @@ class SimulatedSite:
         )
         self._held[part.id] = kind, clock
         self.parts[part.id], self.shares[part.id] = part, EngineShares(clock, clock=now)
-        return Placed(part, Seat(kind.pool, role=kind.role, tp=kind.tp))
+        return Placed(part, EnginePlacement(kind.pool, role=kind.role, tp=kind.tp))
 
     async def clear(self, engine_id: EngineId) -> None:
         if engine_id not in self._held:

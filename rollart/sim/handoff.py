@@ -1,7 +1,7 @@
 """Simulated engines that hand KV over: vLLM's pull protocol with its ways to fail, on virtual time.
 
 They keep a session's KV by token count and version, check every rule that a real engine would break silently, and write
-down what they saw broken: `Fabric.broken` must stay empty.
+down what they saw broken: `HandoffFabric.broken` must stay empty.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan, WeightsRef
 from rollart.sim.world import SimulatedEngine
 
-__all__ = ["Fabric", "HandoffEngine", "Pace"]
+__all__ = ["HandoffFabric", "HandoffEngine", "HandoffTimings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class HandoffTimings:
     """Seconds that an engine takes: per token prefilled, per token generated, per token of KV pulled, and until a pull
     from a dead engine is known to fail. KV that nobody pulls goes after `lease_s`."""
 
@@ -40,7 +40,7 @@ class _Export:
 
 
 @dataclass(slots=True)
-class Fabric:
+class HandoffFabric:
     """What connects the engines, and what was seen on it. `pulled` and `answered` count what the tests look for."""
 
     engines: dict[str, HandoffEngine] = field(default_factory=dict)
@@ -56,7 +56,8 @@ class Fabric:
 
 
 class HandoffEngine(SimulatedEngine):
-    """One engine of a `Fabric`. `versioned`: its hand-off values name the weights, and it refuses KV of others, as the
+    """One engine of a `HandoffFabric`. `versioned`: its hand-off values name the weights, and it refuses KV of
+    others, as the
     embedded engine does; otherwise it trusts whoever sent the request, as vLLM does, and the fabric notes a breach.
 
     `fail` makes it dead (calls and pulls from it fail), `slow` adds seconds to every request; `returns` makes it give
@@ -66,19 +67,19 @@ class HandoffEngine(SimulatedEngine):
     def __init__(
         self,
         name: str,
-        fabric: Fabric,
+        fabric: HandoffFabric,
         *,
         version: int = 0,
         seed: int = 0,
         tokens: int = 2,
-        pace: Pace | None = None,
+        pace: HandoffTimings | None = None,
         versioned: bool = False,
         returns: bool = True,
     ) -> None:
         super().__init__(name, version=version, seed=seed, tokens=tokens)
         self._rng = random.Random(f"{seed}:{name}:handoff")
         self._fabric = fabric
-        self._pace = pace or Pace()
+        self._pace = pace or HandoffTimings()
         self._versioned = versioned
         self._returns = returns
         self._kv: dict[str, tuple[int, int]] = {}

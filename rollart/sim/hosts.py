@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, one_line
-from rollart.hosted import HostHealth, Images, Made
+from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.model import Observation, Step
 from rollart.ports import Environment, Recorder
@@ -17,30 +17,32 @@ from rollart.runtime.crews import CrewKeeper
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
-from rollart.sim.environments import Host
-from rollart.sim.machines import HostRoom
+from rollart.sim.environments import SimulatedHost
+from rollart.sim.machines import HostReservation
 
-__all__ = ["START_S", "ModelledHost", "ModelledHosts", "ModelledLife", "kept"]
+__all__ = ["START_S", "ModelledHost", "ModelledHosts", "ModelledHostInstance", "run_autoscaled_hosts"]
 
 T = TypeVar("T")
 
-DOWN = "its machine went down"
+DOWN_CAUSE = "its machine went down"
 
 START_S = 1e6
 """Longest wait for a machine that is down, virtual seconds: others serve meanwhile, or nobody does."""
 
-COLD = Made("cold", 0.0)
+COLD_START = EnvironmentOrigin("cold", 0.0)
 
-Make = Callable[[Host], Environment]
+HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
 """An environment on a host."""
 
 
-class ModelledLife:
+class ModelledHostInstance:
     """Implements `EnvironmentHost`: a host from one start to its end, which unblocks its calls."""
 
     pictured: frozenset[str] = frozenset()
 
-    def __init__(self, host: Host, make: Mapping[str, Make], number: int, *, node: str = "") -> None:
+    def __init__(
+        self, host: SimulatedHost, make: Mapping[str, HostedEnvironmentFactory], number: int, *, node: str = ""
+    ) -> None:
         self._host, self._make = host, make
         self._node = node or host.node or host.name
         self.life = f"{host.name} of life {number}"
@@ -62,13 +64,13 @@ class ModelledLife:
     def alive(self) -> bool:
         return not self._over.done()
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
         if self.alive and episode not in self.episodes:
             self.episodes[episode] = self._make[domain](self._host)
             self.most = max(self.most, len(self.episodes))
         began = _now()
         shown = await self._call(lambda: self.episodes[episode].reset(seed))
-        return (shown, COLD), _now() - began
+        return (shown, COLD_START), _now() - began
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         began = _now()
@@ -84,7 +86,7 @@ class ModelledLife:
         if not self.alive:
             raise self._error()
 
-    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
         raise EnvironmentFault(self.id, f"no images of domain '{domain}' here")
 
     async def health(self) -> HostHealth:
@@ -134,15 +136,15 @@ class ModelledHost:
 
     def __init__(
         self,
-        host: Host,
-        make: Mapping[str, Make],
+        host: SimulatedHost,
+        make: Mapping[str, HostedEnvironmentFactory],
         clock: ResourceClock,
         *,
         start_s: float = 0.0,
-        room: HostRoom | None = None,
+        room: HostReservation | None = None,
     ) -> None:
         self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
-        self.lives: list[ModelledLife] = []
+        self.lives: list[ModelledHostInstance] = []
         self._changed = asyncio.Event()
         host.watch = self._watch
         self._room = room
@@ -161,7 +163,7 @@ class ModelledHost:
     def node(self) -> str:
         return self.host.node if self._room is None else self._room.machine
 
-    async def start(self) -> ModelledLife:
+    async def start(self) -> ModelledHostInstance:
         while True:
             while not self._there():
                 self._changed.clear()
@@ -169,7 +171,7 @@ class ModelledHost:
             await asyncio.sleep(self._start_s)
             if self._there():
                 break
-        self.lives.append(ModelledLife(self.host, self._make, len(self.lives), node=self.node))
+        self.lives.append(ModelledHostInstance(self.host, self._make, len(self.lives), node=self.node))
         return self.lives[-1]
 
     async def wait(self) -> str:
@@ -186,7 +188,7 @@ class ModelledHost:
 
     def _watch(self, up: bool) -> None:
         if not up and self.lives:
-            self.lives[-1].end(DOWN)
+            self.lives[-1].end(DOWN_CAUSE)
         self._changed.set()
 
 
@@ -195,8 +197,8 @@ class ModelledHosts:
     """The hosts of one simulated run. `environment` is what a domain makes its environments by; `open` once its leases
     are there. A fleet that grows beyond `hosts` has machines of its own, or with `room` those that have room."""
 
-    hosts: Sequence[Host]
-    make: dict[str, Make]
+    hosts: Sequence[SimulatedHost]
+    make: dict[str, HostedEnvironmentFactory]
     """By domain; it may be filled until the run begins."""
     limits: HostLimits
     start_s: float = 0.0
@@ -204,7 +206,7 @@ class ModelledHosts:
     """At the start, if not all of `hosts`."""
     later: int = 0
     """The first number of hosts that come later."""
-    room: Callable[[str], Awaitable[HostRoom]] | None = None
+    room: Callable[[str], Awaitable[HostReservation]] | None = None
     """Looks for one on the machines. `RollartError` if it finds none in time."""
     fleet: HostFleet = field(init=False)
     parts: dict[str, ModelledHost] = field(default_factory=dict)
@@ -217,7 +219,7 @@ class ModelledHosts:
         given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
 
         async def part(name: str) -> ModelledHost:
-            host = given.get(name) or Host(name)
+            host = given.get(name) or SimulatedHost(name)
             room = None if self.room is None else await self.room(name)
             now = asyncio.get_running_loop().time
             clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
@@ -229,7 +231,7 @@ class ModelledHosts:
         return self.fleet
 
 
-async def kept(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[CrewKeeper]]) -> None:
+async def run_autoscaled_hosts(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[CrewKeeper]]) -> None:
     """Run the hosts, and once those of the start serve those who keep their number. These end first: a host that is on
     its way needs the fleet."""
     async with asyncio.TaskGroup() as tasks:

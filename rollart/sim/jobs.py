@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
 
-__all__ = ["DECODE", "OVER", "PREFILL", "WAITING", "Job", "Phase", "answer"]
+__all__ = ["DECODE", "OVER", "PREFILL", "WAITING", "SimulatedJob", "Phase", "completion_of"]
 
 
 class Phase(enum.IntEnum):
@@ -23,7 +23,7 @@ class Phase(enum.IntEnum):
 WAITING, PREFILL, DECODE, OVER = Phase
 
 
-class Job:
+class SimulatedJob:
     """Mutable, owned by one engine. Token counts are real tokens.
 
     `done` tokens are generated, counted at its last change of phase; while it decodes, `base` is the engine's service
@@ -78,13 +78,15 @@ class Job:
             self.marks = [*(self.marks or ()), (version, tokens)]
 
 
-def answer(job: Job, finish: FinishReason, version: int, tokens: int) -> Completion:
+def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens: int) -> Completion:
     """One id per policy version, its mass the tokens sampled under it."""
     request = job.request
     if job.marks is None:
         if not tokens:
             return Completion((), (), (), finish, job.tokens, job.cached)
-        return Completion((tokens,), _LOGPROB, _whole(version), finish, job.tokens, job.cached, None, tokens)
+        return Completion(
+            (tokens,), _LOGPROB, _single_version_span(version), finish, job.tokens, job.cached, None, tokens
+        )
     masses: list[int] = []
     spans: list[VersionSpan] = []
     last = 0
@@ -99,7 +101,7 @@ def answer(job: Job, finish: FinishReason, version: int, tokens: int) -> Complet
 
 
 @lru_cache(maxsize=8)
-def _whole(version: int) -> tuple[VersionSpan, ...]:
+def _single_version_span(version: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(version, 0, 1),)
 
 

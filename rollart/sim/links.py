@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 from placement.publish import PRESETS
 
-__all__ = ["PUSH", "RDMA", "TCP", "Flow", "LinkProfile", "SharedLink"]
+__all__ = ["PUSH", "RDMA", "TCP", "LinkTransfer", "LinkProfile", "SharedLink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
 """Weights from a trainer into the store: 0.41 to 0.48 GB/s were measured on the 200 Gb/s link (RA-16); tuned once."""
 
 
-class Flow:
+class LinkTransfer:
     """A transfer under way. `remaining` of each stream is known when it is asked for."""
 
     __slots__ = ("done", "end", "over", "streams")
@@ -73,7 +73,7 @@ class SharedLink:
         self._streams = 0
         self._service = 0.0
         """GB that each stream has got since the link was last idle."""
-        self._ends: list[tuple[float, int, Flow]] = []
+        self._ends: list[tuple[float, int, LinkTransfer]] = []
         self._sent = 0
         self._at = 0.0
         self._rate = 1.0
@@ -121,25 +121,25 @@ class SharedLink:
         else:
             self._join(gb, streams, done)
 
-    def cancel(self, flow: Flow) -> None:
+    def cancel(self, flow: LinkTransfer) -> None:
         if not flow.over:
             self._catch_up()
             if not flow.over:
                 self._leave(flow)
                 self._plan()
 
-    def _join(self, gb: float, streams: int, done: Callable[[], None]) -> Flow:
+    def _join(self, gb: float, streams: int, done: Callable[[], None]) -> LinkTransfer:
         if streams < 1:
             raise ValueError(f"{streams} streams (rule: at least 1)")
         self._catch_up()
         self._streams += streams
         self._sent += 1
-        flow = Flow(streams, self._service + gb / streams, done)
+        flow = LinkTransfer(streams, self._service + gb / streams, done)
         heappush(self._ends, (flow.end, self._sent, flow))
         self._plan()
         return flow
 
-    def _leave(self, flow: Flow) -> None:
+    def _leave(self, flow: LinkTransfer) -> None:
         flow.over = True
         self._streams -= flow.streams
         if not self._streams:

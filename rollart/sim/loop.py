@@ -220,7 +220,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         instants, due, ready = self._instants, self._due, self._ready
         while not ready:
             if not instants:
-                raise Deadlock(_who_waits(self))
+                raise Deadlock(_describe_waiting_tasks(self))
             when = heappop(instants)
             calls = due.pop(when)
             if type(calls) is tuple:
@@ -272,7 +272,7 @@ def run(main: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
         loop.close()
 
 
-def _who_waits(loop: asyncio.AbstractEventLoop) -> str:
+def _describe_waiting_tasks(loop: asyncio.AbstractEventLoop) -> str:
     lines = []
     for task in sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name()):
         stack = task.get_stack(limit=1)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rollart.model import EngineId
 from rollart.runtime.nodes import Nodes
 
-__all__ = ["HostRoom", "Machine", "Machines"]
+__all__ = ["HostReservation", "SimulatedMachine", "MachineInventory"]
 
 
 @dataclass(slots=True)
-class Machine:
+class SimulatedMachine:
     """`devices` of a pool, of which `taken` are other parts' than engines and environment hosts."""
 
     pool: str
@@ -25,11 +25,11 @@ class Machine:
 
 
 @dataclass(slots=True, eq=False)
-class HostRoom:
+class HostReservation:
     """What an environment host takes of a machine, for as long as it is wanted: `devices` of a pool (0: it runs beside
     what holds them). It goes with its machine, and is looked for again on others."""
 
-    machines: Machines
+    machines: MachineInventory
     pool: str
     devices: int
     first: str = ""
@@ -54,18 +54,18 @@ class HostRoom:
         self.machines.empty(self)
 
 
-class Machines:
+class MachineInventory:
     """Called by the site, which seats engines, by environment hosts, and by a fault plan. `died` is told which engine a
     machine took with it, and `nodes`, once there are some, what came and went. Invariant: engines and hosts on a
     machine hold no more than it has."""
 
-    def __init__(self, machines: Mapping[str, Machine]) -> None:
+    def __init__(self, machines: Mapping[str, SimulatedMachine]) -> None:
         self.machines = machines
         self.died: Callable[[EngineId], None] = lambda _: None
         self.nodes: Nodes | None = None
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._on: dict[EngineId, tuple[str, int]] = {}
-        self._rooms: dict[HostRoom, None] = {}
+        self._rooms: dict[HostReservation, None] = {}
         """Of all hosts that are wanted, on a machine or not."""
 
     def there(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class Machines:
         self._on[engine] = (min(fitting, key=lambda name: fitting[name]), tp)
         return True
 
-    def house(self, room: HostRoom) -> bool:
+    def house(self, room: HostReservation) -> bool:
         """Whether there is one for it: where it is, else its first choice, else the fullest machine that has room; one
         that takes no device goes where the fewest such are."""
         self._rooms[room] = None
@@ -103,7 +103,7 @@ class Machines:
             room.machine = min(fitting, key=lambda name: (name != room.first, fitting[name]))
         return bool(room.machine)
 
-    def empty(self, room: HostRoom) -> None:
+    def empty(self, room: HostReservation) -> None:
         """It is wanted no more."""
         if room in self._rooms:
             del self._rooms[room]

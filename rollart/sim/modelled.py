@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
@@ -30,26 +30,26 @@ from rollart.runtime.leases import Leases
 from rollart.runtime.nodes import Nodes
 from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
-from rollart.sim.elastic import Billed, ModelledPart, ModelledSite, Place
-from rollart.sim.hosts import ModelledHosts, kept
+from rollart.sim.elastic import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
+from rollart.sim.hosts import ModelledHosts, run_autoscaled_hosts
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.world import MemoryWeights
 
-__all__ = ["Billed", "ModelledRun", "Place", "StepSeen", "Traced"]
+__all__ = ["BilledDevices", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
 
-LOOK_S = 3.0
+HEALTH_POLL_S = 3.0
 """After so many seconds an engine in doubt is looked at again; a restart of the real ones takes about as long."""
 
-ROWS = 500
+PROGRESS_ROWS = 500
 """Rows of a ledger between two words to who watches."""
 
-START_S = 3600.0
+START_LEASE_S = 3600.0
 """Lease of an engine's start: none of a model's is longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepSeen:
+class StepTrace:
     """One training step: loop seconds at which its batch was complete, at which it was trained and at which its version
     served, what it waited for the batch, the trainer's seconds (of a streamed step some were before its batch was
     complete), trained tokens and trajectories, and how many samples had which lag (versions between their first token
@@ -66,7 +66,7 @@ class StepSeen:
     lags: Counter[int]
 
 
-class Traced(Ledger):
+class TracedLedger(Ledger):
     """A ledger on virtual time that also hashes everything that is recorded, in order: two runs with the same trace did
     the same."""
 
@@ -88,12 +88,12 @@ class Traced(Ledger):
             self._hash.update(repr(row).encode())
             write(row)
             rows += 1
-            if not rows % ROWS:
+            if not rows % PROGRESS_ROWS:
                 on_time(clock())
 
         self._record = record
 
-    def __enter__(self) -> Traced:
+    def __enter__(self) -> TracedLedger:
         return self
 
     @property
@@ -106,19 +106,19 @@ class ModelledRun:
     """Run it once, on a virtual loop. `seen` and the ledger have what happened."""
 
     domains: Sequence[Domain]
-    places: Sequence[Place]
+    places: Sequence[PlacedEngine]
     trainer: ModelledTrainer
-    trained_by: Billed
+    trained_by: BilledDevices
     rewarder: Rewarder
     settings: ControlSettings
     ledger: Ledger
-    unused: Sequence[Billed] = ()
+    unused: Sequence[BilledDevices] = ()
     site: ModelledSite | None = None
     """Where engines come and go, under supervision; it bills what is unused. None: the plan's stay as they are."""
     planner: Planner | None = None
     nodes: Nodes | None = None
     """With a site and a planner: nodes that come and go, which the plan follows."""
-    on_step: Callable[[StepSeen], None] = lambda _: None
+    on_step: Callable[[StepTrace], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """What happens to the world while the run is on; ends with it."""
     hosts: ModelledHosts | None = None
@@ -127,14 +127,14 @@ class ModelledRun:
     """Who keeps their number where nodes come and go."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back; then the restart has failed."""
-    seen: list[StepSeen] = field(default_factory=list)
+    seen: list[StepTrace] = field(default_factory=list)
     ended: float = 0.0
     """Loop seconds at which it was over: devices are paid until then."""
     control: ControlPlane = field(init=False)
     _leases: Leases = field(init=False)
     supervisor: EngineSupervisor | None = None
     fleet: EngineFleet | None = None
-    help: Callable[[Seat], float] | None = None
+    help: Callable[[EnginePlacement], float] | None = None
     """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
     _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class ModelledRun:
                 around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
                 if self.hosts is not None:
                     fleet = self.hosts.open(self._leases, self.ledger)
-                    running = fleet.run() if self.keepers is None else kept(fleet, self.keepers)
+                    running = fleet.run() if self.keepers is None else run_autoscaled_hosts(fleet, self.keepers)
                     around.append(self._tasks.create_task(running, name="environment hosts"))
                 session = self.control.session(supervisor=self.supervisor, parts=parts)
                 await session.run(step=0, steps=self.settings.schedule.steps)
@@ -200,7 +200,7 @@ class ModelledRun:
             self.ledger,
             shares=self.site.shares,
             weights=lambda: WeightsRef(gateway.version, ""),
-            start_s=START_S,
+            start_s=START_LEASE_S,
             on_gone=self._gone,
             patience_s=0.0 if self.nodes is None else self.nodes.patience_s,
         )
@@ -256,7 +256,7 @@ class ModelledRun:
         engine = next(p.engine for p in self.places if p.engine.id == engine_id)
         gateway = self.control.gateway
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(HEALTH_POLL_S)
             if not await engine.healthy():
                 continue
             if not gateway.trust(engine_id):
@@ -270,7 +270,7 @@ class ModelledRun:
 
     def _stepped(self, done: StepDone) -> None:
         samples = [s for g in done.groups for s in g.samples]
-        seen = StepSeen(
+        seen = StepTrace(
             done.step,
             done.t0,
             done.trained,

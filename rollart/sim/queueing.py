@@ -23,17 +23,17 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["QueueEngine", "Speed", "SpeedModel"]
+__all__ = ["QueueEngine", "QueueEngineSpeed", "QueueTurnModel"]
 
-STRIDE = 16
+DECODE_STRIDE = 16
 """Tokens that all generations advance by between two looks at the queue of prefills."""
 
-CHUNK = 512
+PREFILL_CHUNK = 512
 """Tokens of prefill that come between two strides (chunked prefill)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class QueueEngineSpeed:
     """Seconds: per token of prefill, per step of generation, and what each sequence and each of its tokens adds to a
     step."""
 
@@ -61,7 +61,7 @@ class QueueEngine:
     KV stays, and comes along with a hand-off in `handoff_s` plus `token_s` per token."""
 
     id: EngineId
-    speed: Speed
+    speed: QueueEngineSpeed
     handoff_s: float = 0.0
     token_s: float = 0.0
     busy_s: float = 0.0
@@ -106,18 +106,18 @@ class QueueEngine:
                 continue
             seconds = 0.0
             if self._prefills:
-                chunk = min(self._prefills[0].prefill, CHUNK)
+                chunk = min(self._prefills[0].prefill, PREFILL_CHUNK)
                 self._prefills[0].prefill -= chunk
                 seconds += chunk * self.speed.prefill_s
             active = self._active
             if active:
                 context = sum(j.context for j in active) / len(active)
-                seconds += STRIDE * self.speed.step(len(active), context)
+                seconds += DECODE_STRIDE * self.speed.step(len(active), context)
             await asyncio.sleep(seconds)
             self.busy_s += seconds
             for job in active:
-                job.output -= STRIDE
-                job.context += STRIDE
+                job.output -= DECODE_STRIDE
+                job.context += DECODE_STRIDE
                 if job.output <= 0 and not job.done.done():
                     job.done.set_result(None)
             self._active = [j for j in active if j.output > 0]
@@ -154,10 +154,10 @@ class QueueEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedModel:
+class QueueTurnModel:
     """`TurnModel` of such engines, by pool, at a planned number of sequences per engine and their mean context."""
 
-    speeds: dict[str, Speed]
+    speeds: dict[str, QueueEngineSpeed]
     sequences: dict[str, float]
     context: float
     latency_s: float

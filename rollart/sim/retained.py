@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-__all__ = ["Retained"]
+__all__ = ["RetainedKv"]
 
 
-class Retained:
+class RetainedKv:
     """Tokens of KV by session. `total` is their sum; `evicted` counts tokens that had to go."""
 
     __slots__ = ("_kept", "evicted", "total")

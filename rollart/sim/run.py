@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from rollart.fleet import EngineKind, Seat
+from rollart.fleet import EngineKind, EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
-from rollart.policy.routing import Router
+from rollart.policy.routing import RoutingPolicy
 from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.policy.updates import UpdatePolicy
@@ -47,12 +47,12 @@ from rollart.sim.world import (
     WordTokenizer,
 )
 
-__all__ = ["SimulatedRun", "make"]
+__all__ = ["SimulatedRun", "make_simulated_run"]
 
 
 @dataclass
 class SimulatedRun:
-    """Build with `make`, run with `run`; afterwards everything that happened is in the parts.
+    """Build with `make_simulated_run`, run with `run`; afterwards everything that happened is in the parts.
 
     With a `site` the run starts the engines of `kinds` there, under supervision, and its rebalancer may drain and start
     others; `engines` is not used then.
@@ -83,8 +83,8 @@ class SimulatedRun:
     prefetch: PrefetchSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
-    router: Router = field(default_factory=Router)
-    seats: Mapping[str, Seat] = field(default_factory=dict)
+    router: RoutingPolicy = field(default_factory=RoutingPolicy)
+    seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
     planner: Planner | None = None
     fleet: Fleet | None = None
     site: SimulatedSite | None = None
@@ -235,7 +235,7 @@ class SimulatedRun:
         loop.call_later(3.0, rejoin)
 
 
-def make(
+def make_simulated_run(
     *,
     quotas: Mapping[str, tuple[int, int]] = MappingProxyType({"a": (4, 2)}),
     alpha: int = 1,

@@ -12,31 +12,31 @@ from __future__ import annotations
 
 from math import sqrt
 
-from rollart.sim.steps import Lines
+from rollart.sim.steps import StepTimeLines
 
 __all__ = ["seconds_for", "tokens_in"]
 
 
-def seconds_for(tokens: float, lines: Lines, n: int, context: float) -> float:
+def seconds_for(tokens: float, lines: StepTimeLines, n: int, context: float) -> float:
     """Seconds until each of n sequences, `context` tokens together, has got `tokens` more. n = 0: steps without any."""
     a, c, b, d = lines
     x = context - n / 2
     if b + d * x >= a + c * x:
         return tokens * (b + d * (x + n * tokens / 2))
-    turn = _until_steep(a, c, b, d, x, n)
+    turn = _tokens_until_steep(a, c, b, d, x, n)
     if turn >= tokens:
         return tokens * (a + c * (x + n * tokens / 2))
     rest = tokens - turn
     return turn * (a + c * (x + n * turn / 2)) + rest * (b + d * (x + n * (turn + rest / 2)))
 
 
-def tokens_in(seconds: float, lines: Lines, n: int, context: float) -> float:
+def tokens_in(seconds: float, lines: StepTimeLines, n: int, context: float) -> float:
     """The inverse of `seconds_for`."""
     a, c, b, d = lines
     x = context - n / 2
     if b + d * x >= a + c * x:
         return _solve(b + d * x, d * n / 2, seconds)
-    turn = _until_steep(a, c, b, d, x, n)
+    turn = _tokens_until_steep(a, c, b, d, x, n)
     flat = turn * (a + c * (x + n * turn / 2)) if turn < _NEVER else _NEVER
     if seconds > flat:
         return turn + _solve(b + d * (x + n * turn), d * n / 2, seconds - flat)
@@ -46,7 +46,7 @@ def tokens_in(seconds: float, lines: Lines, n: int, context: float) -> float:
 _NEVER = float("inf")
 
 
-def _until_steep(a: float, c: float, b: float, d: float, x: float, n: int) -> float:
+def _tokens_until_steep(a: float, c: float, b: float, d: float, x: float, n: int) -> float:
     """Steps from context x, where the flatter line is the higher one, until the steeper one is."""
     return _NEVER if n == 0 or d <= c else ((a - b) / (d - c) - x) / n
 

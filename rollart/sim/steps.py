@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from placement.architecture import Shape
+from placement.architecture import DecoderShape
 from placement.roofline import ACTIVATION_BYTES, Roofline
 
-__all__ = ["Lines", "PrefillWork", "StepModel"]
+__all__ = ["StepTimeLines", "PrefillWork", "StepModel"]
 
 
-class Lines(NamedTuple):
+class StepTimeLines(NamedTuple):
     """Seconds of a step: max(flat_s + flat_slope × x, steep_s + steep_slope × x) at x tokens of context in all."""
 
     flat_s: float
@@ -69,7 +69,7 @@ class StepModel:
         self._touched = shape.touched_weight_bytes
         self._weights_s = None if shape.expert_layers else self._touched(1.0) / self._bytes_per_s
         """Of reading the weights; None where it depends on the tokens (experts)."""
-        windows = isinstance(shape, Shape) and shape.window is not None
+        windows = isinstance(shape, DecoderShape) and shape.window is not None
         near, far = (context / 2, context * 1.5) if windows else (0.0, context)
         self._flops_s, self._flops_slope = _line(near, far, lambda x: shape.decode_flops(x) / decode_per_s)
         copies = shape.kv_copies(tp)
@@ -78,21 +78,21 @@ class StepModel:
         at_one = max(shape.decode_flops(0.0) / decode_per_s, self._touched(1.0) / self._bytes_per_s)
         own_s = roofline.decode_step_s(1.0, 0.0) - self._fixed_s - self._row_s
         self._comm_s = 0.0 if tp == 1 else max(0.0, own_s - at_one)
-        self._table: list[Lines] = []
+        self._table: list[StepTimeLines] = []
         self.kv_bytes_per_token = shape.kv_bytes(context) / context
         """KV of a token of context, one copy."""
         self.kv_tokens = int(roofline.kv_capacity_bytes / self.kv_bytes_per_token)
         """Tokens of KV that an instance holds."""
         self.weight_bytes = shape.weight_bytes
 
-    def decoding(self, n: int) -> Lines:
+    def decoding(self, n: int) -> StepTimeLines:
         """A step that only decodes, for n sequences."""
         table = self._table
         while len(table) <= n:
             table.append(self._lines(len(table), None))
         return table[n]
 
-    def mixed(self, n: int, work: PrefillWork) -> Lines:
+    def mixed(self, n: int, work: PrefillWork) -> StepTimeLines:
         """A step that decodes for n sequences and carries its share of a round of prefills."""
         return self._lines(n, work)
 
@@ -110,7 +110,7 @@ class StepModel:
         reads = cached + tokens * (steps - 1) / (2 * steps)
         return PrefillWork(steps, tokens / steps, seconds / steps, reads, count, count * self._request_s / steps)
 
-    def _lines(self, n: int, work: PrefillWork | None) -> Lines:
+    def _lines(self, n: int, work: PrefillWork | None) -> StepTimeLines:
         tokens, reads, rows, arithmetic, accept = 0.0, 0.0, 0.0, 0.0, 0.0
         if work is not None:
             _, tokens, arithmetic, reads, rows, accept = work
@@ -126,7 +126,7 @@ class StepModel:
         if self._flops_slope > self._kv_slope:
             flat, steep = steep, flat
         pace = self._pace
-        return Lines(pace * flat[0], pace * flat[1], pace * steep[0], pace * steep[1])
+        return StepTimeLines(pace * flat[0], pace * flat[1], pace * steep[0], pace * steep[1])
 
 
 def _line(near: float, far: float, of: Callable[[float], float]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """A trainer on virtual time: seconds from the tokens it is given and the devices it has.
 
-Arithmetic as in the placer's training (`placement.workload.Train`): forward and backward FLOPs of the architecture at a
-share of the devices' peak, and a part of every step that does not depend on the tokens.
+Arithmetic as in the placer's training (`placement.workload.TrainingWork`): forward and backward FLOPs of the
+architecture at a share of the devices' peak, and a part of every step that does not depend on the tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from placement.architecture import Shape
+from placement.architecture import DecoderShape
 from placement.types import Device
 from rollart.errors import TrainerError
 from rollart.model import TrainReport, TrainSample, WeightsRef
 from rollart.sim.mass import mass_of, sampled_mass
 from rollart.sim.weights import WeightTransfer
 
-__all__ = ["MeasuredSpeed", "ModelledTrainer", "Speed", "TrainerSpeed", "above_group"]
+__all__ = ["MeasuredSpeed", "ModelledTrainer", "TrainingSpeed", "TrainerSpeed", "group_mean_advantages"]
 
-DRIFT = 0.001
+LOGPROB_DRIFT = 0.001
 """KL between a version and the next, nats per token: of the order that clipped losses keep to. Assumed, not fitted."""
 
 FORWARD_SHARE = 1 / 3
 """Of a training pass: the backward pass takes twice the forward one."""
 
 
-class Speed(Protocol):
+class TrainingSpeed(Protocol):
     """Seconds of training for sequences of these lengths in tokens. A step is its passes and what does not depend on
     the tokens."""
 
@@ -63,7 +63,7 @@ class MeasuredSpeed:
         return self.seconds_per_step + self.seconds_per_token * sum(lengths)
 
 
-def drifted(versions: int, drift: float) -> float:
+def logprob_drift(versions: int, drift: float) -> float:
     """What a token's log-probability falls by over so many versions if each moves the policy by `drift` nats."""
     return math.sqrt(2.0 * drift * max(versions, 0))
 
@@ -72,7 +72,7 @@ def drifted(versions: int, drift: float) -> float:
 class TrainerSpeed:
     """`devices` of a type at `mfu` of their dense bf16 peak, `epochs` over each batch, `seconds_per_step` besides."""
 
-    shape: Shape
+    shape: DecoderShape
     device: Device
     devices: int
     mfu: float = 0.40
@@ -95,7 +95,7 @@ class TrainerSpeed:
         return self.seconds_per_step + self.epochs * self.pass_s(lengths)
 
 
-def above_group(samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+def group_mean_advantages(samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
     """Each sample's score above the mean of its group, at its sampled tokens."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
@@ -115,12 +115,12 @@ class ModelledTrainer:
 
     def __init__(
         self,
-        speed: Speed,
+        speed: TrainingSpeed,
         *,
         transfer: WeightTransfer | None = None,
         publish_s: float = 0.0,
         streams: bool = False,
-        drift: float = DRIFT,
+        drift: float = LOGPROB_DRIFT,
         penalised: bool = False,
     ) -> None:
         """`drift`: KL from a version to the next; over n of them it is n times that. `penalised`: a step needs
@@ -140,7 +140,7 @@ class ModelledTrainer:
         self._version = 0
         self._under_way: asyncio.Future[None] | None = None
         self._devices = asyncio.Lock()
-        self._passing: _Work | None = None
+        self._passing: _PacedWork | None = None
         self.help = 0.0
         self.busy_s = 0.0
         self.trained_tokens = 0
@@ -187,7 +187,8 @@ class ModelledTrainer:
         now = self._version
         return [
             tuple(
-                p - drifted(now - v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True)
+                p - logprob_drift(now - v, self._drift) if v >= 0 else p
+                for p, v in zip(s.logprobs, s.versions, strict=True)
             )
             for s in samples
         ]
@@ -196,13 +197,15 @@ class ModelledTrainer:
         """A forward pass on the trainer's own devices, between whatever else they do."""
         await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
         return [
-            tuple(p - drifted(v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True))
+            tuple(
+                p - logprob_drift(v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True)
+            )
             for s in samples
         ]
 
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Takes no time beside the rest."""
-        return above_group(samples)
+        return group_mean_advantages(samples)
 
     async def stage(self, version: int) -> None:
         await self._work(self._publish_s)
@@ -275,7 +278,7 @@ class ModelledTrainer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         over = self._under_way = loop.create_future()
-        work = _Work(over, seconds)
+        work = _PacedWork(over, seconds)
         work.start(1.0 + self.help if shared else 1.0)
         self._passing = work if shared else None
         try:
@@ -286,7 +289,7 @@ class ModelledTrainer:
             self.busy_s += loop.time() - began
 
 
-class _Work:
+class _PacedWork:
     """Seconds of work at pace 1, done at a pace that may change."""
 
     def __init__(self, over: asyncio.Future[None], seconds: float) -> None:

@@ -16,11 +16,11 @@ from rollart.model import WeightsRef
 from rollart.policy.pipeline import AHEAD_BYTES, BucketDepth, InFlight
 from rollart.sim.links import RDMA, SharedLink
 
-__all__ = ["Moved", "WeightTransfer"]
+__all__ = ["VersionTransfer", "WeightTransfer"]
 
 
 @dataclass(slots=True)
-class Moved:
+class VersionTransfer:
     """What one version took. Seconds of its push; by engine, seconds in which it pulled (summed over its buckets, as
     RA-16 counts) and for which it stood still."""
 
@@ -85,7 +85,7 @@ class WeightTransfer:
         """Buckets in the store, by version that is being pushed or was."""
         self._pulls: dict[str, dict[int, _Pull]] = {}
         """By engine, of versions that it has not loaded: the newest two, and one that it waits for."""
-        self.moved: dict[int, Moved] = {}
+        self.moved: dict[int, VersionTransfer] = {}
 
     @property
     def pushed_over(self) -> SharedLink:
@@ -107,7 +107,7 @@ class WeightTransfer:
         """Every bucket once over the push link, one after the other. `TrainerError` once what is pushed is lost."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        report = self.moved[version] = Moved(version)
+        report = self.moved[version] = VersionTransfer(version)
         self._stored = {v: n for v, n in self._stored.items() if v >= version - 1} | {version: 0}
         for _ in range(self.buckets):
             await self._push.transfer(self._bucket_gb)
@@ -133,7 +133,7 @@ class WeightTransfer:
             self._depths[engine].applied(self._load_s / self.buckets)
         for old in [v for v in self._pulls.get(engine, ()) if v < version]:
             del self._pulls[engine][old]
-        report = self.moved.setdefault(version, Moved(version))
+        report = self.moved.setdefault(version, VersionTransfer(version))
         report.exposed_s[engine] = loop.time() - began
 
     def _fetch(self, engine: str, version: int) -> None:
@@ -161,7 +161,7 @@ class WeightTransfer:
         took = asyncio.get_running_loop().time() - began
         if pull.arrived == 1 and engine in self._depths:
             self._depths[engine].alone(took)
-        moved = self.moved.setdefault(pull.version, Moved(pull.version))
+        moved = self.moved.setdefault(pull.version, VersionTransfer(pull.version))
         moved.pulled_gb += self._bucket_gb
         seconds = moved.pull_s
         seconds[engine] = seconds.get(engine, 0.0) + took

@@ -1,8 +1,9 @@
 """What simulated trajectories ask for: turns, tokens, seconds of their environments, bytes of their rewards.
 
-A `Shape` describes a task domain; `PRESETS` has the published ones. `Generated` draws trajectories from a shape;
-`Replayed` repeats those of a recorded run. Both give a `Script`: all of a trajectory, drawn when it is reset, a pure
-function of (seed, prompt, member).
+A `WorkloadShape` describes a task domain; `PRESETS` has the published ones. `GeneratedWorkload` draws trajectories
+from a shape;
+`ReplayedWorkload` repeats those of a recorded run. Both give a `Script`: all of a trajectory, drawn when it is reset,
+a pure function of (seed, prompt, member).
 
 Lengths of answers are log-normal, the logarithm split between prompt and member, so that answers to one prompt resemble
 each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap: what makes rollouts wait
@@ -17,26 +18,26 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from rollart.ledger.reader import FinishedRow
-from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, Tailed, generator
+from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, ParetoTailed, entity_generator
 
 __all__ = [
     "PRESETS",
-    "Answers",
-    "Generated",
-    "Replayed",
+    "AnswerLengths",
+    "GeneratedWorkload",
+    "ReplayedWorkload",
     "Script",
-    "Shape",
+    "WorkloadShape",
     "Workload",
-    "capped",
-    "grouped",
-    "recorded",
-    "replay",
+    "cap_answers",
+    "scripts_by_group",
+    "recorded_script",
+    "replayed_workloads",
 ]
 
 
 _NONE = Constant(0.0)
 
-REMEMBERED = 4096
+MAX_REMEMBERED_PROMPTS = 4096
 """Prompts whose draws are kept: a generator costs 10 us, and the members of a group are reset close to each other."""
 
 
@@ -68,7 +69,7 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerLengths:
     """Tokens of one answer: median, sigma of the logarithm, the share of its variance that is the prompt's, and
     `runaways`: the share of prompts whose answers run away, each with `likely` probability."""
 
@@ -82,13 +83,13 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """A task domain. `context` ends a trajectory that would grow beyond it, in tokens."""
 
     turns: Distribution
     first: Distribution
     observation: Distribution
-    answers: Answers
+    answers: AnswerLengths
     reset_s: Distribution = _NONE
     step_s: Distribution = _NONE
     payload_bytes: Distribution = _NONE
@@ -96,10 +97,10 @@ class Shape:
     most_turns: int = 1_000
 
 
-class Generated:
+class GeneratedWorkload:
     """Trajectories of a shape (implements `Workload`)."""
 
-    def __init__(self, shape: Shape, seed: int, *, name: str = "") -> None:
+    def __init__(self, shape: WorkloadShape, seed: int, *, name: str = "") -> None:
         self.shape = shape
         self._seed, self._name = seed, name
         self._prompts: dict[int, tuple[float, bool, int]] = {}
@@ -107,7 +108,7 @@ class Generated:
     def script(self, prompt: int, member: int) -> Script:
         shape, a = self.shape, self.shape.answers
         theirs, runs_away, first = self._prompts.get(prompt) or self._prompt(prompt)
-        rng = generator(self._seed, self._name, prompt, member)
+        rng = entity_generator(self._seed, self._name, prompt, member)
         own = math.sqrt(1.0 - a.prompt_share)
         count = min(max(1, round(shape.turns.draw(rng))), shape.most_turns)
         shown: list[int] = []
@@ -132,17 +133,17 @@ class Generated:
     def _prompt(self, prompt: int) -> tuple[float, bool, int]:
         """What the prompt's trajectories share, kept for its other members: how long its answers are, whether they run
         away, and the tokens of the prompt."""
-        if len(self._prompts) >= REMEMBERED:
+        if len(self._prompts) >= MAX_REMEMBERED_PROMPTS:
             self._prompts.clear()
         shape, a = self.shape, self.shape.answers
-        rng = generator(self._seed, self._name, prompt)
+        rng = entity_generator(self._seed, self._name, prompt)
         theirs = math.sqrt(a.prompt_share) * rng.gauss(0.0, 1.0)
         found = theirs, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
         self._prompts[prompt] = found
         return found
 
 
-class Replayed:
+class ReplayedWorkload:
     """Trajectories of a recorded run (implements `Workload`). Their sums are exact; within one, turns are alike.
 
     `groups` are the trajectories to one prompt each. They are given out to prompts in their order, over and over, or,
@@ -162,27 +163,31 @@ class Replayed:
         given = self._given.setdefault(prompt, [])
         while len(given) <= member:
             if self._resample:
-                given += self.groups[generator(self._seed, prompt, len(given)).randrange(len(self.groups))]
+                given += self.groups[entity_generator(self._seed, prompt, len(given)).randrange(len(self.groups))]
             else:
                 given += self.groups[self._next % len(self.groups)]
                 self._next += 1
         return given[member]
 
 
-def grouped(rows: Iterable[FinishedRow]) -> dict[str, tuple[tuple[Script, ...], ...]]:
+def scripts_by_group(rows: Iterable[FinishedRow]) -> dict[str, tuple[tuple[Script, ...], ...]]:
     """Scripts of each group, by domain, in the order of their first rows; a row without a group is one of its own."""
     found: dict[str, dict[str, list[Script]]] = {}
     for n, row in enumerate(rows):
-        found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(recorded(row))
+        found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(recorded_script(row))
     return {domain: tuple(map(tuple, groups.values())) for domain, groups in sorted(found.items())}
 
 
-def replay(rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False) -> Mapping[str, Replayed]:
+def replayed_workloads(
+    rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False
+) -> Mapping[str, ReplayedWorkload]:
     """Workloads by domain from a run's ledger (`Reader.finished`)."""
-    return {domain: Replayed(own, seed=seed, resample=resample) for domain, own in grouped(rows).items()}
+    return {
+        domain: ReplayedWorkload(own, seed=seed, resample=resample) for domain, own in scripts_by_group(rows).items()
+    }
 
 
-def recorded(row: FinishedRow) -> Script:
+def recorded_script(row: FinishedRow) -> Script:
     """A finished trajectory as a script: its sums, spread evenly over its turns."""
     turns = max(row.turns, 1)
     first = max(row.first_tokens, 1)
@@ -200,67 +205,67 @@ def _parts(total: int, count: int) -> tuple[int, ...]:
     return (base + 1,) * more + (base,) * (count - more)
 
 
-_RESET = Tailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, high=900.0)
+_RESET = ParetoTailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, high=900.0)
 """Containers: seconds as a rule, hundreds in the tail (RA-5). The body's median and the tail's share are ours."""
 
 _ONE = Constant(1)
-_SWE = Shape(
+_SWE = WorkloadShape(
     turns=Normal(40, 6),
     first=LogNormal(2_000, 0.5, high=12_000),
     observation=LogNormal(400, 0.7, high=8_000),
-    answers=Answers(220, 0.8, cap=4_096, prompt_share=0.3),
+    answers=AnswerLengths(220, 0.8, cap=4_096, prompt_share=0.3),
     reset_s=_RESET,
     step_s=LogNormal(1.0, 1.0, high=60.0),
     payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
     most_turns=50,
 )
-_MATH = Shape(
+_MATH = WorkloadShape(
     turns=_ONE,
     first=LogNormal(150, 0.4, high=2_000),
     observation=_ONE,
-    answers=Answers(544, 0.859, cap=16_384, runaways=0.02),
+    answers=AnswerLengths(544, 0.859, cap=16_384, runaways=0.02),
     payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
 )
 
-PRESETS: Mapping[str, Shape] = {
+PRESETS: Mapping[str, WorkloadShape] = {
     "swe": _SWE,
-    "frozenlake": Shape(
+    "frozenlake": WorkloadShape(
         turns=LogNormal(36, 0.25, low=10, high=100),
         first=Constant(800),
         observation=Normal(800, 60),
-        answers=Answers(18, 0.3, cap=512),
+        answers=AnswerLengths(18, 0.3, cap=512),
         step_s=Constant(0.02),
         most_turns=100,
     ),
-    "webshop": Shape(
+    "webshop": WorkloadShape(
         turns=LogNormal(40, 0.35, low=3, high=100),
         first=LogNormal(800, 0.3),
         observation=LogNormal(700, 0.6),
-        answers=Answers(60, 0.6, cap=1_024),
+        answers=AnswerLengths(60, 0.6, cap=1_024),
         reset_s=LogNormal(2.0, 0.5),
         step_s=LogNormal(0.3, 0.6),
         most_turns=100,
     ),
-    "gem_math": Shape(
+    "gem_math": WorkloadShape(
         turns=LogNormal(3, 0.3, low=1, high=5),
         first=LogNormal(500, 0.3),
         observation=LogNormal(500, 0.3),
-        answers=Answers(1_400, 0.85, cap=16_384, runaways=0.01),
+        answers=AnswerLengths(1_400, 0.85, cap=16_384, runaways=0.01),
         step_s=LogNormal(0.3, 0.8),
     ),
-    "gem_game": Shape(
+    "gem_game": WorkloadShape(
         turns=LogNormal(4, 0.3, low=1, high=5),
         first=LogNormal(300, 0.3),
         observation=LogNormal(120, 0.4),
-        answers=Answers(700, 0.8, cap=8_192, runaways=0.01),
+        answers=AnswerLengths(700, 0.8, cap=8_192, runaways=0.01),
         step_s=Constant(0.01),
     ),
     "math_14b": _MATH,
-    "production": Shape(
-        turns=Tailed(LogNormal(6, 1.0, low=1, high=48), share=0.005, start=60, alpha=1.3, high=480),
+    "production": WorkloadShape(
+        turns=ParetoTailed(LogNormal(6, 1.0, low=1, high=48), share=0.005, start=60, alpha=1.3, high=480),
         first=LogNormal(3_000, 0.8, high=12_000),
         observation=LogNormal(300, 0.9, high=8_000),
-        answers=Answers(600, 0.9, cap=46_000, runaways=0.005),
+        answers=AnswerLengths(600, 0.9, cap=46_000, runaways=0.005),
         reset_s=_RESET,
         step_s=LogNormal(1.0, 1.2, high=600.0),
         payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
@@ -279,7 +284,7 @@ it.
 """
 
 
-def capped(shape: Shape, cap: int) -> Shape:
+def cap_answers(shape: WorkloadShape, cap: int) -> WorkloadShape:
     """The shape with answers of at most `cap` tokens: RollPacker's 8k, 16k and 32k. What runs away goes to about the
     cap, whatever it is: the published 25 to 32 medians are 16k, and tail batching gains ever more up to 32k."""
     a = shape.answers

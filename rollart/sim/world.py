@@ -31,7 +31,7 @@ from rollart.model import (
     VersionSpan,
     WeightsRef,
 )
-from rollart.sim.trainers import above_group
+from rollart.sim.trainers import group_mean_advantages
 from serverless.types import FaultKind
 
 __all__ = [
@@ -328,7 +328,7 @@ class SimulatedTrainer:
 
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         await self._column("advantage", samples)
-        return above_group(samples)
+        return group_mean_advantages(samples)
 
     async def _column(self, column: str, samples: Sequence[TrainSample]) -> None:
         self._columns += 1

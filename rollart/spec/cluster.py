@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from rollart.addresses import host_and_port, loopback
-from rollart.entry import Entry, Name
+from rollart.addresses import host_and_port, is_loopback
+from rollart.entry import Name, SpecEntry
 from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.prices import PriceEntry
 from rollart.spec.runtime import RuntimeSpec
@@ -35,7 +35,7 @@ def http_url(value: str) -> str:
     return value
 
 
-class DeviceSpec(Entry):
+class DeviceSpec(SpecEntry):
     """A device type that the catalogue lacks, or figures that replace the catalogue's. What is left out stays as it is
     there, or unknown."""
 
@@ -62,7 +62,7 @@ class DeviceSpec(Entry):
     )
 
 
-class PoolSpec(Entry):
+class PoolSpec(SpecEntry):
     """Devices of one type in one place."""
 
     name: Name = Field(description="Name of the pool.")
@@ -110,7 +110,7 @@ class PoolSpec(Entry):
         return self
 
 
-class LinkSpec(Entry):
+class LinkSpec(SpecEntry):
     """The connection of two pools, of a pool with itself, or of a pool with `store`: where versions of the weights lie
     (the run's directory, or `weights.store`)."""
 
@@ -120,7 +120,7 @@ class LinkSpec(Entry):
     latency_ms: float = Field(default=0.0, ge=0, le=1e6, description="Milliseconds one way.")
 
 
-class PublishSpec(Entry):
+class PublishSpec(SpecEntry):
     """Measured speeds of new weights. Without them plans and simulations take what the links carry."""
 
     preset: Literal["rollart"] | None = Field(
@@ -145,7 +145,7 @@ class PublishSpec(Entry):
     )
 
 
-class EnginesSpec(Entry):
+class EnginesSpec(SpecEntry):
     """Inference engines. Without `count`, `prefill` and `decode` the placer computes how many, of which kind, where."""
 
     count: int | None = Field(
@@ -198,7 +198,7 @@ class EnginesSpec(Entry):
         return not (self.count is None and self.prefill is None and self.decode is None)
 
 
-class TrainerSpec(Entry):
+class TrainerSpec(SpecEntry):
     """The trainer."""
 
     device: str | None = Field(default=None, description="Device type it needs; any if not given.")
@@ -254,7 +254,7 @@ class TrainerSpec(Entry):
 
     @model_validator(mode="after")
     def _guarded(self) -> TrainerSpec:
-        if self.external is not None and not self.external_token and not loopback(host_and_port(self.external)[0]):
+        if self.external is not None and not self.external_token and not is_loopback(host_and_port(self.external)[0]):
             raise ValueError(
                 f"external_token, file or env:VAR, with external {self.external!r}, which is reachable from elsewhere"
             )
@@ -269,7 +269,7 @@ class TrainerSpec(Entry):
 FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 
 
-class LocalFunctions(Entry):
+class LocalFunctions(SpecEntry):
     """Workers of the run's own: on the controller's machine, or on hosts that the runtime starts; and how they may play
     a provider before that is paid."""
 
@@ -307,7 +307,7 @@ class LocalFunctions(Entry):
         return "aws_lambda" if value in ("lambda", "aws") else value
 
 
-class HttpFunction(Entry):
+class HttpFunction(SpecEntry):
     """A function at a URL. Secrets are named, never written down. A text alone is the URL."""
 
     url: str = Field(description="http or https URL that takes and gives the list form.")
@@ -332,7 +332,7 @@ class HttpFunction(Entry):
         return self
 
 
-class ClusterFunctions(Entry):
+class ClusterFunctions(SpecEntry):
     """Where reward functions run."""
 
     backend: FunctionProvider | list[FunctionProvider] = Field(
@@ -394,7 +394,7 @@ class ClusterFunctions(Entry):
         return {"aws_lambda": self.aws_lambda, "modal": self.modal}.get(provider, {})
 
 
-class ClusterSpec(Entry):
+class ClusterSpec(SpecEntry):
     """A fleet. Only `name` and `pools` have no default."""
 
     name: Name = Field(description="Name of the cluster.")

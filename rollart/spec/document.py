@@ -15,9 +15,9 @@ import yaml
 
 from rollart.errors import SpecError
 
-__all__ = ["Document", "Loc", "Place", "parse_value", "read_document"]
+__all__ = ["Document", "KeyPath", "SourcePosition", "parse_value", "read_document"]
 
-Loc: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 """A path into a document: keys and indices."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -31,7 +31,7 @@ MAX_BYTES = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePosition:
     """Where something stands: a file's line and column (from 1), or the override that set it."""
 
     source: str
@@ -48,19 +48,19 @@ class Document:
 
     name: str
     values: dict[str, Any]
-    keys: dict[Loc, Place] = field(default_factory=dict)
-    places: dict[Loc, Place] = field(default_factory=dict)
+    keys: dict[KeyPath, SourcePosition] = field(default_factory=dict)
+    places: dict[KeyPath, SourcePosition] = field(default_factory=dict)
 
-    def place(self, loc: Loc, *, key: bool = False) -> Place:
+    def place(self, loc: KeyPath, *, key: bool = False) -> SourcePosition:
         """Place of a value (or of its key), or of the nearest thing around it that stands in the text."""
         if key and loc in self.keys:
             return self.keys[loc]
         for end in range(len(loc), -1, -1):
             if loc[:end] in self.places:
                 return self.places[loc[:end]]
-        return Place(self.name)
+        return SourcePosition(self.name)
 
-    def forget(self, loc: Loc, place: Place) -> None:
+    def forget(self, loc: KeyPath, place: SourcePosition) -> None:
         """Everything at and below `loc` now comes from `place`."""
         for table in (self.keys, self.places):
             for known in [k for k in table if k[: len(loc)] == loc]:
@@ -122,7 +122,7 @@ def parse_document(text: str, *, name: str) -> Document:
     if node is None:
         raise SpecError("the file is empty (rule: a spec is a mapping of keys to values)", where=f"{name}:1:1")
     document = Document(name, {})
-    builder = _Builder(document)
+    builder = _DocumentBuilder(document)
     try:
         values = builder.build(node, ())
     except RecursionError:
@@ -139,7 +139,7 @@ def parse_document(text: str, *, name: str) -> Document:
 def parse_value(text: str, *, name: str) -> Any:
     """The value of an override: `3` is a number, `[a, b]` a list, an empty text nothing."""
     node = _compose(text, name)
-    return None if node is None else _Builder(Document(name, {})).build(node, ())
+    return None if node is None else _DocumentBuilder(Document(name, {})).build(node, ())
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -156,7 +156,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise SpecError("not a spec: nested too deeply", where=name) from None
 
 
-class _Builder:
+class _DocumentBuilder:
     """Turns nodes into values and notes where each stood."""
 
     def __init__(self, document: Document) -> None:
@@ -165,11 +165,11 @@ class _Builder:
         self._count = 0
         self._scalars = yaml.constructor.SafeConstructor()
 
-    def at(self, node: yaml.Node) -> Place:
+    def at(self, node: yaml.Node) -> SourcePosition:
         mark = node.start_mark
-        return Place(self._document.name, mark.line + 1, mark.column + 1)
+        return SourcePosition(self._document.name, mark.line + 1, mark.column + 1)
 
-    def build(self, node: yaml.Node, loc: Loc) -> Any:
+    def build(self, node: yaml.Node, loc: KeyPath) -> Any:
         self._count += 1
         if self._count > MAX_NODES:
             raise SpecError(f"more than {MAX_NODES} values (rule: aliases may not blow up)", where=str(self.at(node)))
@@ -187,7 +187,7 @@ class _Builder:
         finally:
             self._open.discard(id(node))
 
-    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, loc: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -205,7 +205,7 @@ class _Builder:
             values[key] = self.build(value_node, here)
         return merged | values
 
-    def _merge(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+    def _merge(self, node: yaml.Node, loc: KeyPath) -> dict[str, Any]:
         parts: Sequence[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
         merged: dict[str, Any] = {}
         for part in reversed(parts):

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollart.entry import Entry, ImportPath, Name
+from rollart.entry import ImportPath, Name, SpecEntry
 
 __all__ = ["UNLESS_QUICK", "EnvironmentsSpec"]
 
 UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
 
 
-class EnvironmentsSpec(Entry):
+class EnvironmentsSpec(SpecEntry):
     """Where environments live: in the controller's process, or on hosts of their own. See docs/environments.md."""
 
     workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = Field(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 from rollart.spec.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from rollart.spec.rules import Problem
+    from rollart.spec.rules import RuleViolation
 
 __all__ = [
     "FaultPlanSpec",
@@ -21,7 +21,7 @@ __all__ = [
     "RateSpec",
     "ResetTroubleSpec",
     "fault_problems",
-    "matching",
+    "matching_names",
 ]
 
 Patterns = Annotated[list[str], Field(min_length=1)]
@@ -32,7 +32,7 @@ LINK = "link-"
 """What the names of links begin with."""
 
 
-class OutageSpec(Entry):
+class OutageSpec(SpecEntry):
     """Parts that are down at a moment."""
 
     parts: Patterns = Field(
@@ -51,7 +51,7 @@ class OutageSpec(Entry):
     left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
 
 
-class RateSpec(Entry):
+class RateSpec(SpecEntry):
     """Parts that die at random. Each dies on its own; times are exponential."""
 
     parts: Patterns = Field(description="Names or patterns, as in `outages`.")
@@ -60,7 +60,7 @@ class RateSpec(Entry):
     left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
 
 
-class ResetTroubleSpec(Entry):
+class ResetTroubleSpec(SpecEntry):
     """Resets of environments that fail or stall, alone and in bursts that hit many hosts at a time."""
 
     fail: Share = Field(default=0.0, description="Probability that a reset raises when its time is over.")
@@ -75,7 +75,7 @@ class ResetTroubleSpec(Entry):
     burst_stall: Share = Field(default=1.0, description="`stall` in a burst.")
 
 
-class FunctionTroubleSpec(Entry):
+class FunctionTroubleSpec(SpecEntry):
     """Functions whose workers start slowly, are few, or fail. Probabilities are of a call and add up to at most 1."""
 
     functions: Patterns = Field(
@@ -93,7 +93,7 @@ class FunctionTroubleSpec(Entry):
     unavailable: Share = Field(default=0.0, description="Probability that the provider has no answer.")
 
 
-class FaultPlanSpec(Entry):
+class FaultPlanSpec(SpecEntry):
     """What goes wrong in a simulation (`rollart simulate --faults FILE`)."""
 
     seed: int = Field(default=0, ge=0, description="Of all that is drawn, with the simulation's own.")
@@ -114,22 +114,22 @@ class FaultPlanSpec(Entry):
 
 def fault_problems(
     plan: FaultPlanSpec,
-    make: Callable[[tuple[str | int, ...], str], Problem],
+    make: Callable[[tuple[str | int, ...], str], RuleViolation],
     parts: Iterable[str] | None = None,
     functions: Sequence[str] = (),
-) -> list[Problem]:
+) -> list[RuleViolation]:
     """What is wrong with a plan beyond its types; `parts` and `functions` are what there is, None where no run is
     known."""
-    found: list[Problem] = []
+    found: list[RuleViolation] = []
     known = None if parts is None else list(parts)
-    if known is not None and not matching("environment-*", known):
+    if known is not None and not matching_names("environment-*", known):
         known += [f"host-{n}" for n in range(plan.hosts)]
     kinds: tuple[tuple[str, Sequence[OutageSpec | RateSpec]], ...] = (("outages", plan.outages), ("rates", plan.rates))
     for key, entries in kinds:
         for i, entry in enumerate(entries):
             for j, pattern in enumerate(entry.parts):
-                if known is not None and not matching(pattern, known):
-                    rule = f"a part of this run{did_you_mean(pattern, known) or f': {_families(known)}'}"
+                if known is not None and not matching_names(pattern, known):
+                    rule = f"a part of this run{did_you_mean(pattern, known) or f': {_name_ranges(known)}'}"
                     found.append(make((key, i, "parts", j), f"{key}.{i}.parts names '{pattern}' (rule: {rule})"))
                 elif entry.left and not pattern.startswith(LINK):
                     found.append(
@@ -141,13 +141,13 @@ def fault_problems(
         if total > 1:
             found.append(make(("functions", i), f"functions.{i} fails {total:g} of its calls (rule: at most 1)"))
         for j, pattern in enumerate(trouble.functions):
-            if parts is not None and not matching(pattern, functions):
+            if parts is not None and not matching_names(pattern, functions):
                 rule = f"a function of this run{did_you_mean(pattern, functions) or ''}"
                 found.append(make(("functions", i, "functions", j), f"functions.{i} names '{pattern}' (rule: {rule})"))
     return found
 
 
-def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], Problem]) -> list[Problem]:
+def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], RuleViolation]) -> list[RuleViolation]:
     return [
         make(
             ("outages", i, "warning_s"),
@@ -159,12 +159,12 @@ def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], P
     ]
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
+def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern means, in their order."""
     return [name for name in names if fnmatchcase(name, pattern)]
 
 
-def _families(names: Iterable[str]) -> str:
+def _name_ranges(names: Iterable[str]) -> str:
     """`engine-0…engine-63, trainer-0`: the first and last of names that differ in their number."""
     ends: dict[str, tuple[str, str]] = {}
     for name in names:

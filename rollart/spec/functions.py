@@ -19,9 +19,9 @@ from rollart.errors import SpecError
 from rollart.spec.run_parts import FunctionEntry
 from serverless.deploy.package import settings
 from serverless.errors import PackageError, ServerlessError
-from serverless.spec import BatchSpec, FunctionSpec
+from serverless.spec import FunctionBatchSpec, FunctionSpec
 
-__all__ = ["beside", "effective", "function_spec", "shown_settings"]
+__all__ = ["run_modules_importable", "effective_spec", "function_spec", "shown_settings"]
 
 _BATCH = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
 """Keys of an entry by those of the function's `batch`."""
@@ -44,27 +44,27 @@ def function_spec(entry: FunctionEntry, artefacts: Sequence[str] = ()) -> Functi
     }
     batch = {theirs: getattr(entry, ours) for ours, theirs in _BATCH.items() if getattr(entry, ours) is not None}
     if batch:
-        given["batch"] = BatchSpec(**batch)
+        given["batch"] = FunctionBatchSpec(**batch)
     if artefacts:
         given["artefacts"] = tuple(artefacts)
     # Not validated: `warm` may fit the decorator's `concurrency`, which is not known here. `settings` and `build` do.
     return FunctionSpec.model_construct(**given)
 
 
-def effective(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
+def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
     """What a function runs with. Its source is read, not run; where there is none to be read (a spec that is only
     planned), the decorator says nothing. SpecError for settings that do not fit together."""
     spec = function_spec(entry)
     try:
-        with beside(base):
+        with run_modules_importable(base):
             return settings(_located(spec, base), base=Path(base))
     except PackageError:
-        return _alone(entry, spec)
+        return _validated_entry(entry, spec)
     except ServerlessError as error:
         raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
 
 
-def _alone(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
+def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
     try:
         return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
     except ValidationError as error:
@@ -78,7 +78,7 @@ def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def beside(base: str | Path) -> Iterator[None]:
+def run_modules_importable(base: str | Path) -> Iterator[None]:
     """Modules that lie beside the run file are found, as they are while it runs."""
     path = str(base)
     added = path not in sys.path

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
-from rollart.spec.document import Document, Loc, Place, read_document
+from rollart.spec.document import Document, KeyPath, SourcePosition, read_document
 from rollart.spec.faults import FaultPlanSpec, fault_problems
 from rollart.spec.overrides import apply_overrides
 from rollart.spec.prices import PriceList
-from rollart.spec.rules import Problem, cluster_problems, price_problems, run_problems
+from rollart.spec.rules import RuleViolation, cluster_problems, price_problems, run_problems
 from rollart.spec.run import RunSpec
 from rollart.spec.settings import settings_parts
 from rollart.spec.suggest import did_you_mean
@@ -35,7 +35,7 @@ __all__ = [
     "load_run",
     "price_list",
     "saved_specs",
-    "shown",
+    "abbreviated",
     "value_problem",
 ]
 
@@ -61,7 +61,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read a cluster spec."""
 
-    def rules(cluster: ClusterSpec) -> list[Problem]:
+    def rules(cluster: ClusterSpec) -> list[RuleViolation]:
         return [*cluster_problems(cluster), *_prices_of_functions(cluster, Path(path).parent)]
 
     return _load(path, overrides, ClusterSpec, "cluster", rules)
@@ -74,7 +74,7 @@ def load_prices(path: str | Path) -> PriceList:
 
 def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
     """Read a fault plan; with the `parts` and `functions` of a run, also what it names."""
-    return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, Problem, parts, functions))
+    return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, RuleViolation, parts, functions))
 
 
 def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
@@ -130,7 +130,7 @@ def _load(
     overrides: Sequence[str],
     model: type[SpecModel],
     top: str,
-    rules: Callable[[SpecModel], list[Problem]],
+    rules: Callable[[SpecModel], list[RuleViolation]],
 ) -> SpecModel:
     document = read_document(path)
     apply_overrides(document, overrides)
@@ -138,21 +138,21 @@ def _load(
 
 
 def _validate(
-    document: Document, model: type[SpecModel], top: str, rules: Callable[[SpecModel], list[Problem]]
+    document: Document, model: type[SpecModel], top: str, rules: Callable[[SpecModel], list[RuleViolation]]
 ) -> SpecModel:
     try:
         spec = model.model_validate(document.values)
     except ValidationError as error:
-        raise _report(list(_problems(error, model, top, document))) from None
-    problems = [_Line(document.place(p.loc), p.message) for p in rules(spec)]
+        raise _spec_error(list(_problems(error, model, top, document))) from None
+    problems = [_LocatedProblem(document.place(p.loc), p.message) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
         problems += _settings_problems(spec, document)
     if problems:
-        raise _report(problems)
+        raise _spec_error(problems)
     return spec
 
 
-def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Line]:
+def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_LocatedProblem]:
     """What the function layer refuses of its own settings."""
     for at, model, values in settings_parts(cluster):
         try:
@@ -161,27 +161,27 @@ def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Li
             yield from _problems(error, model, "cluster", document, at=at)
 
 
-def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[Problem]:
+def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:
     """`functions.price` is in the list that this cluster is priced with."""
     wanted = cluster.functions.price
     path = builtin("prices.yaml") if cluster.prices is None else base / cluster.prices
     if not path.is_file():
-        yield Problem(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
+        yield RuleViolation(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
     elif wanted is not None:
         listed = (*load_prices(path).prices, *cluster.price_list)
         known = sorted({entry.name for entry in listed if entry.unit != "device-hour"})
         if wanted not in known:
             rule = f"a provider of the price list{did_you_mean(wanted, known)}"
-            yield Problem(("functions", "price"), f"functions.price is '{wanted}' (rule: {rule})")
+            yield RuleViolation(("functions", "price"), f"functions.price is '{wanted}' (rule: {rule})")
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    where: Place
+class _LocatedProblem:
+    where: SourcePosition
     message: str
 
 
-def _report(lines: Sequence[_Line]) -> SpecError:
+def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
     """One error for all problems, in file order; the first one's place is the error's."""
     unique = sorted(dict.fromkeys(lines), key=lambda line: (line.where.line, line.where.column))
     first, rest = unique[0], unique[1:MAX_LINES]
@@ -191,46 +191,50 @@ def _report(lines: Sequence[_Line]) -> SpecError:
 
 
 def _problems(
-    error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: Loc = ()
-) -> Iterator[_Line]:
+    error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()
+) -> Iterator[_LocatedProblem]:
     """One line for each value: what no member of a union takes breaks the rule of every one of them."""
-    same: dict[tuple[Loc, str], list[Any]] = {}
+    same: dict[tuple[KeyPath, str], list[Any]] = {}
     for each in error.errors(include_url=False):
-        loc: Loc = (*at, *each["loc"])
+        loc: KeyPath = (*at, *each["loc"])
         known = each["type"] not in ("extra_forbidden", "missing")
-        place = (_written(loc, document.values), shown(each["input"])) if known else (loc, each["type"])
+        place = (_document_path(loc, document.values), abbreviated(each["input"])) if known else (loc, each["type"])
         same.setdefault(place, []).append(each)
     for (loc, _), several in same.items():
         if len(several) == 1:
             yield _problem(several[0], model, top, document, at=at)
             continue
-        rules = dict.fromkeys(_rule(e["type"], _words(e)) for e in several)
-        name, value = _dotted(loc, top), shown(several[0]["input"])
-        yield _Line(document.place(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
+        rules = dict.fromkeys(_rule(e["type"], _rule_text(e)) for e in several)
+        name, value = _dotted(loc, top), abbreviated(several[0]["input"])
+        yield _LocatedProblem(document.place(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
 
 
-def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: Loc = ()) -> _Line:
+def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()) -> _LocatedProblem:
     """A pydantic error in our words: place, value, rule. `model` describes what stands at `at`."""
-    loc: Loc = (*at, *error["loc"])
+    loc: KeyPath = (*at, *error["loc"])
     if error["type"] == "extra_forbidden":
         parent = _model_at(model, loc[len(at) : -1])
         hint = did_you_mean(str(loc[-1]), parent.model_fields if parent else ())
-        within = _dotted(_written(loc[:-1], document.values), top)
+        within = _dotted(_document_path(loc[:-1], document.values), top)
         keys = "its own keys" if at else f"keys of `rollart schema {top}`"
-        return _Line(document.place(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})")
+        return _LocatedProblem(
+            document.place(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})"
+        )
     if error["type"] == "missing":
         within = _dotted(loc[:-1], top)
-        return _Line(document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)")
-    loc = _written(loc, document.values)
-    return _Line(document.place(loc), value_problem(error, _dotted(loc, top)))
+        return _LocatedProblem(
+            document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)"
+        )
+    loc = _document_path(loc, document.values)
+    return _LocatedProblem(document.place(loc), value_problem(error, _dotted(loc, top)))
 
 
 def value_problem(error: Any, name: str) -> str:
     """What is wrong with the value called `name`, and the rule that it breaks."""
-    return f"{name} is {shown(error['input'])} (rule: {_rule(error['type'], _words(error))})"
+    return f"{name} is {abbreviated(error['input'])} (rule: {_rule(error['type'], _rule_text(error))})"
 
 
-def _words(error: Any) -> str:
+def _rule_text(error: Any) -> str:
     message: str = error["msg"]
     return message.removeprefix("Input should be ").removeprefix("Value error, ")
 
@@ -250,13 +254,13 @@ def _rule(kind: str, message: str) -> str:
     return message
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
     """A value as it is told to people: no page of digits."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _written(loc: Loc, values: Any) -> Loc:
+def _document_path(loc: KeyPath, values: Any) -> KeyPath:
     """The part of a path that is in the document: pydantic adds the names of union members."""
     for i, part in enumerate(loc):
         try:
@@ -266,11 +270,11 @@ def _written(loc: Loc, values: Any) -> Loc:
     return loc
 
 
-def _dotted(loc: Loc, top: str) -> str:
+def _dotted(loc: KeyPath, top: str) -> str:
     return ".".join(str(part) for part in loc) if loc else top
 
 
-def _model_at(model: type[BaseModel], loc: Loc) -> type[BaseModel] | None:
+def _model_at(model: type[BaseModel], loc: KeyPath) -> type[BaseModel] | None:
     """The model that describes the mapping at `loc`."""
     at: Any = model
     for part in loc:

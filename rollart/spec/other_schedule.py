@@ -7,10 +7,10 @@ from typing import Any
 from rollart.spec.run import LAG, RunSpec
 from rollart.spec.weights import WeightsSpec
 
-__all__ = ["under"]
+__all__ = ["adapt_to_schedule"]
 
 
-def under(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
+def adapt_to_schedule(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
     """The run without the rules that its spec could not give under `schedule`, and their names. Its `schedule` and
     `staleness` stay: who simulates says which."""
     if schedule == run.schedule or {schedule, run.schedule} == {"rollart", "async"}:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.spec.document import Document, Loc, Place, parse_value
+from rollart.spec.document import Document, KeyPath, SourcePosition, parse_value
 from rollart.spec.suggest import did_you_mean
 
 __all__ = ["apply_overrides"]
@@ -29,9 +29,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> None:
-    place = Place(f"override '{text}'")
+    place = SourcePosition(f"override '{text}'")
     at: Any = document.values
-    loc: Loc = ()
+    loc: KeyPath = ()
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         key = _step(at, part, ".".join(parts[:i]), place)
@@ -45,7 +45,7 @@ def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> Non
     document.forget(loc, place)
 
 
-def _step(at: Any, part: str, path: str, place: Place) -> str | int:
+def _step(at: Any, part: str, path: str, place: SourcePosition) -> str | int:
     """The key or index that `part` means in the container `at`."""
     if isinstance(at, dict):
         if not part:

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = ["PlacementSpec", "RebalanceSpec", "TrainPlacement"]
 
 
-class TrainPlacement(Entry):
+class TrainPlacement(SpecEntry):
     """Where training runs and how fast it is predicted to be."""
 
     pool: str | None = Field(default=None, description="Pool or device type; computed if not given.")
@@ -59,7 +59,7 @@ class TrainPlacement(Entry):
     )
 
 
-class RebalanceSpec(Entry):
+class RebalanceSpec(SpecEntry):
     """How the plan is kept right while the run goes on. 0 turns a part off."""
 
     reprice_s: float = Field(default=5.0, ge=0, le=1e9, description="Seconds between corrections of prices by backlog.")
@@ -79,7 +79,7 @@ class RebalanceSpec(Entry):
     )
 
 
-class PlacementSpec(Entry):
+class PlacementSpec(SpecEntry):
     """What the plan is to reach. With its defaults: the highest rate, whatever it takes."""
 
     objective: Literal["max_throughput", "min_cost", "max_throughput_per_dollar"] = Field(

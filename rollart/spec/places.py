@@ -9,17 +9,17 @@ from rollart.spec.cluster import ClusterSpec
 from rollart.spec.rules import quotas
 from rollart.spec.run import RunSpec
 
-__all__ = ["Episodes", "episodes", "few_places"]
+__all__ = ["ConcurrentEpisodes", "concurrent_episodes", "episode_slot_notes"]
 
-EVALUATED = 128
+MAX_CONCURRENT_EVALUATIONS = 128
 """Held-out episodes at a time, at most (`runtime.evaluation`)."""
 
-WHOLE = 1e-9
+ROUNDING_TOLERANCE = 1e-9
 """What a product may lack of a whole number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class ConcurrentEpisodes:
     """The most at a time: trajectories that run (redundant ones too), environments ahead of need beside them, and
     held-out episodes, while nothing trains. `prefetch: auto` counts with a batch, which it has until it knows better
     and gives up where others wait."""
@@ -33,7 +33,7 @@ class Episodes:
         return max(self.running + self.ahead, self.held_out)
 
 
-def episodes(run: RunSpec) -> Episodes:
+def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
     """SpecError where domains cannot fill the batch."""
     rollout, running = run.rollout, 0
     more, members, extra = rollout.redundancy.groups, rollout.redundancy.size, 0
@@ -42,17 +42,19 @@ def episodes(run: RunSpec) -> Episodes:
     for name, quota in quotas(run).items():
         size = run.domain(name).group_size
         groups = quota // size
-        started = groups * run.staleness + math.floor(groups * more + WHOLE)
-        running += started * math.floor(size * members + WHOLE)
-        extra = max(extra, math.floor(size * members + WHOLE))
+        started = groups * run.staleness + math.floor(groups * more + ROUNDING_TOLERANCE)
+        running += started * math.floor(size * members + ROUNDING_TOLERANCE)
+        extra = max(extra, math.floor(size * members + ROUNDING_TOLERANCE))
     running += rollout.filter.max_additional_running_prompts * extra
     ahead = run.batch.trajectories if rollout.prefetch == "auto" else rollout.prefetch * len(run.domains)
-    return Episodes(running, ahead, min(EVALUATED, run.evaluation.episodes * len(run.domains)))
+    return ConcurrentEpisodes(
+        running, ahead, min(MAX_CONCURRENT_EVALUATIONS, run.evaluation.episodes * len(run.domains))
+    )
 
 
-def few_places(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+def episode_slot_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
     """A note where some episodes will wait for others' places."""
-    spec, most = cluster.environments, episodes(run)
+    spec, most = cluster.environments, concurrent_episodes(run)
     if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
         return ()
     ahead = f", {most.ahead} ahead of need" if most.ahead else ""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.constants import Calibration, TrainingConstants
-from placement.problem import Problem, Restriction, Window
+from placement.problem import InFlightWindow, Problem, Restriction
 from placement.publish import PRESETS, Publishing, PublishSpeeds, Transport
 from placement.roofline import RooflinePerformance
 from placement.types import Demand, Deployment, Infeasible, Objective, Placement, Pool, Role
@@ -25,13 +25,13 @@ from rollart.spec.suggest import did_you_mean, some_of
 from rollart.spec.work import ASSUMED, affinity_of, model_config, model_name, profiles_of, train_of
 
 __all__ = [
-    "Question",
-    "answer",
+    "PlanningProblem",
+    "solve_placement",
     "demands_of",
     "load_calibrations",
     "problem_of",
     "publishing_of",
-    "question_of",
+    "planning_problem",
     "run_shape",
     "window_of",
 ]
@@ -45,7 +45,7 @@ SPLIT = frozenset({Role.PREFILL, Role.DECODE})
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanningProblem:
     """A problem, and what a reader of its answer must know about how it came from the specs."""
 
     problem: Problem
@@ -62,10 +62,10 @@ def problem_of(
     fixed: Sequence[Deployment] | None = None,
 ) -> Problem:
     """The placer's problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
-    return question_of(run, cluster, prices, profiles, base=base, fixed=fixed).problem
+    return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
 
 
-def question_of(
+def planning_problem(
     run: RunSpec,
     cluster: ClusterSpec,
     prices: PriceList,
@@ -73,7 +73,7 @@ def question_of(
     *,
     base: str = ".",
     fixed: Sequence[Deployment] | None = None,
-) -> Question:
+) -> PlanningProblem:
     """As `problem_of`, with what had to be assumed. `fixed`: the instances are given, only flows are left."""
     spec = run.placement
     shape = run_shape(run, base, cluster.engines.dtype)
@@ -82,9 +82,9 @@ def question_of(
     degrees = _degrees(run, shape, fixed)
     _check_sizes(run, shape)
     domains = profiles_of(run, quotas(run), profiles or ())
-    usable = {p.name: _why_not(performance, p, degrees) for p in pools}
+    usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
-    pool, devices = _train_place(run, cluster, pools, fixed)
+    pool, devices = _trainer_placement(run, cluster, pools, fixed)
     windowed = run.schedule not in LAG and spec.in_flight is None
     only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
     try:
@@ -112,7 +112,7 @@ def question_of(
         )
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
-    return Question(problem, (*_assumptions(run, domains), *fallbacks))
+    return PlanningProblem(problem, (*_assumptions(run, domains), *fallbacks))
 
 
 def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
@@ -123,11 +123,11 @@ def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | 
             try:
                 found = TrainingConstants.from_dict(entry[1]["training"])
             except ValueError as error:
-                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=ANEW) from None
+                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=RECALIBRATE) from None
     return found
 
 
-def answer(question: Question) -> Placement:
+def solve_placement(question: PlanningProblem) -> Placement:
     """Solve. SpecError with the constraints that cannot hold together when there is no plan."""
     from placement.solve import solve  # only what is solved pays for numpy
 
@@ -153,7 +153,7 @@ def demands_of(placement: Placement) -> list[Demand]:
     return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
 
 
-def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> Shape:
+def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
     """The model's shape at the serving precision: what the run says, else that of the engines' `dtype`. SpecError for a
     config.json that describes none."""
     spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
@@ -177,12 +177,12 @@ def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibr
         try:
             one = _calibration(entry)
         except ValueError as error:
-            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=ANEW) from None
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
         found[one.device] = one
     return found
 
 
-ANEW = "write it anew with `rollart calibrate`"
+RECALIBRATE = "write it anew with `rollart calibrate`"
 
 
 def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
@@ -198,11 +198,12 @@ def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, ob
         except OSError as error:
             raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
         except (ValueError, yaml.YAMLError) as error:
-            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=ANEW) from None
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
         for entry in data if isinstance(data, list) else [data]:
             if not isinstance(entry, Mapping):
                 raise SpecError(
-                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)", remedy=ANEW
+                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)",
+                    remedy=RECALIBRATE,
                 )
             found.append((name, entry))
     return found
@@ -222,12 +223,12 @@ def _measured_speeds(name: str, value: object) -> PublishSpeeds:
         return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
     except (TypeError, ValueError):
         rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
-        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=ANEW) from None
+        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
 
 
-def window_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Window:
+def window_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> InFlightWindow:
     """How long places are held where groups are admitted one by one."""
-    return Window(
+    return InFlightWindow(
         {d.name: d.group_size for d in run.domains},
         float(run.model.context),
         publish=publishing_of(run, cluster, shape),
@@ -236,7 +237,7 @@ def window_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Window:
     )
 
 
-def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Publishing:
+def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Publishing:
     """What the publish time depends on besides pools and links."""
     weights = run.weights
     buckets = weights.store or weights.collective
@@ -261,7 +262,7 @@ def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
     return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))
 
 
-def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: Shape) -> RooflinePerformance:
+def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: DecoderShape) -> RooflinePerformance:
     """An engine on a CPU keeps KV for its slots, however much memory its host has."""
     asked = run.placement.arithmetic
     slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
@@ -274,7 +275,7 @@ def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shap
     )
 
 
-def _degrees(run: RunSpec, shape: Shape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
+def _degrees(run: RunSpec, shape: DecoderShape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
     """Tensor-parallel degrees to consider. One that the user names must divide the model."""
     if fixed is not None:
         return tuple(sorted({d.tp for d in fixed if d.role not in (Role.TRAINER, Role.REWARD)})) or (1,)
@@ -288,7 +289,7 @@ def _degrees(run: RunSpec, shape: Shape, fixed: Sequence[Deployment] | None) -> 
     return tuple(sorted(set(given)))
 
 
-def _check_sizes(run: RunSpec, shape: Shape) -> None:
+def _check_sizes(run: RunSpec, shape: DecoderShape) -> None:
     """SpecError for a size of `rollout.parallelism` that the model does not have."""
     spec = run.rollout.parallelism
     for size in (spec.sizes if spec is not None else None) or ():
@@ -297,7 +298,7 @@ def _check_sizes(run: RunSpec, shape: Shape) -> None:
             raise SpecError(f"rollout.parallelism.sizes has {size}: {why_not}")
 
 
-def _why_not(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
+def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
     """Why a pool cannot serve the model with any of the degrees; None if it can."""
     reasons = []
     for tp in degrees:
@@ -308,7 +309,7 @@ def _why_not(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int
     return reasons[-1]
 
 
-def _train_place(
+def _trainer_placement(
     run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], fixed: Sequence[Deployment] | None
 ) -> tuple[str | None, int | None]:
     """Pool and devices of the trainer, as far as they are given. Of several pools with the type, the largest."""

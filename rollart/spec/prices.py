@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from rollart.entry import Entry, Name
+from rollart.entry import Name, SpecEntry
 
 __all__ = ["STALE_DAYS", "UNITS", "PriceEntry", "PriceList", "Unit"]
 
@@ -30,7 +30,7 @@ STALE_DAYS = 180
 """A price older than this is pointed out: list prices of GPUs have moved by a third within half a year."""
 
 
-class PriceEntry(Entry):
+class PriceEntry(SpecEntry):
     """What one unit of something costs, who says so, and when."""
 
     name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
@@ -45,7 +45,7 @@ class PriceEntry(Entry):
         return (today - self.date).days
 
 
-class PriceList(Entry):
+class PriceList(SpecEntry):
     """A dated price list. Prices move: every entry can be overridden in a cluster spec."""
 
     currency: Literal["USD"] = Field(default="USD", description="Currency of every price.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollart.spec.document import Loc
+from rollart.spec.document import KeyPath
 
-__all__ = ["Problem"]
+__all__ = ["RuleViolation"]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RuleViolation:
     """A broken rule and the path of the value that breaks it."""
 
-    loc: Loc
+    loc: KeyPath
     message: str

@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = ["EnvironmentCostSpec", "ProfileSpec", "QuantitySpec", "RewardCostSpec", "TurnsSpec"]
 
 
-class QuantitySpec(Entry):
+class QuantitySpec(SpecEntry):
     """A figure that varies between trajectories; a plain number is its mean."""
 
     mean: float = Field(ge=0, le=1e9, description="Mean.")
@@ -41,7 +41,7 @@ class TurnsSpec(QuantitySpec):
     mean: float = Field(ge=1, le=1e6, description="Mean.")
 
 
-class EnvironmentCostSpec(Entry):
+class EnvironmentCostSpec(SpecEntry):
     """What an environment takes."""
 
     wait_s: float = Field(default=0.0, ge=0, le=1e6, description="Seconds that a turn waits for the environment.")
@@ -49,7 +49,7 @@ class EnvironmentCostSpec(Entry):
     reset_s: float = Field(default=0.0, ge=0, le=1e6, description="Seconds before the first turn.")
 
 
-class RewardCostSpec(Entry):
+class RewardCostSpec(SpecEntry):
     """What scoring one trajectory takes."""
 
     seconds: float = Field(ge=1e-9, le=1e6, description="Seconds of work for one trajectory.")
@@ -62,7 +62,7 @@ class RewardCostSpec(Entry):
     )
 
 
-class ProfileSpec(Entry):
+class ProfileSpec(SpecEntry):
     """The work of one trajectory of a domain, to be placed. Figures are means, or {mean, p50, p90}."""
 
     turns: TurnsSpec = Field(description="Turns.")

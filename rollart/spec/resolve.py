@@ -19,9 +19,9 @@ from placement.workload import DomainProfile
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name, merged_prices, pools_of
-from rollart.spec.functions import effective, shown_settings
+from rollart.spec.functions import effective_spec, shown_settings
 from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs
-from rollart.spec.places import few_places
+from rollart.spec.places import episode_slot_notes
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import RunSpec
@@ -29,7 +29,7 @@ from serverless.spec import FunctionSpec
 
 __all__ = [
     "NO_PREDICTION",
-    "Measure",
+    "ProfileReader",
     "Resolved",
     "Specs",
     "deployments_of",
@@ -44,7 +44,7 @@ __all__ = [
     "split_overrides",
 ]
 
-Measure = Callable[[Path], Sequence[DomainProfile]]
+ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""
 
 NO_PREDICTION = "no prediction: "
@@ -112,7 +112,7 @@ def read_specs(
     cluster: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    measure: Measure | None = None,
+    measure: ProfileReader | None = None,
 ) -> Specs:
     """Load. Without a run the built-in quickstart, without a cluster this machine."""
     run_path = Path(run) if run is not None else builtin("runs/quickstart.yaml")
@@ -120,7 +120,7 @@ def read_specs(
     run_spec = load_run(run_path, for_run)
     cluster_spec, prices = _read_cluster(cluster, for_cluster)
     base = str(run_path.resolve().parent)
-    return Specs(run_spec, cluster_spec, prices, base, _measured(run_spec, base, measure))
+    return Specs(run_spec, cluster_spec, prices, base, _measured_profiles(run_spec, base, measure))
 
 
 def recorded_specs(
@@ -178,10 +178,10 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
 def forecast(specs: Specs) -> Resolved:
     """Resolve, and predict the rate of given engines even where the work has to be assumed."""
     resolved = resolve_specs(specs)
-    played = _remarks(specs.run, specs.cluster)
+    played = _plan_independent_notes(specs.run, specs.cluster)
     if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
         return resolved
-    plan, problem, notes = _predicted(resolved.plan, replace(specs, prices=resolved.prices))
+    plan, problem, notes = _predicted_plan(resolved.plan, replace(specs, prices=resolved.prices))
     return replace(resolved, plan=plan, problem=problem, notes=(*notes, *played))
 
 
@@ -190,17 +190,17 @@ def resolve_files(
     cluster: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
-    measure: Measure | None = None,
+    measure: ProfileReader | None = None,
 ) -> Resolved:
     """Load, then resolve. Without a run the built-in quickstart, without a cluster this machine."""
     return resolve_specs(read_specs(run, cluster, overrides, measure=measure))
 
 
-def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: Measure | None = None) -> Resolved:
+def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: ProfileReader | None = None) -> Resolved:
     """Back from the file that `to_yaml` filled, for a resume: validated and placed again, with overrides."""
     for_run, for_cluster = split_overrides(overrides)
     run, cluster, prices, base = saved_specs(path, {"run": for_run, "cluster": for_cluster})
-    return resolve_specs(Specs(run, cluster, prices, base, _measured(run, base, measure)))
+    return resolve_specs(Specs(run, cluster, prices, base, _measured_profiles(run, base, measure)))
 
 
 def resolve(run: RunSpec, cluster: ClusterSpec, prices: PriceList, *, base: str = ".") -> Resolved:
@@ -214,14 +214,14 @@ def resolve_specs(specs: Specs) -> Resolved:
     Where the engines are given and every domain's work is known, what the plan yields is predicted as well.
     """
     run, cluster, base = specs.run, specs.cluster, specs.base
-    _served(run, cluster)
+    _check_engine_support(run, cluster)
     listed = merged_prices(specs.prices, cluster.price_list)
     specs = replace(specs, prices=listed)
     pools = pools_of(cluster, listed)
     hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
-    plan, problem, notes = _given(specs, pools) if cluster.engines.fixed else _computed(specs, pools)
-    notes += _remarks(run, cluster)
-    functions = {entry.name: effective(entry, base) for entry in run.functions}
+    plan, problem, notes = _fixed_plan(specs, pools) if cluster.engines.fixed else _computed_plan(specs, pools)
+    notes += _plan_independent_notes(run, cluster)
+    functions = {entry.name: effective_spec(entry, base) for entry in run.functions}
     if run.training.stream and cluster.trainer.sharded:
         raise SpecError(
             "training.stream is true, and the trainer has several ranks or bfloat16 (rule: one rank in float32)",
@@ -230,7 +230,7 @@ def resolve_specs(specs: Specs) -> Resolved:
     return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
 
 
-def _served(run: RunSpec, cluster: ClusterSpec) -> None:
+def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
     """SpecError for what the engines cannot do."""
     cut = [d.name for d in run.domains if d.top_p < 1.0]
     if cluster.engines.kind == "vllm" and cut:
@@ -259,11 +259,11 @@ def _served(run: RunSpec, cluster: ClusterSpec) -> None:
         )
 
 
-Planned = tuple[Plan, Problem | None, tuple[str, ...]]
+PlanningResult = tuple[Plan, Problem | None, tuple[str, ...]]
 """A plan, the problem that its placement answers, and notes."""
 
 
-def _given(specs: Specs, pools: Sequence[Pool]) -> Planned:
+def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
     """The parts that the cluster spec counts, on the devices that are free."""
     engines, trainer = specs.cluster.engines, specs.cluster.trainer
     wanted = [(Role.ENGINE, engines.count), (Role.PREFILL, engines.prefill), (Role.DECODE, engines.decode)]
@@ -271,37 +271,37 @@ def _given(specs: Specs, pools: Sequence[Pool]) -> Planned:
     demands = [Demand(role, count, engines.threads, device=device) for role, count in wanted if count is not None]
     for_training = None if trainer.device is None else device_name(trainer.device)
     demands.append(Demand(Role.TRAINER, 1, trainer.threads, device=for_training))
-    plan = _assigned(specs.cluster, pools, demands)
+    plan = _assigned_plan(specs.cluster, pools, demands)
     measured = {profile.name for profile in specs.measured}
     if not all(d.profile is not None or d.name in measured for d in specs.run.domains):
         return plan, None, ()
-    return _predicted(plan, specs)
+    return _predicted_plan(plan, specs)
 
 
-def _predicted(plan: Plan, specs: Specs) -> Planned:
+def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
     """A plan of given engines with the rate that it should reach, where one can be told; else a note that says why."""
-    from rollart.spec.planning import answer, question_of
+    from rollart.spec.planning import planning_problem, solve_placement
 
     try:
-        question = question_of(
+        question = planning_problem(
             specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base, fixed=deployments_of(plan)
         )
-        found = answer(question)
+        found = solve_placement(question)
     except SpecError as error:
         return plan, None, (f"{NO_PREDICTION}{error.message.splitlines()[0]}",)
     return replace(_with_placement(plan, found), binds=plan.binds), question.problem, question.notes
 
 
-def _computed(specs: Specs, pools: Sequence[Pool]) -> Planned:
-    from rollart.spec.planning import answer, demands_of, question_of
+def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
+    from rollart.spec.planning import demands_of, planning_problem, solve_placement
 
-    question = question_of(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
-    found = answer(question)
-    plan = _assigned(specs.cluster, pools, demands_of(found))
-    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored(specs.cluster))
+    question = planning_problem(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
+    found = solve_placement(question)
+    plan = _assigned_plan(specs.cluster, pools, demands_of(found))
+    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored_threads_notes(specs.cluster))
 
 
-def _ignored(cluster: ClusterSpec) -> tuple[str, ...]:
+def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
     """Numbers of devices that a computed plan has no use for."""
     instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
     return tuple(
@@ -311,9 +311,9 @@ def _ignored(cluster: ClusterSpec) -> tuple[str, ...]:
     )
 
 
-def _remarks(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
     """Notes that no plan changes."""
-    played, said = cluster.functions.local.rehearse, few_places(run, cluster)
+    played, said = cluster.functions.local.rehearse, episode_slot_notes(run, cluster)
     if played is None or "local" not in cluster.functions.chain:
         return said
     return (
@@ -335,13 +335,13 @@ def deployments_of(plan: Plan) -> tuple[Deployment, ...]:
     return tuple(Deployment(pool, role, tp, n) for (pool, role, tp), n in counts.items())
 
 
-def _measured(run: RunSpec, base: str, measure: Measure | None) -> tuple[DomainProfile, ...]:
+def _measured_profiles(run: RunSpec, base: str, measure: ProfileReader | None) -> tuple[DomainProfile, ...]:
     if run.placement.profile is None or measure is None:
         return ()
     return tuple(measure(Path(base) / run.placement.profile))
 
 
-def _assigned(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
+def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
     plan = assign(pools, demands)
     if isinstance(plan, Shortage):
         raise SpecError(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = [
     "MOST",
@@ -23,7 +23,7 @@ MOST = 4.0
 """Largest factor: beyond it three quarters of the rollout are thrown away."""
 
 
-class RedundancySpec(Entry):
+class RedundancySpec(SpecEntry):
     """Redundant environments: more are started than are needed, and what ends last is cancelled and charged apart.
 
     What ends first is short and easy: `rollart report utilization` shows the cancelled against the kept.
@@ -49,7 +49,7 @@ class RedundancySpec(Entry):
     )
 
 
-class TailBatchingSpec(Entry):
+class TailBatchingSpec(SpecEntry):
     """Tail batching: short rounds start more than a step needs and put off what ends last; long rounds run that."""
 
     eta_prompts: float = Field(
@@ -67,7 +67,7 @@ class TailBatchingSpec(Entry):
     )
 
 
-class FilterSpec(Entry):
+class FilterSpec(SpecEntry):
     """Dynamic filtering: groups that nothing can be learnt from are left out, and further prompts take their place.
 
     What is filtered is charged as `filtered`, and shown against what was kept by `rollart report utilization`.
@@ -99,7 +99,7 @@ class FilterSpec(Entry):
     )
 
 
-class ConcurrencySpec(Entry):
+class ConcurrencySpec(SpecEntry):
     """How many trajectories live on one engine at a time, found by watching its KV memory: up by a step while there is
     room, down by a factor when prefixes are evicted or requests preempted. Who finds no room waits, and is never
     aborted for it. Not followed under `schedule: sync`.
@@ -125,7 +125,7 @@ class ConcurrencySpec(Entry):
     settle_s: float = Field(default=30.0, ge=0, le=86_400, description="Seconds after a fall before the next change.")
 
 
-class ParallelismSpec(Entry):
+class ParallelismSpec(SpecEntry):
     """Tensor parallelism of rollout engines that follows their preemptions from step to step."""
 
     sizes: list[Annotated[int, Field(ge=1, le=64)]] | None = Field(
@@ -142,7 +142,7 @@ class ParallelismSpec(Entry):
     )
 
 
-class LendingSpec(Entry):
+class LendingSpec(SpecEntry):
     """Rollout engines whose devices train while a rollout ends: half of them, once what is left fits on the others."""
 
     setup_s: float = Field(
@@ -159,7 +159,7 @@ class LendingSpec(Entry):
     )
 
 
-class FollowSpec(Entry):
+class FollowSpec(SpecEntry):
     """Shares that follow what domains cost and teach: weight × (learning / cost) ** sensitivity, within their bounds.
 
     Cost is engine seconds per trained trajectory, lost ones included; learning the mean distance of a reward from its
@@ -171,7 +171,7 @@ class FollowSpec(Entry):
     max_step: float = Field(default=0.05, gt=0, le=1, description="Most that a share moves in one step.")
 
 
-class FairnessSpec(Entry):
+class FairnessSpec(SpecEntry):
     """Shares of domains over the whole run instead of the same quotas at every step."""
 
     slack: float = Field(
@@ -184,7 +184,7 @@ class FairnessSpec(Entry):
     follow: FollowSpec | None = Field(default=None, description="Shares move with measured cost and learning.")
 
 
-class RolloutSpec(Entry):
+class RolloutSpec(SpecEntry):
     """What rollout starts beyond what a step needs, to wait for no straggler, and how much of it runs at a time."""
 
     redundancy: RedundancySpec = Field(

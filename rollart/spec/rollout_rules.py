@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollart.spec.problem import Problem
+from rollart.spec.problem import RuleViolation
 from rollart.spec.run import RunSpec
 
 __all__ = ["rollout_problems"]
 
 
-def rollout_problems(run: RunSpec) -> list[Problem]:
+def rollout_problems(run: RunSpec) -> list[RuleViolation]:
     """Every broken rule of `rollout`."""
     return [*_harnesses(run), *_beyond(run), *_filter(run), *_concurrency(run), *_lending(run), *_fairness(run)]
 
 
-def _harnesses(run: RunSpec) -> Iterable[Problem]:
+def _harnesses(run: RunSpec) -> Iterable[RuleViolation]:
     for i, domain in enumerate(run.domains):
         if not isinstance(domain.environment, str) and run.rollout.prefetch != 0:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "environment"),
                 f"domain '{domain.name}' is a harness with rollout.prefetch {run.rollout.prefetch} (rule: 0, since it "
                 "has no reset)",
             )
 
 
-def _beyond(run: RunSpec) -> Iterable[Problem]:
+def _beyond(run: RunSpec) -> Iterable[RuleViolation]:
     tail, redundancy = run.rollout.tail_batching, run.rollout.redundancy
     largest = max(d.group_size for d in run.domains)
     if redundancy.size > 1 and int(largest * redundancy.size + 1e-9) == largest:
-        yield Problem(
+        yield RuleViolation(
             ("rollout", "redundancy", "size"),
             f"rollout.redundancy.size is {redundancy.size:g} (rule: at least {1 + 1 / largest:g} with groups of "
             f"{largest}, or 1: members are whole)",
@@ -38,31 +38,31 @@ def _beyond(run: RunSpec) -> Iterable[Problem]:
         return
     place = ("rollout", "tail_batching")
     if run.schedule not in ("sync", "sync_plus"):
-        yield Problem(
+        yield RuleViolation(
             place,
             f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
             "rounds are steps)",
         )
     if max(redundancy.groups, redundancy.size) > 1:
-        yield Problem(
+        yield RuleViolation(
             place,
             "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
             "than is needed by itself)",
         )
     if run.batch.tokens is not None:
-        yield Problem(
+        yield RuleViolation(
             place,
             f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
             "that ends it, so its batch has no token budget)",
         )
 
 
-def _filter(run: RunSpec) -> Iterable[Problem]:
+def _filter(run: RunSpec) -> Iterable[RuleViolation]:
     """What is filtered has no advantage, and what replaces it is drawn one by one."""
     filtering, place = run.rollout.filter, ("rollout", "filter")
     if not filtering.zero_variance:
         if filtering.max_additional_running_prompts:
-            yield Problem(
+            yield RuleViolation(
                 (*place, "max_additional_running_prompts"),
                 f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} "
                 "(rule: with zero_variance, whose losses they replace; without it, rollout.redundancy.groups)",
@@ -70,7 +70,7 @@ def _filter(run: RunSpec) -> Iterable[Problem]:
         return
     for domain in run.domains:
         if domain.advantage.baseline != "group" or domain.group_size == 1:
-            yield Problem(
+            yield RuleViolation(
                 (*place, "zero_variance"),
                 f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
                 f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
@@ -78,68 +78,70 @@ def _filter(run: RunSpec) -> Iterable[Problem]:
             )
             return
     if run.rollout.tail_batching is not None and filtering.max_additional_running_prompts:
-        yield Problem(
+        yield RuleViolation(
             (*place, "max_additional_running_prompts"),
             f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} beside "
             "rollout.tail_batching (rule: 0: its rounds say what is started)",
         )
 
 
-def _concurrency(run: RunSpec) -> Iterable[Problem]:
+def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
     """The search has room to move."""
     spec, place = run.rollout.concurrency, ("rollout", "concurrency")
     if not spec.least <= spec.start <= spec.most:
-        yield Problem(
+        yield RuleViolation(
             (*place, "start"),
             f"rollout.concurrency.start is {spec.start} (rule: least {spec.least} <= start <= most {spec.most})",
         )
     if not spec.low < spec.high:
-        yield Problem(
+        yield RuleViolation(
             (*place, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
         )
     if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
         what = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
-        yield Problem(
+        yield RuleViolation(
             ("rollout", "dispatch"),
             f"rollout.dispatch is {run.rollout.dispatch} under `{what}` (rule: it orders those that wait for room in "
             "an engine, and there nobody does)",
         )
     if spec.settle_s < spec.interval_s:
-        yield Problem(
+        yield RuleViolation(
             (*place, "settle_s"),
             f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
             "fall takes longer to show than a rise)",
         )
 
 
-def _lending(run: RunSpec) -> Iterable[Problem]:
+def _lending(run: RunSpec) -> Iterable[RuleViolation]:
     """Lent devices train on what is finished, in a rollout that ends."""
     if run.rollout.lending is None:
         return
     place = ("rollout", "lending")
     if run.schedule != "sync_plus" or not run.training.stream:
-        yield Problem(
+        yield RuleViolation(
             place,
             f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
             f"{str(run.training.stream).lower()} (rule: sync_plus, and true: what is finished is trained while the "
             "rest is rolled out)",
         )
     if run.rollout.parallelism is not None:
-        yield Problem(place, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)")
+        yield RuleViolation(
+            place, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)"
+        )
 
 
-def _fairness(run: RunSpec) -> Iterable[Problem]:
+def _fairness(run: RunSpec) -> Iterable[RuleViolation]:
     """Shares of a run are counted in groups of one size, which batches take as they are owed."""
     for i, domain in enumerate(run.domains):
         if domain.floor > domain.cap:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "floor"),
                 f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})",
             )
             return
     floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
     if floors > 1 + 1e-9 or caps < 1 - 1e-9:
-        yield Problem(
+        yield RuleViolation(
             ("domains",),
             f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)",
         )
@@ -156,4 +158,6 @@ def _fairness(run: RunSpec) -> Iterable[Problem]:
         (tail is not None, ("rollout", "tail_batching"), "no tail batching, whose rounds have quotas"),
     ):
         if broken:
-            yield Problem(place, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})")
+            yield RuleViolation(
+                place, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})"
+            )

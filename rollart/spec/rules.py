@@ -13,13 +13,13 @@ from rollart.shares import DomainShare, bounded_shares
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.flow_rules import flow_problems
 from rollart.spec.prices import PriceList
-from rollart.spec.problem import Problem
+from rollart.spec.problem import RuleViolation
 from rollart.spec.rollout_rules import rollout_problems
 from rollart.spec.run import LAG, RunSpec
 from rollart.spec.run_parts import DomainSpec
 from rollart.spec.suggest import did_you_mean, some_of
 
-__all__ = ["Problem", "cluster_problems", "known_device", "price_problems", "quotas", "run_problems"]
+__all__ = ["RuleViolation", "cluster_problems", "known_device", "price_problems", "quotas", "run_problems"]
 
 
 class _Named(Protocol):
@@ -27,7 +27,7 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
 
-def run_problems(run: RunSpec) -> list[Problem]:
+def run_problems(run: RunSpec) -> list[RuleViolation]:
     """Every broken rule of a run spec, in file order."""
     problems = [
         *_model(run),
@@ -51,11 +51,11 @@ def run_problems(run: RunSpec) -> list[Problem]:
         try:
             quotas(run)
         except SpecError as error:
-            problems.append(Problem(("batch", "trajectories"), error.message))
+            problems.append(RuleViolation(("batch", "trajectories"), error.message))
     return problems
 
 
-def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
+def cluster_problems(cluster: ClusterSpec) -> list[RuleViolation]:
     """Every broken rule of a cluster spec."""
     return [
         *_unique("devices", cluster.devices),
@@ -70,11 +70,11 @@ def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     ]
 
 
-def price_problems(prices: PriceList) -> list[Problem]:
+def price_problems(prices: PriceList) -> list[RuleViolation]:
     """A name has one price per unit."""
     counts = Counter((p.name, p.unit) for p in prices.prices)
     return [
-        Problem(("prices", i, "name"), f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
+        RuleViolation(("prices", i, "name"), f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
         for i, p in enumerate(prices.prices)
         if counts[p.name, p.unit] > 1
     ]
@@ -112,88 +112,88 @@ def quotas(run: RunSpec) -> dict[str, int]:
     return filled
 
 
-def _model(run: RunSpec) -> Iterable[Problem]:
+def _model(run: RunSpec) -> Iterable[RuleViolation]:
     given = [run.model.path, run.model.init]
     if None not in given or (given == [None, None] and run.model.config is None):
-        yield Problem(
+        yield RuleViolation(
             ("model",),
             "model has both or neither of 'path' and 'init' (rule: exactly one; a plan alone is content with 'config')",
         )
 
 
-def _schedule(run: RunSpec) -> Iterable[Problem]:
+def _schedule(run: RunSpec) -> Iterable[RuleViolation]:
     lag = LAG.get(run.schedule)
     if lag is not None and run.staleness != lag:
-        yield Problem(
+        yield RuleViolation(
             ("staleness",),
             f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)",
         )
 
 
-def _unique(key: str, entries: Sequence[_Named]) -> Iterable[Problem]:
+def _unique(key: str, entries: Sequence[_Named]) -> Iterable[RuleViolation]:
     counts = Counter(entry.name for entry in entries)
     for i, entry in enumerate(entries):
         if counts[entry.name] > 1:
-            yield Problem(
+            yield RuleViolation(
                 (key, i, "name"),
                 f"{key}.{i}.name is '{entry.name}' (rule: names are unique; it occurs {counts[entry.name]} times)",
             )
 
 
-def _functions(run: RunSpec) -> Iterable[Problem]:
+def _functions(run: RunSpec) -> Iterable[RuleViolation]:
     for i, entry in enumerate(run.functions):
         if "." in entry.name:
-            yield Problem(
+            yield RuleViolation(
                 ("functions", i, "name"),
                 f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)",
             )
         if entry.warm is not None and entry.concurrency is not None and entry.warm > entry.concurrency:
-            yield Problem(
+            yield RuleViolation(
                 ("functions", i, "warm"),
                 f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})",
             )
         several = entry.artefact if isinstance(entry.artefact, list) else []
         if len(several) > 1 and any(":" in path for path in several):
-            yield Problem(
+            yield RuleViolation(
                 ("functions", i, "artefact"),
                 f"function '{entry.name}' has {len(several)} artefacts with a producer (rule: paths, or one producer)",
             )
 
 
-def _rewards(run: RunSpec) -> Iterable[Problem]:
+def _rewards(run: RunSpec) -> Iterable[RuleViolation]:
     known = [f.name for f in run.functions]
     for i, domain in enumerate(run.domains):
         for j, use in enumerate(domain.rewards):
             if use.function not in known:
                 hint = did_you_mean(use.function, known)
-                yield Problem(
+                yield RuleViolation(
                     ("domains", i, "rewards", j, "function"),
                     f"domain '{domain.name}' uses function '{use.function}' (rule: an entry of `functions`{hint})",
                 )
         if not domain.rewards and domain.env_reward_weight == 0:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i),
                 f"domain '{domain.name}' pays nothing (rule: a reward function, or env_reward_weight other than 0)",
             )
 
 
-def _turns(run: RunSpec) -> Iterable[Problem]:
+def _turns(run: RunSpec) -> Iterable[RuleViolation]:
     for i, domain in enumerate(run.domains):
         if domain.max_tokens >= run.model.context:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "max_tokens"),
                 f"domain '{domain.name}' has max_tokens {domain.max_tokens} "
                 f"(rule: below model.context, {run.model.context})",
             )
         if domain.advantage.baseline == "group" and domain.group_size == 1:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "group_size"),
                 f"domain '{domain.name}' has group_size 1 "
                 "(rule: at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise)",
             )
 
 
-def _profiles(run: RunSpec) -> Iterable[Problem]:
+def _profiles(run: RunSpec) -> Iterable[RuleViolation]:
     """A profile is of this run: within the bounds that the domain and the model set."""
     for i, domain in enumerate(run.domains):
         profile = domain.profile
@@ -204,125 +204,127 @@ def _profiles(run: RunSpec) -> Iterable[Problem]:
         for field in ("turns", "new_tokens", "output_tokens", "first_tokens"):
             spread = getattr(profile, field)
             if spread is not None and None not in (spread.p50, spread.p90) and spread.p90 < spread.p50:
-                yield Problem(
+                yield RuleViolation(
                     (*at, field, "p90"),
                     f"domain '{domain.name}' has {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})",
                 )
         if first.mean == 0:
             field = "new_tokens" if profile.first_tokens is None else "first_tokens"
-            yield Problem((*at, field), f"domain '{domain.name}' has {field} 0 (rule: a first prompt above 0 tokens)")
+            yield RuleViolation(
+                (*at, field), f"domain '{domain.name}' has {field} 0 (rule: a first prompt above 0 tokens)"
+            )
         for field, value, bound, limit in (
             ("turns", profile.turns, "max_turns", domain.max_turns),
             ("output_tokens", profile.output_tokens, "max_tokens", domain.max_tokens),
         ):
             if value.mean > limit:
-                yield Problem(
+                yield RuleViolation(
                     (*at, field),
                     f"domain '{domain.name}' has {field} {value.mean:g} (rule: at most its {bound}, {limit})",
                 )
         turns, each = profile.turns.mean, profile.new_tokens.mean
         total = first.mean + (turns - 1) * each + turns * profile.output_tokens.mean
         if total > run.model.context:
-            yield Problem(
+            yield RuleViolation(
                 at,
                 f"domain '{domain.name}' has trajectories of {total:,.0f} tokens by its profile "
                 f"(rule: at most model.context, {run.model.context})",
             )
 
 
-def _affinity(run: RunSpec) -> Iterable[Problem]:
+def _affinity(run: RunSpec) -> Iterable[RuleViolation]:
     tags = [d.tag or d.name for d in run.domains]
     for key in run.hw_affinity:
         if key not in (*tags, "default"):
-            yield Problem(
+            yield RuleViolation(
                 ("hw_affinity", key),
                 f"hw_affinity names '{key}' (rule: the tag of a domain, or default{did_you_mean(key, tags)})",
             )
 
 
-def _objective(run: RunSpec) -> Iterable[Problem]:
+def _objective(run: RunSpec) -> Iterable[RuleViolation]:
     if run.placement.objective == "min_cost" and run.placement.rate is None:
-        yield Problem(
+        yield RuleViolation(
             ("placement", "objective"), "placement.objective is min_cost (rule: with placement.rate, trajectories/s)"
         )
     if run.placement.objective != "min_cost" and run.placement.rate is not None:
-        yield Problem(
+        yield RuleViolation(
             ("placement", "rate"),
             f"placement.rate is {run.placement.rate:g} (rule: only with `objective: min_cost`, which is to reach it; "
             f"this one is {run.placement.objective})",
         )
 
 
-def _quota_rules(run: RunSpec) -> Iterable[Problem]:
+def _quota_rules(run: RunSpec) -> Iterable[RuleViolation]:
     given: list[tuple[int, DomainSpec, int]] = [
         (i, d, d.trajectories) for i, d in enumerate(run.domains) if d.trajectories is not None
     ]
     for i, domain, quota in given:
         if quota % domain.group_size:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "trajectories"),
                 f"domain '{domain.name}' has trajectories {quota} "
                 f"(rule: a multiple of its group_size {domain.group_size})",
             )
     if given and len(given) != len(run.domains):
-        yield Problem(
+        yield RuleViolation(
             ("domains",), f"{len(given)} of {len(run.domains)} domains have 'trajectories' (rule: all or none)"
         )
     elif given and (total := sum(quota for _, _, quota in given)) != run.batch.trajectories:
-        yield Problem(
+        yield RuleViolation(
             ("batch", "trajectories"),
             f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})",
         )
 
 
-def _temperatures(run: RunSpec) -> Iterable[Problem]:
+def _temperatures(run: RunSpec) -> Iterable[RuleViolation]:
     """The trainer recomputes log-probabilities at the temperature that was sampled with, and it knows one."""
     first = run.domains[0]
     for i, domain in enumerate(run.domains):
         if domain.temperature != first.temperature:
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "temperature"),
                 f"domain '{domain.name}' has temperature {domain.temperature} "
                 f"(rule: that of every other domain, {first.temperature} in '{first.name}')",
             )
 
 
-def _warm_start(run: RunSpec) -> Iterable[Problem]:
+def _warm_start(run: RunSpec) -> Iterable[RuleViolation]:
     known = [d.name for d in run.domains]
     for i, name in enumerate(run.warm_start.domains if run.warm_start else ()):
         if name not in known:
-            yield Problem(
+            yield RuleViolation(
                 ("warm_start", "domains", i),
                 f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})",
             )
 
 
-def _stream(run: RunSpec) -> Iterable[Problem]:
+def _stream(run: RunSpec) -> Iterable[RuleViolation]:
     """A streamed step makes one update of one pass, with advantages that do not wait for the whole batch."""
     if not run.training.stream:
         return
     for name in ("epochs", "minibatches"):
         if (count := getattr(run.training, name)) > 1:
-            yield Problem(("training", name), f"training.{name} is {count} (rule: 1 with training.stream)")
+            yield RuleViolation(("training", name), f"training.{name} is {count} (rule: 1 with training.stream)")
     for i, domain in enumerate(run.domains):
         if domain.advantage.baseline == "domain":
-            yield Problem(
+            yield RuleViolation(
                 ("domains", i, "advantage", "baseline"),
                 f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch "
                 "(rule: group or none with training.stream)",
             )
 
 
-def _bases(cluster: ClusterSpec) -> Iterable[Problem]:
+def _bases(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     for i, device in enumerate(cluster.devices):
         if device.base is not None and not known_device(device.base):
             hint = did_you_mean(device.base, catalogue())
-            yield Problem(
+            yield RuleViolation(
                 ("devices", i, "base"), f"devices.{i}.base is '{device.base}' (rule: a type of the catalogue{hint})"
             )
 
 
-def _device_types(cluster: ClusterSpec) -> Iterable[Problem]:
+def _device_types(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     """A plan that is computed needs the figures of every type."""
     own = {d.name for d in cluster.devices} | {"cpu"}
     if cluster.engines.fixed or own >= {p.device for p in cluster.pools}:
@@ -330,14 +332,14 @@ def _device_types(cluster: ClusterSpec) -> Iterable[Problem]:
     for i, pool in enumerate(cluster.pools):
         if pool.device not in own and not known_device(pool.device):
             hint = did_you_mean(pool.device, [*sorted(own), *catalogue()])
-            yield Problem(
+            yield RuleViolation(
                 ("pools", i, "device"),
                 f"pool '{pool.name}': device is '{pool.device}' (rule: for a computed plan, a type of the catalogue or "
                 f"of `devices`{hint})",
             )
 
 
-def _links(cluster: ClusterSpec) -> Iterable[Problem]:
+def _links(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     names = [*(p.name for p in cluster.pools), STORE]
     seen: set[frozenset[str]] = set()
     for i, link in enumerate(cluster.links):
@@ -345,62 +347,62 @@ def _links(cluster: ClusterSpec) -> Iterable[Problem]:
             name = getattr(link, end)
             if name not in names:
                 hint = did_you_mean(name, names)
-                yield Problem(
+                yield RuleViolation(
                     ("links", i, end), f"links.{i}.{end} is '{name}' (rule: the name of a pool, or {STORE}{hint})"
                 )
         pair = frozenset((link.a, link.b))
         if pair in seen:
-            yield Problem(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
+            yield RuleViolation(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
         seen.add(pair)
 
 
-def _engines(cluster: ClusterSpec) -> Iterable[Problem]:
+def _engines(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     engines = cluster.engines
     if (engines.prefill is None) != (engines.decode is None):
         lone, other = ("prefill", "decode") if engines.decode is None else ("decode", "prefill")
-        yield Problem(("engines", lone), f"engines.{lone} is given alone (rule: with engines.{other})")
+        yield RuleViolation(("engines", lone), f"engines.{lone} is given alone (rule: with engines.{other})")
     if engines.attach and engines.kind != "vllm":
-        yield Problem(("engines", "attach"), "engines.attach is given (rule: only with `kind: vllm`)")
+        yield RuleViolation(("engines", "attach"), "engines.attach is given (rule: only with `kind: vllm`)")
     total = sum(n or 0 for n in (engines.count, engines.prefill, engines.decode))
     if engines.attach and len(engines.attach) != total:
-        yield Problem(
+        yield RuleViolation(
             ("engines", "attach"),
             f"engines.attach names {len(engines.attach)} servers (rule: as many as count, prefill and decode, {total})",
         )
 
 
-def _ranks(cluster: ClusterSpec) -> Iterable[Problem]:
+def _ranks(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     trainer = cluster.trainer
     if cluster.engines.fixed and (trainer.ranks or 1) > trainer.threads:
-        yield Problem(
+        yield RuleViolation(
             ("trainer", "ranks"),
             f"trainer.ranks is {trainer.ranks} (rule: at most trainer.threads, {trainer.threads}: a device each)",
         )
 
 
-def _wanted_devices(cluster: ClusterSpec) -> Iterable[Problem]:
+def _wanted_devices(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     devices = [pool.device for pool in cluster.pools]
     for role, wanted in (("engines", cluster.engines.device), ("trainer", cluster.trainer.device)):
         if wanted is not None and wanted not in devices:
             hint = did_you_mean(wanted, devices)
-            yield Problem((role, "device"), f"{role}.device is '{wanted}' (rule: the device of a pool{hint})")
+            yield RuleViolation((role, "device"), f"{role}.device is '{wanted}' (rule: the device of a pool{hint})")
 
 
-def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
+def _environments(cluster: ClusterSpec) -> Iterable[RuleViolation]:
     """Their hosts, and the pools of those of function workers."""
     pools, local = [pool.name for pool in cluster.pools], cluster.functions.local
     for at, wanted in (("environments.pool", cluster.environments.pool), ("functions.local.pool", local.pool)):
         if wanted is not None and wanted not in pools:
             hint = did_you_mean(wanted, pools)
-            yield Problem(tuple(at.split(".")), f"{at} is '{wanted}' (rule: a pool of the cluster{hint})")
+            yield RuleViolation(tuple(at.split(".")), f"{at} is '{wanted}' (rule: a pool of the cluster{hint})")
     given = cluster.environments
     if given.warm > given.per_worker:
-        yield Problem(
+        yield RuleViolation(
             ("environments", "warm"),
             f"environments.warm is {given.warm} (rule: at most per_worker, {given.per_worker})",
         )
     if given.reuse > 1 and not given.warm:
-        yield Problem(
+        yield RuleViolation(
             ("environments", "reuse"),
             f"environments.reuse is {given.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)",
         )

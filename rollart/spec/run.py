@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollart.entry import Entry, Name
+from rollart.entry import Name, SpecEntry
 from rollart.learning import TrainingSpec
 from rollart.spec.placement import PlacementSpec
 from rollart.spec.rollout import RolloutSpec
@@ -32,7 +32,7 @@ MAX_STALENESS = 8
 """Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
 
 
-class RunSpec(Entry):
+class RunSpec(SpecEntry):
     """A training run. Only `name`, `model` and `domains` have no default."""
 
     name: Name = Field(description="Name of the run; its directory under the runs directory is called after it.")

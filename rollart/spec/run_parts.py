@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rollart.entry import Entry, ImportPath, Name
+from rollart.entry import ImportPath, Name, SpecEntry
 from rollart.learning import AdvantageSpec, ImitationSpec, LossWeight
 from rollart.spec.profile import ProfileSpec
 from serverless.spec import Takes, Trust
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class ModelSpec(Entry):
+class ModelSpec(SpecEntry):
     """The policy: weights on disk or a configuration to initialise from. For a plan alone its `config` will do."""
 
     path: str | None = Field(
@@ -52,7 +52,7 @@ class ModelSpec(Entry):
     )
 
 
-class BatchSpec(Entry):
+class BatchSpec(SpecEntry):
     """What one training step consumes."""
 
     trajectories: int = Field(default=128, ge=1, le=10_000_000, description="Trajectories per step, over all domains.")
@@ -87,7 +87,7 @@ class BatchSpec(Entry):
     )
 
 
-class RewardUse(Entry):
+class RewardUse(SpecEntry):
     """A reward function's part in a domain's reward."""
 
     function: Name = Field(description="Name of an entry of `functions`.")
@@ -97,7 +97,7 @@ class RewardUse(Entry):
     )
 
 
-class HarnessSpec(Entry):
+class HarnessSpec(SpecEntry):
     """An agent program in an environment's place: it talks to the run's capture proxy (docs/proxy.md)."""
 
     harness: ImportPath = Field(
@@ -106,7 +106,7 @@ class HarnessSpec(Entry):
     )
 
 
-class DomainSpec(Entry):
+class DomainSpec(SpecEntry):
     """A task: where episodes come from, how they are sampled, and what they are paid."""
 
     name: Name = Field(description="Name of the domain.")
@@ -160,7 +160,7 @@ class DomainSpec(Entry):
         return value
 
 
-class FunctionEntry(Entry):
+class FunctionEntry(SpecEntry):
     """A reward function: stateless, so that it can run in function workers that scale to zero. A setting that is not
     given here is the one of its `@rollart.reward(...)`, else the default that is named; `rollart launch --dry-run`
     shows under `functions` what each then runs with."""
@@ -233,7 +233,7 @@ class WarmStartSpec(ImitationSpec):
     batches: int = Field(default=60, ge=1, description="Mini-batches of imitation.")
 
 
-class EvaluationSpec(Entry):
+class EvaluationSpec(SpecEntry):
     """Greedy episodes on held-out seeds: their success is shown, they are never trained on."""
 
     episodes: int = Field(default=0, ge=0, description="Episodes per domain and evaluation; 0 for none.")
@@ -242,7 +242,7 @@ class EvaluationSpec(Entry):
     )
 
 
-class LeasesSpec(Entry):
+class LeasesSpec(SpecEntry):
     """Longest waits in seconds. An expiry is an event with a bounded action, never a silence."""
 
     generate_s: float = Field(default=120.0, gt=0, le=1e6, description="One turn's generation; then another engine.")
@@ -271,7 +271,7 @@ class LeasesSpec(Entry):
     )
 
 
-class FaultsSpec(Entry):
+class FaultsSpec(SpecEntry):
     """How much broken infrastructure a run bears before it stops with exit code 5."""
 
     max_rate: float = Field(default=0.05, ge=0, le=1, description="Largest share of trajectories lost to faults.")
@@ -279,7 +279,7 @@ class FaultsSpec(Entry):
     max_attempts_per_group: int = Field(default=3, ge=1, description="Attempts after which a group is dropped.")
 
 
-class BudgetSpec(Entry):
+class BudgetSpec(SpecEntry):
     """Where the run stops by itself (exit code 4 for money)."""
 
     usd: float | None = Field(

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rollart.addresses import host_and_port
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = ["ElasticSpec", "RuntimeSpec"]
 
@@ -15,7 +15,7 @@ ADDRESSES = ("local", "start", "auto")
 """Of a Ray cluster, beside those with a port."""
 
 
-class ElasticSpec(Entry):
+class ElasticSpec(SpecEntry):
     """Nodes may come and go: the plan is computed again for those that are there. `true` alone: with the defaults. What
     a move must gain, and over which time, is `placement.rebalance`'s."""
 
@@ -35,7 +35,7 @@ class ElasticSpec(Entry):
     )
 
 
-class RuntimeSpec(Entry):
+class RuntimeSpec(SpecEntry):
     """What starts engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
 
     backend: Literal["local", "ray"] = Field(

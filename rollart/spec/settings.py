@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, create_model
 
 from rollart.spec.cluster import ClusterSpec
-from rollart.spec.document import Loc
+from rollart.spec.document import KeyPath
 
 __all__ = ["MODELS", "settings_model", "settings_parts"]
 
@@ -28,7 +28,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
 """By the key under `functions`: module and name."""
 
 
-def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[Loc, type[BaseModel], Mapping[str, Any]]]:
+def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[str, Any]]]:
     """Path, model and values of each mapping that says anything."""
     for key in MODELS:
         values = getattr(cluster.functions, key)

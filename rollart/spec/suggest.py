@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "some_of"]
 
-SHOWN = 12
+MAX_SUGGESTED = 12
 """Most names in one message."""
 
 
@@ -17,7 +17,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    if 0 < len(known) <= SHOWN:
+    if 0 < len(known) <= MAX_SUGGESTED:
         return f"; known: {', '.join(known)}"
     return ""
 
@@ -25,5 +25,5 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 def some_of(names: Iterable[str]) -> str:
     """`a, b, c`; of a long list the first ones and the number of the others."""
     names = list(names)
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(names) - MAX_SUGGESTED
+    return ", ".join(names[:MAX_SUGGESTED]) + (f" and {more:,} more" if more > 0 else "")

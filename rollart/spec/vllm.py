@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = ["Dtype", "VllmSpec"]
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
-class VllmSpec(Entry):
+class VllmSpec(SpecEntry):
     """vLLM servers. Tensor parallelism, context, requests at a time and roles are the plan's and the run's."""
 
     python: str | None = Field(

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollart.entry import Entry
+from rollart.entry import SpecEntry
 
 __all__ = ["CollectiveSpec", "WeightStoreSpec", "WeightsSpec"]
 
 
-class WeightStoreSpec(Entry):
+class WeightStoreSpec(SpecEntry):
     """A store between the trainer and the engines' hosts: a version is pushed once, in buckets, and pulled by each."""
 
     kind: Literal["files", "s3"] = Field(
@@ -39,7 +39,7 @@ class WeightStoreSpec(Entry):
     )
 
 
-class CollectiveSpec(Entry):
+class CollectiveSpec(SpecEntry):
     """A broadcast from the trainer's ranks to all engines, beside the write of the version and the rollout. Who misses
     it loads the version's files."""
 
@@ -51,7 +51,7 @@ class CollectiveSpec(Entry):
     bucket_mb: int = Field(default=64, ge=1, le=4096, description="Size of a bucket, MB.")
 
 
-class WeightsSpec(Entry):
+class WeightsSpec(SpecEntry):
     """A version on its way from the trainer to the engines."""
 
     overlap: bool = Field(

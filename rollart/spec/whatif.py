@@ -27,11 +27,11 @@ from rollart.spec.cluster import ClusterSpec
 from rollart.spec.document import parse_value
 from rollart.spec.load import value_problem
 from rollart.spec.resolve import Specs
-from rollart.spec.rules import Problem, cluster_problems, run_problems
+from rollart.spec.rules import RuleViolation, cluster_problems, run_problems
 from rollart.spec.run import RunSpec
 from rollart.spec.suggest import did_you_mean, some_of
 
-__all__ = ["changed"]
+__all__ = ["apply_changes"]
 
 Values = dict[str, Any]
 
@@ -52,7 +52,7 @@ RUN_KEYS: dict[str, tuple[str, ...]] = {
 """Short names of run spec keys."""
 
 
-def changed(specs: Specs, changes: Sequence[str]) -> Specs:
+def apply_changes(specs: Specs, changes: Sequence[str]) -> Specs:
     """The specs with the changes made, in order. UsageError for one that is not understood, SpecError for one that
     breaks a rule; both name it."""
     run, cluster = specs.run.model_dump(mode="json"), specs.cluster.model_dump(mode="json")
@@ -81,9 +81,9 @@ def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> No
         at = run
         for part in RUN_KEYS[key][:-1]:
             at = at[part]
-        at[RUN_KEYS[key][-1]] = parse_value(value, name=f"--what-if '{_brief(text)}'")
+        at[RUN_KEYS[key][-1]] = parse_value(value, name=f"--what-if '{_truncated(text)}'")
         if key == "batch":
-            _shares(run)
+            _counts_to_weights(run)
     elif head == "price" and rest:
         for pool in _pools(cluster, rest, text):
             pool["price"] = _number(value, text)
@@ -93,7 +93,7 @@ def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> No
         _count(cluster, key, value, text)
 
 
-def _shares(run: Values) -> None:
+def _counts_to_weights(run: Values) -> None:
     """Numbers of trajectories by domain become weights: another batch has the same mix."""
     for domain in run["domains"]:
         if domain["trajectories"] is not None:
@@ -106,9 +106,9 @@ def _count(cluster: Values, name: str, value: str, text: str) -> None:
         amount = int(value)
     except ValueError:
         raise UsageError(
-            f"--what-if '{_brief(text)}': '{_brief(value)}' is no number of devices (rule: 64, +32 or -8)"
+            f"--what-if '{_truncated(text)}': '{_truncated(value)}' is no number of devices (rule: 64, +32 or -8)"
         ) from None
-    found = _named(cluster, name)
+    found = _pools_matching(cluster, name)
     if not found and amount > 0:
         cluster["pools"].append({"name": name.lower(), "device": _type(cluster, name, text), "count": amount})
         return
@@ -130,7 +130,7 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
     """Names may hold a '-': every way to cut is tried."""
     parts = ends.split("-")
     for cut in range(1, len(parts)):
-        a, b = (_ends(cluster, "-".join(some)) for some in (parts[:cut], parts[cut:]))
+        a, b = (_link_ends(cluster, "-".join(some)) for some in (parts[:cut], parts[cut:]))
         if len(a) == 1 and len(b) == 1:
             pair = {a[0], b[0]}
             for link in cluster["links"]:
@@ -143,12 +143,12 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
     raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {names})")
 
 
-def _ends(cluster: Values, name: str) -> list[str]:
+def _link_ends(cluster: Values, name: str) -> list[str]:
     """What a link may end in by that name: pools, else where versions of the weights lie."""
-    return [pool["name"] for pool in _named(cluster, name)] or [STORE] * (name.lower() == STORE)
+    return [pool["name"] for pool in _pools_matching(cluster, name)] or [STORE] * (name.lower() == STORE)
 
 
-def _named(cluster: Values, name: str) -> list[Values]:
+def _pools_matching(cluster: Values, name: str) -> list[Values]:
     """Pools of that name, else of that device type."""
     wanted = name.lower()
     by_name = [p for p in cluster["pools"] if p["name"].lower() == wanted]
@@ -156,7 +156,7 @@ def _named(cluster: Values, name: str) -> list[Values]:
 
 
 def _pools(cluster: Values, name: str, text: str) -> list[Values]:
-    found = _named(cluster, name)
+    found = _pools_matching(cluster, name)
     if not found:
         raise _unknown(cluster, name, text)
     return found
@@ -190,17 +190,20 @@ def _number(value: str, text: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise UsageError(f"--what-if '{_brief(text)}': '{_brief(value)}' is no number") from None
+        raise UsageError(f"--what-if '{_truncated(text)}': '{_truncated(value)}' is no number") from None
 
 
-def _brief(text: str) -> str:
+def _truncated(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _validated(
-    model: type[SpecModel], values: Values, changes: Sequence[str], rules: Callable[[SpecModel], Sequence[Problem]]
+    model: type[SpecModel],
+    values: Values,
+    changes: Sequence[str],
+    rules: Callable[[SpecModel], Sequence[RuleViolation]],
 ) -> SpecModel:
-    what = f"--what-if '{_brief(' '.join(changes))}'"
+    what = f"--what-if '{_truncated(' '.join(changes))}'"
     try:
         spec = model.model_validate(copy.deepcopy(values))
     except ValidationError as error:

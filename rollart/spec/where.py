@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.errors import SpecError
-from rollart.spec.document import Document, Loc, read_document
+from rollart.spec.document import Document, KeyPath, read_document
 from rollart.spec.load import builtin
 from rollart.spec.overrides import apply_overrides
 from rollart.spec.resolve import split_overrides
 
-__all__ = ["Found", "Where", "refuse"]
+__all__ = ["SpecFinding", "SpecSources", "raise_findings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SpecFinding:
     """What is wrong: `loc` begins with `run` or `cluster`; `key`: it is the key that is wrong, not its value."""
 
-    loc: Loc
+    loc: KeyPath
     message: str
     remedy: str = ""
     key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class SpecSources:
     """The documents that a run's specs were read from."""
 
     run: Document
     cluster: Document
 
     @classmethod
-    def files(cls, run: str | Path | None, cluster: str | Path | None, overrides: Sequence[str] = ()) -> Where:
+    def files(cls, run: str | Path | None, cluster: str | Path | None, overrides: Sequence[str] = ()) -> SpecSources:
         """Of `read_specs`' arguments."""
         found = [
             read_document(builtin(default) if path is None else path)
@@ -44,17 +44,17 @@ class Where:
         return cls(*found)
 
     @classmethod
-    def saved(cls, path: str | Path) -> Where:
+    def saved(cls, path: str | Path) -> SpecSources:
         """Of the file that a run's directory keeps: nobody wrote its lines."""
         return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
 
-    def place(self, found: Found) -> str:
+    def place(self, found: SpecFinding) -> str:
         """`file:line:column`."""
         document = self.run if found.loc[0] == "run" else self.cluster
         return str(document.place(found.loc[1:], key=found.key))
 
 
-def refuse(found: Sequence[Found], where: Where | None = None) -> None:
+def raise_findings(found: Sequence[SpecFinding], where: SpecSources | None = None) -> None:
     """One SpecError for all that was found, a line each; none if there is nothing."""
     if not found:
         return

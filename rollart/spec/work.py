@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from placement.architecture import Shape
+from placement.architecture import DecoderShape
 from placement.constants import TrainingConstants
 from placement.hardware import catalogue
 from placement.training import adapter_parameters
 from placement.types import Pool
-from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost, Train
+from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost, TrainingWork
 from rollart.errors import SpecError, one_line
-from rollart.foreign import foreign, guard
+from rollart.foreign import UserCodeGuard, guard
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name
 from rollart.spec.profile import ProfileSpec, QuantitySpec
@@ -57,16 +57,16 @@ def profiles_of(
 def train_of(
     run: RunSpec,
     cluster: ClusterSpec,
-    shape: Shape,
+    shape: DecoderShape,
     pool: str | None,
     devices: int | None,
     calibrated: TrainingConstants | None = None,
-) -> Train:
+) -> TrainingWork:
     """Training as the placer sees it, fixed to `pool` and `devices` where given."""
     spec, training = run.placement.train, run.training
     constants = calibrated or TrainingConstants()
     lora, checkpointing = training.lora, cluster.trainer.activation_checkpointing
-    return Train(
+    return TrainingWork(
         batch=run.batch.trajectories,
         staleness=run.staleness,
         epochs=training.epochs,
@@ -212,7 +212,7 @@ def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
     if added:
         sys.path.insert(0, base)
     try:
-        with foreign():
+        with UserCodeGuard():
             found: Any = getattr(importlib.import_module(module), name)()
     except Exception as error:  # a user's module may do anything
         raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None

@@ -25,11 +25,11 @@ from rollart.lifeline import die_with_parent
 
 if TYPE_CHECKING:  # torch takes seconds to load, and a port that is taken is told before
     from rollart.learning import TrainerConfig
-    from rollart.train.followers import Followers
+    from rollart.train.followers import LocalRankProcesses
     from rollart.train.server import TrainerService
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEEP_BYTES = 1 << 30
+TRIM_THRESHOLD_BYTES = 1 << 30
 """glibc gives large blocks back to the kernel at once and faults them in again at the next micro-batch: 8,000 to 20,000
 page faults and 4–7 % of a step's CPU time at 120 tokens a sample. Below this size memory is kept instead."""
 
@@ -55,9 +55,9 @@ def main() -> int:
 
     from rollart.errors import UsageError
     from rollart.train.config import load_config
-    from rollart.train.followers import Followers
+    from rollart.train.followers import LocalRankProcesses
 
-    followers = Followers()
+    followers = LocalRankProcesses()
     try:
         service = _service(arguments, load_config(arguments.config), followers)
     except UsageError as error:
@@ -76,13 +76,13 @@ def main() -> int:
     os._exit(0)
 
 
-def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Followers) -> TrainerService:
+def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: LocalRankProcesses) -> TrainerService:
     """The learner, ready, after all ranks have met. `UsageError` as its parts."""
     import torch
 
     from rollart.errors import UsageError
-    from rollart.train.gpus import own_gpu, refuse_shared
-    from rollart.train.ranks import join, rendezvous
+    from rollart.train.gpus import refuse_shared, select_gpu
+    from rollart.train.ranks import join_ranks, rendezvous
     from rollart.train.server import TrainerService
 
     rank, size = arguments.rank, config.parallel.ranks
@@ -95,10 +95,10 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
         return TrainerService(config, host=arguments.host)
     gpu = ""
     if config.device == "cuda":
-        number = own_gpu(arguments.local, here)
+        number = select_gpu(arguments.local, here)
         config = config.model_copy(update={"device": f"cuda:{number}"})
         gpu = str(torch.cuda.get_device_properties(number).uuid)
-    host, port = _address(arguments.meet or "127.0.0.1:0")
+    host, port = _parse_address(arguments.meet or "127.0.0.1:0")
     host = host or arguments.host
     store = rendezvous(host, port, rank=rank, size=size)
     meet = f"{f'[{host}]' if ':' in host else host}:{store.port}"
@@ -106,16 +106,18 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
         print(f"meet {meet}", flush=True)
     if arguments.leader is None and here > 1:
         shared = ["--config", arguments.config, "--meet", meet, "--leader", str(os.getpid())]
-        followers.start(shared, first=rank, here=here, ranks=size, lost=_lost_alone if rank else _lost_at_the_start)
+        followers.start(
+            shared, first=rank, here=here, ranks=size, lost=_exit_as_follower if rank else _exit_before_start
+        )
     if gpu:
         refuse_shared(store, gpu, rank=rank, size=size)
-    ranks = join(store, torch.device(config.device), rank=rank, size=size)
+    ranks = join_ranks(store, torch.device(config.device), rank=rank, size=size)
     service = TrainerService(config, ranks, host=arguments.host)
     ranks.torch.exchange("ready")
     return service
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     """The host may be left out."""
     from rollart.errors import UsageError
 
@@ -125,16 +127,16 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _lost_at_the_start(reason: str) -> None:
-    _end(f"{reason} before the trainer was ready")
+def _exit_before_start(reason: str) -> None:
+    _exit_with(f"{reason} before the trainer was ready")
 
 
-def _lost_alone(reason: str) -> None:
+def _exit_as_follower(reason: str) -> None:
     """On a host without rank 0: whoever started this process sees it end, and why."""
-    _end(reason)
+    _exit_with(reason)
 
 
-def _end(why: str) -> None:
+def _exit_with(why: str) -> None:
     print(f"rollart.train: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -142,8 +144,8 @@ def _end(why: str) -> None:
 def _keep_memory() -> None:
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, KEEP_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, KEEP_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, TRIM_THRESHOLD_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     except (OSError, AttributeError):
         return
 
@@ -160,7 +162,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return listener
 
 
-async def _serve(service: TrainerService, listener: socket.socket, followers: Followers) -> None:
+async def _serve(service: TrainerService, listener: socket.socket, followers: LocalRankProcesses) -> None:
     from aiohttp import web
 
     stop = asyncio.Event()

@@ -29,36 +29,36 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from rollart.learning import AdvantageSpec, CreditSpec
-from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray, select
+from rollart.train.batch import BoolArray, FloatArray, IntArray, TrainingBatch, select_samples
 
 __all__ = [
     "MIN_STD",
     "advantages",
     "batch_advantages",
-    "centred",
+    "centred_advantages",
     "credit_units",
-    "credited",
+    "domain_advantages",
     "group_advantages",
-    "known",
+    "domain_credit",
     "returns_to_go",
-    "spread",
+    "normalisation_divisor",
 ]
 
 MIN_STD = 1e-6
 """A smaller spread counts as none: dividing rounding noise by it would invent a signal."""
 
 
-def batch_advantages(batch: Batch, domains: Mapping[str, CreditSpec]) -> FloatArray:
+def batch_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> FloatArray:
     """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
     out = np.zeros(len(batch.loss), np.float64)
     for name, pick in _by_domain(batch, domains):
         config = domains[name].advantage
-        value, units = credited(config, batch, pick)
-        out[pick] = value / spread(units) if config.normalize == "batch" else value
+        value, units = domain_advantages(config, batch, pick)
+        out[pick] = value / normalisation_divisor(units) if config.normalize == "batch" else value
     return out
 
 
-def group_advantages(batch: Batch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
+def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
     """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 where it carries no loss: what does
     not wait for the rest of the batch. `by_id`: samples of a group add up in the order of their ids, as in a streamed
     step. `ValueError` for a domain whose baseline is of the whole batch."""
@@ -69,32 +69,34 @@ def group_advantages(batch: Batch, domains: Mapping[str, CreditSpec], *, by_id: 
     order = sorted(range(len(batch)), key=batch.ids.__getitem__) if by_id else range(len(batch))
     for number in np.unique(batch.group):
         rows = np.array([s for s in order if batch.group[s] == number], np.int64)
-        group = select(batch, rows)
+        group = select_samples(batch, rows)
         value = np.zeros(len(group.tokens), np.float64)
         for name, pick in _by_domain(group, domains):
-            value[group.loss.position[pick]], _ = credited(domains[name].advantage, group, pick)
+            value[group.loss.position[pick]], _ = domain_advantages(domains[name].advantage, group, pick)
         for n, s in enumerate(rows):
             out[batch.offsets[s] : batch.offsets[s + 1]] = value[group.offsets[n] : group.offsets[n + 1]]
     return out
 
 
-def credited(config: AdvantageSpec, batch: Batch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
+def domain_advantages(config: AdvantageSpec, batch: TrainingBatch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
     """Advantages before `normalize: batch` of some loss tokens [N] of one domain, whole samples, and of their credit
     units [U]: computed, or read where the batch brings them."""
     sample, at = batch.loss.sample[pick], batch.loss.position[pick]
     if batch.advantage is None:
-        return centred(config, sample=sample, turn=batch.turn[at], rewards=batch.rewards[at], group=batch.group)
+        return centred_advantages(
+            config, sample=sample, turn=batch.turn[at], rewards=batch.rewards[at], group=batch.group
+        )
     value = batch.advantage[at]
     unit = credit_units(config.level, sample, batch.turn[at])
     _, first = np.unique(np.stack((sample, unit)), axis=1, return_index=True)
     return value, value[first]
 
 
-def _by_domain(batch: Batch, domains: Mapping[str, CreditSpec]) -> Iterator[tuple[str, IntArray]]:
+def _by_domain(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> Iterator[tuple[str, IntArray]]:
     """Domains with loss, and their loss tokens."""
     owner = batch.loss.sample
     for index, name in enumerate(batch.domains):
-        known(domains, name)
+        domain_credit(domains, name)
         pick = np.flatnonzero(batch.domain[owner] == index)
         if len(pick):
             yield name, pick
@@ -104,11 +106,11 @@ def advantages(
     config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> FloatArray:
     """Advantages [N] of one domain's loss tokens. `sample` [N] ascends; `group` is indexed by sample."""
-    picked, units = centred(config, sample=sample, turn=turn, rewards=rewards, group=group)
-    return picked / spread(units) if config.normalize == "batch" else picked
+    picked, units = centred_advantages(config, sample=sample, turn=turn, rewards=rewards, group=group)
+    return picked / normalisation_divisor(units) if config.normalize == "batch" else picked
 
 
-def known(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
+def domain_credit(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
     """`ValueError` for a domain that is not configured."""
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none"
@@ -116,13 +118,13 @@ def known(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
     return domains[name]
 
 
-def spread(units: FloatArray) -> float:
+def normalisation_divisor(units: FloatArray) -> float:
     """The divisor of `normalize`: the sample standard deviation of credit units [U], 1 if it is next to nothing."""
     std = float(units.std(ddof=1)) if len(units) > 1 else 0.0
     return std if std > MIN_STD else 1.0
 
 
-def centred(
+def centred_advantages(
     config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """Advantages before `normalize: batch`: of each loss token [N], and of each credit unit [U]."""
@@ -140,7 +142,7 @@ def centred(
         value = value - (_mean(value, index) if whole else _mean_of_others(value, reached, index))
         if config.normalize == "group":
             for members in (index == number for number in range(int(index.max()) + 1)):
-                value[members] /= spread(value[members][reached[members]])
+                value[members] /= normalisation_divisor(value[members][reached[members]])
     picked: FloatArray = value[row, unit]
     return picked, value[reached]
 

@@ -24,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Batch",
+    "TrainingBatch",
     "BoolArray",
     "FloatArray",
     "IntArray",
     "LegalSets",
     "LossTokens",
-    "RefusedSamples",
-    "decode",
-    "select",
+    "InvalidSamples",
+    "decode_batch",
+    "select_samples",
 ]
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -40,7 +40,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 
-class RefusedSamples(ValueError):
+class InvalidSamples(ValueError):
     """Samples that cannot be trained on: `samples` has the ids of all of them, the message one with its rule."""
 
     def __init__(self, message: str, samples: tuple[str, ...]) -> None:
@@ -73,7 +73,7 @@ class LossTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """S samples of T tokens in total; token arrays are flat, sample s owns `offsets[s]:offsets[s + 1]`."""
 
     ids: tuple[str, ...]
@@ -116,8 +116,8 @@ class Batch:
         return last
 
 
-def decode(wire: Mapping[str, Any], vocab_size: int) -> Batch:
-    """Check and unpack the wire form. `RefusedSamples` names the samples that break a rule, `ValueError` is for a form
+def decode_batch(wire: Mapping[str, Any], vocab_size: int) -> TrainingBatch:
+    """Check and unpack the wire form. `InvalidSamples` names the samples that break a rule, `ValueError` is for a form
     that cannot be read."""
     try:
         batch = _unpack(wire)
@@ -127,7 +127,7 @@ def decode(wire: Mapping[str, Any], vocab_size: int) -> Batch:
     return batch
 
 
-def select(batch: Batch, samples: IntArray) -> Batch:
+def select_samples(batch: TrainingBatch, samples: IntArray) -> TrainingBatch:
     """Some samples alone, in the order given, as if they had been sent so: with their own legal sets and no others'."""
     pick = np.concatenate([np.arange(batch.offsets[s], batch.offsets[s + 1]) for s in samples])
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(batch.lengths[samples])))
@@ -135,7 +135,7 @@ def select(batch: Batch, samples: IntArray) -> Batch:
     widest = int(batch.sets.valid[used].sum(1).max())
     sets = LegalSets(batch.sets.ids[used, :widest], batch.sets.valid[used, :widest])
     legal, tokens, mask = np.searchsorted(used, batch.legal[pick]), batch.tokens[pick], batch.mask[pick]
-    return Batch(
+    return TrainingBatch(
         ids=tuple(batch.ids[s] for s in samples),
         domains=batch.domains,
         domain=batch.domain[samples],
@@ -157,7 +157,7 @@ def select(batch: Batch, samples: IntArray) -> Batch:
     )
 
 
-def _unpack(wire: Mapping[str, Any]) -> Batch:
+def _unpack(wire: Mapping[str, Any]) -> TrainingBatch:
     def ints(name: str) -> IntArray:
         return np.frombuffer(wire[name], "<i4").astype(np.int64)
 
@@ -187,7 +187,7 @@ def _unpack(wire: Mapping[str, Any]) -> Batch:
     domains = tuple(wire["domains"])
     if per_sample["domain"].max(initial=-1) >= len(domains) or per_sample["domain"].min(initial=0) < 0:
         raise ValueError("domain index out of range")
-    return Batch(
+    return TrainingBatch(
         ids=ids,
         domains=domains,
         offsets=offsets,
@@ -222,7 +222,7 @@ def _loss_tokens(mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: In
     return LossTokens(position, sample, first, slot)
 
 
-def _check(batch: Batch, vocab_size: int) -> None:
+def _check(batch: TrainingBatch, vocab_size: int) -> None:
     loss = batch.loss
     broken: dict[str, str] = {}
 
@@ -251,4 +251,4 @@ def _check(batch: Batch, vocab_size: int) -> None:
     if broken:
         first, rule = next(iter(broken.items()))
         more = f" (and {len(broken) - 1} other samples)" if len(broken) > 1 else ""
-        raise RefusedSamples(f"sample {first}: {rule}{more}", tuple(broken))
+        raise InvalidSamples(f"sample {first}: {rule}{more}", tuple(broken))

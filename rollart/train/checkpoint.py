@@ -1,8 +1,8 @@
 """Published versions on disk: a Hugging Face directory `v%06d` that is there whole or not at all.
 
     config.json  model.safetensors  tokenizer.json…     what engines read
-    trainer/optimizer.safetensors  trainer/state.json   what `restore` reads besides; in a directory of its own, since
-                                                        vLLM loads every *.safetensors beside the config as weights
+    trainer/optimizer.safetensors  trainer/state.json   what `restore_version` reads besides; in a directory of its
+    own, since vLLM loads every *.safetensors beside the config as weights
     COMPLETE                                            {"schema": 1, "version": n, "files": {name: sha256}}
 
 Of several ranks each writes its own share, and no host ever holds the whole: `model-00001-of-00004.safetensors` … with
@@ -33,15 +33,25 @@ from torch import Tensor
 
 from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.train import lora
-from rollart.train.learner import Counters, Learner
-from rollart.train.pieces import Pieces, save
-from rollart.train.ranks import ALONE, Channel
-from rollart.train.shard import local
-from rollart.train.snapshot import ADAPTER, MODEL, OPTIMIZER, Snapshot, snapshot
+from rollart.train.learner import Learner, LearnerCounters
+from rollart.train.pieces import TensorFiles, save
+from rollart.train.ranks import SINGLE_RANK, RankChannel
+from rollart.train.shard import local_rows
+from rollart.train.snapshot import ADAPTER, MODEL, OPTIMIZER, LearnerSnapshot, take_snapshot
 from rollart.train.split import row_range
 from rollart.train.versions import MARKER, version_path
 
-__all__ = ["MARKER", "Snapshot", "clean", "publish", "restore", "snapshot", "tokenizer_files", "version_path", "write"]
+__all__ = [
+    "MARKER",
+    "LearnerSnapshot",
+    "remove_partial_writes",
+    "publish_version",
+    "restore_version",
+    "take_snapshot",
+    "tokenizer_files",
+    "version_path",
+    "write_version",
+]
 
 STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
@@ -71,7 +81,7 @@ def tokenizer_files(source: str | None) -> tuple[Path, ...]:
     return found
 
 
-def clean(root: Path) -> None:
+def remove_partial_writes(root: Path) -> None:
     """Remove what an interrupted publish left behind. `UsageError` if the root cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -83,18 +93,18 @@ def clean(root: Path) -> None:
         raise UsageError(f"weights_root {root} cannot be written: {error.strerror}") from error
 
 
-def publish(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
+def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
     """Write the learner's state as `version`; of several ranks, all must call it."""
-    return write(snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
+    return write_version(take_snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
 
 
-def write(
-    state_of: Snapshot,
+def write_version(
+    state_of: LearnerSnapshot,
     root: Path,
     version: int,
     tokenizer: tuple[Path, ...],
     *,
-    ranks: Channel = ALONE,
+    ranks: RankChannel = SINGLE_RANK,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Path:
     """Write a state as `version`; replaces an earlier write of it. `TrainerError`, on every rank, leaves nothing
@@ -106,7 +116,7 @@ def write(
 
     def begin() -> str:
         nonlocal temporary
-        temporary = _own(root / f".tmp-v{version:06d}")
+        temporary = _temporary_directory(root / f".tmp-v{version:06d}")
         (temporary / OPTIMIZER).parent.mkdir()
         return str(temporary)
 
@@ -136,7 +146,7 @@ def write(
     return final
 
 
-def restore(learner: Learner, path: Path, version: int) -> None:
+def restore_version(learner: Learner, path: Path, version: int) -> None:
     """Load weights, optimizer and counters; of several ranks, all must call it. `TrainerError`, on every rank, for a
     directory that is not a whole, unchanged version; everything is read and checked before anything changes."""
     problem: TrainerError | None = None
@@ -149,7 +159,7 @@ def restore(learner: Learner, path: Path, version: int) -> None:
     learner.ranks.torch.agree(problem)
     with torch.no_grad():
         for parameter, rows in weights:
-            local(parameter).copy_(rows)
+            local_rows(parameter).copy_(rows)
     learner.optimizers.clear()
     parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
     for which, name, key, value in moments:
@@ -161,7 +171,7 @@ def _moment(parameter: Tensor, value: Tensor) -> Tensor:
     """Of the optimizer, where `parameter` lies and cut as it is. A number, the count of updates, is there too: fused
     kernels read it."""
     state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
-    local(state).copy_(value)
+    local_rows(state).copy_(value)
     return state
 
 
@@ -180,7 +190,7 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
     if found != version:
         raise VersionDamaged(f"{path} holds version {found}, not {version}")
     for name in (MODEL, OPTIMIZER, STATE):
-        if not _like(name, files):
+        if not _files_of(name, files):
             raise VersionDamaged(f"{path} cannot be continued from: it has no {name}")
     for number, (name, digest) in enumerate(sorted(files.items())):
         if number % size != rank:
@@ -205,15 +215,15 @@ _Weights = list[tuple[Tensor, Tensor]]
 _Moments = list[tuple[str, str, str, Tensor]]
 
 
-def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, Counters]:
+def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, LearnerCounters]:
     """What this rank takes: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
-    own, adapters = lora.merged(learner.policy.model), lora.adapters(learner.policy.model)
+    own, adapters = lora.published_tensors(learner.policy.model), lora.adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
-        model = Pieces(path / name for name in _like(MODEL, files))
-        state = Pieces(path / name for name in _like(OPTIMIZER, files))
+        model = TensorFiles(path / name for name in _files_of(MODEL, files))
+        state = TensorFiles(path / name for name in _files_of(OPTIMIZER, files))
         counts = json.loads((path / STATE).read_text(encoding="utf-8"))
-        counters = Counters(**{f.name: int(counts[f.name]) for f in dataclasses.fields(Counters)})
+        counters = LearnerCounters(**{f.name: int(counts[f.name]) for f in dataclasses.fields(LearnerCounters)})
         wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
         if {n: tuple(m.base.shape) for n, m in own.items()} != model.shapes:
             raise another
@@ -238,25 +248,25 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
     return pairs, moments, counters
 
 
-def _rows(learner: Learner, pieces: Pieces, name: str, parameter: Tensor) -> Tensor:
+def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> Tensor:
     """What belongs to this rank of a tensor that is cut as `parameter` is; a number as it is."""
     if not pieces.shapes[name]:
         return pieces.read(name)
     if pieces.shapes[name] != tuple(parameter.shape):
         raise ValueError(f"{name} has the shape {pieces.shapes[name]}, not {tuple(parameter.shape)}")
-    if local(parameter) is parameter:
+    if local_rows(parameter) is parameter:
         return pieces.read(name)
     start, stop = row_range(parameter.shape[0], rank=learner.ranks.rank, ranks=learner.ranks.size)
     return pieces.read(name, start, stop)
 
 
-def _like(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
+def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
     """Those files that are `name`, or parts of it (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
     stem, _, ending = name.rpartition(".")
     return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
 
 
-def _all_or_none(ranks: Channel, work: Callable[[], T] | None, cannot: str) -> T | None:
+def _all_or_none(ranks: RankChannel, work: Callable[[], T] | None, cannot: str) -> T | None:
     """What one rank's part of writing gave, once all ranks did theirs. `TrainerError` on all if any could not."""
     problem, result = None, None
     try:
@@ -273,7 +283,7 @@ def _all_or_none(ranks: Channel, work: Callable[[], T] | None, cannot: str) -> T
 
 
 def _write_rest(
-    state_of: Snapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
+    state_of: LearnerSnapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
 ) -> None:
     """What one rank alone writes: the small files, and the marker with everybody's digests."""
     durable = state_of.durable
@@ -319,7 +329,7 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _own(path: Path) -> Path:
+def _temporary_directory(path: Path) -> Path:
     """A new directory that is named after `path`: an earlier write that was given up may still go on in its own."""
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):

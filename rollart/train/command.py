@@ -14,25 +14,25 @@ import msgpack
 import torch
 
 from rollart.errors import RollartError, TrainerError, VersionDamaged
-from rollart.train.batch import RefusedSamples
-from rollart.train.ranks import Channel
+from rollart.train.batch import InvalidSamples
+from rollart.train.ranks import RankChannel
 
-__all__ = ["Answer", "Outcome", "Work", "call", "follow", "lead"]
+__all__ = ["CommandMessage", "CommandOutcome", "CommandHandler", "run_command", "follow_rank_zero", "run_on_all_ranks"]
 
-Answer: TypeAlias = dict[str, Any]
-Work: TypeAlias = Callable[[Answer], Answer]
+CommandMessage: TypeAlias = dict[str, Any]
+CommandHandler: TypeAlias = Callable[[CommandMessage], CommandMessage]
 
 
-DAMAGED = 422
+VERSION_DAMAGED_STATUS = 422
 """Status of the answer to a restore from a version that is not what was published."""
 
-LIGHTER = (
+MEMORY_REMEDY = (
     "lower training.max_tokens_per_microbatch, set trainer.activation_checkpointing, or give the trainer more GPUs"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """The HTTP status and the msgpack body of an answer. `sound`: every rank left its work at the same place, so the
     next command may come; otherwise one of them may still wait for another."""
 
@@ -45,64 +45,66 @@ class Outcome:
     @classmethod
     def failed(
         cls, status: int, error: str, remedy: str = "", *, sound: bool = True, samples: tuple[str, ...] = ()
-    ) -> Outcome:
+    ) -> CommandOutcome:
         line = error.splitlines()[0] if error else "unknown"
         return cls(status, msgpack.packb({"error": line, "remedy": remedy, "samples": samples}), line, remedy, sound)
 
 
-def call(work: Work, body: bytes) -> Outcome:
+def run_command(work: CommandHandler, body: bytes) -> CommandOutcome:
     """Runs in the worker thread: unpack, work, pack; every exception becomes one line."""
     try:
         message = msgpack.unpackb(body)
         if not isinstance(message, dict):
             raise ValueError("the body is not a msgpack map")
-        return Outcome(200, msgpack.packb(work(message)))
+        return CommandOutcome(200, msgpack.packb(work(message)))
     except VersionDamaged as error:
-        return Outcome.failed(DAMAGED, error.message, error.remedy)
+        return CommandOutcome.failed(VERSION_DAMAGED_STATUS, error.message, error.remedy)
     except RollartError as error:
-        return Outcome.failed(500, error.message, error.remedy)
+        return CommandOutcome.failed(500, error.message, error.remedy)
     except KeyError as error:
-        return Outcome.failed(400, f"the request lacks {error}")
-    except RefusedSamples as error:
-        return Outcome.failed(400, str(error), samples=error.samples)
+        return CommandOutcome.failed(400, f"the request lacks {error}")
+    except InvalidSamples as error:
+        return CommandOutcome.failed(400, str(error), samples=error.samples)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        return Outcome.failed(400, str(error) or type(error).__name__)
+        return CommandOutcome.failed(400, str(error) or type(error).__name__)
     except torch.OutOfMemoryError as error:
         print(f"rollart.train: {str(error).splitlines()[0]}", file=sys.stderr)
-        return Outcome.failed(500, f"no memory is left on the GPU: {error}", LIGHTER, sound=False)
+        return CommandOutcome.failed(500, f"no memory is left on the GPU: {error}", MEMORY_REMEDY, sound=False)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        return Outcome.failed(500, f"{type(error).__name__}: {error}", sound=False)
+        return CommandOutcome.failed(500, f"{type(error).__name__}: {error}", sound=False)
 
 
-def lead(channel: Channel, name: str, work: Work, body: bytes) -> Outcome:
+def run_on_all_ranks(channel: RankChannel, name: str, work: CommandHandler, body: bytes) -> CommandOutcome:
     """Do a command on every rank; this rank's outcome, or the first failure of another. In the channel's thread."""
     try:
         channel.say(name, body)
-        mine = call(work, body)
+        mine = run_command(work, body)
         if not mine.sound:
             return mine
         said = channel.exchange((mine.status, mine.error, mine.remedy))
     except TrainerError as error:
-        return Outcome.failed(500, error.message, error.remedy, sound=False)
+        return CommandOutcome.failed(500, error.message, error.remedy, sound=False)
     if mine.status == 200:
         for rank, (status, line, remedy) in enumerate(said):
             if status != 200:
-                return Outcome.failed(500, f"rank {rank}: {line}", remedy)
+                return CommandOutcome.failed(500, f"rank {rank}: {line}", remedy)
     return mine
 
 
-def follow(channels: Mapping[Channel, Mapping[str, Work]], *, enter: Callable[[], None] = lambda: None) -> None:
+def follow_rank_zero(
+    channels: Mapping[RankChannel, Mapping[str, CommandHandler]], *, enter: Callable[[], None] = lambda: None
+) -> None:
     """Do what rank 0 says until it is gone, each channel in a thread of its own that begins with `enter`; ends the
     process. What a rank does not expect ends it too, at once: the others wait for it in the middle of something, and
     see that it is gone."""
 
-    def listen(channel: Channel, works: Mapping[str, Work]) -> None:
+    def listen(channel: RankChannel, works: Mapping[str, CommandHandler]) -> None:
         try:
             enter()
             while True:
                 name, body = channel.hear()
-                mine = call(works[name], body)
+                mine = run_command(works[name], body)
                 if not mine.sound:
                     break
                 channel.exchange((mine.status, mine.error, mine.remedy))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "MOST", "ExactSum"]
+__all__ = ["MAX_MAGNITUDE", "MAX_ADDENDS", "ExactSum"]
 
 COARSE = 1.5 * 2.0**28
 """Adding and subtracting it rounds to multiples of 2⁻²⁴, for |x| < 2²⁷."""
@@ -25,10 +25,10 @@ COARSE = 1.5 * 2.0**28
 FINE = 1.5 * 2.0**-12
 """The same for 2⁻⁶⁴, for |x| < 2⁻¹³."""
 
-LARGEST = 2.0**27
+MAX_MAGNITUDE = 2.0**27
 """Largest Σ |x| of an entry: all of its partial sums are then exact, and each x was cut right."""
 
-MOST = 2**13
+MAX_ADDENDS = 2**13
 """Most addends: 2¹³ remainders of at most 2⁻²⁵ stay below 2⁻¹¹, 53 bits above 2⁻⁶⁴."""
 
 
@@ -58,7 +58,7 @@ class ExactSum:
         """Whether the sum is exact: every addend was finite, and there were not too many nor too large ones."""
         peaks = [part[2].max() for part in self._parts if part is not None]
         # A comparison with NaN is false.
-        return self._count <= MOST and (not peaks or bool((torch.stack(peaks) < LARGEST).all()))
+        return self._count <= MAX_ADDENDS and (not peaks or bool((torch.stack(peaks) < MAX_MAGNITUDE).all()))
 
     def total(self, index: int) -> Tensor | None:
         """The sum in float64; None if no addend had this tensor."""

@@ -10,10 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-__all__ = ["Followers"]
+__all__ = ["LocalRankProcesses"]
 
 
-class Followers:
+class LocalRankProcesses:
     """Owns the processes. One thread waits for each; `lost` is called once, from that thread, for the first that ends
     before `stop`, with words that say which and how."""
 

@@ -10,17 +10,17 @@ from torch._C._distributed_c10d import Store
 
 from rollart.errors import UsageError
 
-__all__ = ["gpu_of", "own_gpu", "refuse_shared", "shared"]
+__all__ = ["gpu_index", "select_gpu", "refuse_shared", "shared_gpu"]
 
 
-def own_gpu(local: int, here: int) -> int:
+def select_gpu(local: int, here: int) -> int:
     """The number of the GPU of rank `local` of the `here` ranks on this host. `UsageError` if there are too few."""
     if not torch.cuda.is_available():
         raise UsageError("device 'cuda': torch sees no CUDA device")
-    return gpu_of(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return gpu_index(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def gpu_of(local: int, here: int, visible: int, variable: str | None) -> int:
+def gpu_index(local: int, here: int, visible: int, variable: str | None) -> int:
     """Two ranks on one GPU would each take its memory, and NCCL refuses them after minutes: so it is refused here."""
     needed = max(here, local + 1)
     if needed > visible:
@@ -37,7 +37,7 @@ def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
     have the same. Waits for all."""
     store.set(f"gpu/{rank}", gpu)
     said = [store.get(f"gpu/{other}").decode() for other in range(size)]
-    pair = shared(said)
+    pair = shared_gpu(said)
     if pair is not None:
         a, b = pair
         raise UsageError(
@@ -46,7 +46,7 @@ def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
         )
 
 
-def shared(gpus: Sequence[str]) -> tuple[int, int] | None:
+def shared_gpu(gpus: Sequence[str]) -> tuple[int, int] | None:
     """The first two ranks with the same GPU."""
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):

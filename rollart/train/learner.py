@@ -23,20 +23,20 @@ from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
 from rollart.train import lora
 from rollart.train.advantages import batch_advantages, group_advantages
-from rollart.train.batch import Batch, FloatArray, IntArray
-from rollart.train.losses import GAPS, gap_shares, kl_estimate, policy_loss, statistics, token_weights
-from rollart.train.meter import Meter
-from rollart.train.microbatch import build
-from rollart.train.policy import ActionTensors, Policy, load_model, precision
+from rollart.train.batch import FloatArray, IntArray, TrainingBatch
+from rollart.train.losses import GAP_METRICS, gap_shares, kl_estimate, policy_loss, token_statistics, token_weights
+from rollart.train.meter import TrainingMeter
+from rollart.train.microbatch import build_microbatch
+from rollart.train.policy import ActionTensors, TrainedPolicy, load_model, parameter_dtype
 from rollart.train.ranks import Ranks
-from rollart.train.reference import Reference
+from rollart.train.reference import ReferencePolicy
 from rollart.train.shard import full
-from rollart.train.split import portions
-from rollart.train.stream import Accumulation
+from rollart.train.split import rank_microbatches
+from rollart.train.stream import GradientAccumulation
 
-__all__ = ["Counters", "Learner"]
+__all__ = ["LearnerCounters", "Learner"]
 
-DECAYED = 0.1
+DECAY_MIN_FRACTION = 0.1
 """Share of the learning rate that is left at the end of its decay."""
 
 STOP_WINDOW = 5
@@ -47,7 +47,7 @@ Objective: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str
 
 
 @dataclass(slots=True)
-class Counters:
+class LearnerCounters:
     """What a published version must remember beside tensors: calls choose the shuffle, updates the warm-up."""
 
     train_calls: int = 0
@@ -71,18 +71,18 @@ class Learner:
         lean = self.ranks.mesh is not None and config.lora is None
         model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu", as_stored=lean)
         if config.lora is not None:
-            lora.inject(model, config.lora, config.seed)
-        dtype = precision(config.model) if lean else None
-        self.policy = Policy(
+            lora.inject_adapters(model, config.lora, config.seed)
+        dtype = parameter_dtype(config.model) if lean else None
+        self.policy = TrainedPolicy(
             model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks, dtype=dtype
         )
-        self.counters = Counters()
+        self.counters = LearnerCounters()
         self.optimizers: dict[str, torch.optim.AdamW] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
-        self.reference = Reference(config)
-        self._open: Accumulation | None = None
+        self.reference = ReferencePolicy(config)
+        self._open: GradientAccumulation | None = None
 
-    def train(self, batch: Batch, version: int) -> TrainReport:
+    def train(self, batch: TrainingBatch, version: int) -> TrainReport:
         """All epochs and mini-batches of one step. `ValueError` for samples that cannot be trained on (weights
         untouched), `TrainerError` if the loss diverges.
 
@@ -93,9 +93,9 @@ class Learner:
             self.accumulate(batch)
             return self.finish()
         started, cpu = time.perf_counter(), time.thread_time()
-        used, alive = _with_loss(batch)
+        used, alive = _samples_with_loss(batch)
         advantage = batch_advantages(batch, self.config.domains)
-        job = _Job(
+        job = _LearnerJob(
             batch=batch,
             used=used,
             actions=ActionTensors(batch, self.policy.device),
@@ -135,9 +135,9 @@ class Learner:
         """Start a streamed step from `version`. `ValueError` if the config does not stream."""
         if not self.config.stream:
             raise ValueError("the trainer was not configured to stream: set stream in its config (training.stream)")
-        self._open = Accumulation(self.policy, self.config, self._parameters, version, self.reference)
+        self._open = GradientAccumulation(self.policy, self.config, self._parameters, version, self.reference)
 
-    def accumulate(self, batch: Batch) -> int:
+    def accumulate(self, batch: TrainingBatch) -> int:
         """Add the gradient of some whole groups; the loss tokens so far. `ValueError` for samples that cannot be
         trained on: then none of them was added and the step goes on. After any other error the step is dropped."""
         step = self._begun()
@@ -166,7 +166,7 @@ class Learner:
         self.counters.train_calls += 1
         metrics = step.meter.metrics() | step.metrics()
         if step.tokens:
-            metrics |= gap_shares(*(step.meter.mean(name) for name in GAPS))
+            metrics |= gap_shares(*(step.meter.mean(name) for name in GAP_METRICS))
         metrics |= {
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": step.cpu_seconds + time.thread_time() - cpu,
@@ -178,14 +178,14 @@ class Learner:
         """Drop a step that was begun; weights, optimizer and counters never knew of it."""
         self._open = None
 
-    def imitate(self, batch: Batch, batches: int) -> TrainReport:
+    def imitate(self, batch: TrainingBatch, batches: int) -> TrainReport:
         """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out.
 
         With `imitation.stop_loss` it ends once the mean loss of the last `STOP_WINDOW` mini-batches is below that.
         """
         started, cpu = time.perf_counter(), time.thread_time()
-        used, alive = _with_loss(batch)
-        job = _Job(
+        used, alive = _samples_with_loss(batch)
+        job = _LearnerJob(
             batch=batch,
             used=used,
             actions=ActionTensors(batch, self.policy.device),
@@ -196,7 +196,7 @@ class Learner:
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
         optimizer = self._optimizer("imitation", self.config.imitation.lr)
         stop, recent = self.config.imitation.stop_loss, deque[float](maxlen=STOP_WINDOW)
-        for part in _cycle(alive, self.config.imitation.batch, batches, rng):
+        for part in _cycled_minibatches(alive, self.config.imitation.batch, batches, rng):
             recent.append(float(self._update(optimizer, job, part)))
             if stop is not None and len(recent) == STOP_WINDOW and sum(recent) / STOP_WINDOW < stop:
                 break
@@ -205,7 +205,7 @@ class Learner:
         metrics = job.meter.metrics() | {"cpu_seconds": time.thread_time() - cpu}
         return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
 
-    def logprobs(self, batch: Batch) -> FloatArray:
+    def logprobs(self, batch: TrainingBatch) -> FloatArray:
         """Log-probability of every token [T] under the current weights, 0.0 where it carries no loss."""
         out = np.zeros(len(batch.tokens), np.float64)
         used = batch.used_lengths
@@ -213,7 +213,7 @@ class Learner:
             out[batch.loss.position] = self._score(batch, used).double().cpu().numpy()
         return out
 
-    def advantages(self, batch: Batch) -> FloatArray:
+    def advantages(self, batch: TrainingBatch) -> FloatArray:
         """Advantage of every token [T] of whole groups before `normalize`, in the bits of the step that trains them.
         Reads nothing that changes."""
         return group_advantages(batch, self.config.domains, by_id=self.config.stream)
@@ -222,7 +222,7 @@ class Learner:
         """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
         return self._optimizer(name, self.config.lr if name == "policy" else self.config.imitation.lr)
 
-    def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
+    def _policy_objective(self, batch: TrainingBatch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
         device, dtype, config = self.policy.device, self.policy.dtype, self.config.loss
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
         credit = torch.from_numpy(advantage).to(device, dtype)
@@ -237,7 +237,7 @@ class Learner:
                 config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=near
             )
             loss = token.loss - config.entropy * entropy if config.entropy else token.loss
-            told = statistics(
+            told = token_statistics(
                 token,
                 logprobs=logprobs.detach(),
                 entropy=entropy,
@@ -252,7 +252,7 @@ class Learner:
 
         return objective
 
-    def _anchor(self, batch: Batch) -> Tensor:
+    def _anchor(self, batch: TrainingBatch) -> Tensor:
         """What the reference policy says of the loss tokens [N]. A rank that cannot load it is named on all: the others
         would wait for it in the forward pass."""
         problem, anchor = None, None
@@ -264,7 +264,7 @@ class Learner:
         assert anchor is not None, "else all ranks agreed that there is none"
         return anchor
 
-    def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> Tensor:
+    def _update(self, optimizer: torch.optim.AdamW, job: _LearnerJob, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, gradient accumulated over micro-batches; the loss before it."""
         policy, loss = self.policy, job.batch.loss
         tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
@@ -277,7 +277,7 @@ class Learner:
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)
         for samples in self._portions(job.used[part]):
-            micro = build(job.batch, part[samples], job.used, policy.device)
+            micro = build_microbatch(job.batch, part[samples], job.used, policy.device)
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
             per_token, told = job.objective(logprobs, entropy, micro.pick)
             weighted = (per_token * scale[micro.pick]).sum()
@@ -299,7 +299,7 @@ class Learner:
         optimizer.step()
         return norm
 
-    def _begun(self) -> Accumulation:
+    def _begun(self) -> GradientAccumulation:
         if self._open is None:
             raise TrainerError("no step was begun", remedy="begin it again and accumulate all of its groups")
         return self._open
@@ -309,27 +309,27 @@ class Learner:
         for group in optimizer.param_groups:
             group["lr"] = self.config.lr * scale
 
-    def _score(self, batch: Batch, used: IntArray) -> Tensor:
+    def _score(self, batch: TrainingBatch, used: IntArray) -> Tensor:
         """Log-probabilities of all loss tokens [N], no gradient."""
         policy = self.policy
         actions = ActionTensors(batch, policy.device)
         out = torch.zeros(len(batch.loss), device=policy.device, dtype=policy.dtype)
         with torch.no_grad():
             for samples in self._portions(used):
-                micro = build(batch, samples, used, policy.device)
+                micro = build_microbatch(batch, samples, used, policy.device)
                 out[micro.pick] = policy.score(micro, actions, entropy_grad=False)[0]
         return self.ranks.total(out)
 
     def _portions(self, used: IntArray) -> list[IntArray]:
         """Micro-batches of this rank."""
         most = self.config.max_tokens_per_microbatch
-        return portions(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
+        return rank_microbatches(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
 
-    def _gaps(self, meter: Meter) -> dict[str, float]:
+    def _gaps(self, meter: TrainingMeter) -> dict[str, float]:
         """How far the trainer is from what sampled, over all ranks."""
-        return gap_shares(*(self._mean(meter, name) for name in GAPS))
+        return gap_shares(*(self._mean(meter, name) for name in GAP_METRICS))
 
-    def _mean(self, meter: Meter, name: str) -> float:
+    def _mean(self, meter: TrainingMeter, name: str) -> float:
         """Per token, over all ranks."""
         if self.ranks.size == 1:
             return meter.mean(name)
@@ -353,27 +353,27 @@ class Learner:
     def _decay(self, version: int) -> float:
         """By version, not by calls: a step that is trained again after a crash has the same rate."""
         length = self.config.steps if self.config.lr_schedule == "linear" else 0
-        return 1.0 - (1.0 - DECAYED) * min(1.0, version / length) if length else 1.0
+        return 1.0 - (1.0 - DECAY_MIN_FRACTION) * min(1.0, version / length) if length else 1.0
 
 
 @dataclass(slots=True)
-class _Job:
+class _LearnerJob:
     """What one call trains on: the samples, what was done in them, and what is wanted of it."""
 
-    batch: Batch
+    batch: TrainingBatch
     used: IntArray
     actions: ActionTensors
     weight: FloatArray
     objective: Objective
     entropy_grad: bool
-    meter: Meter = field(default_factory=Meter)
+    meter: TrainingMeter = field(default_factory=TrainingMeter)
 
 
 def _cross_entropy(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -logprobs, {"entropy": entropy.detach()}
 
 
-def _with_loss(batch: Batch) -> tuple[IntArray, IntArray]:
+def _samples_with_loss(batch: TrainingBatch) -> tuple[IntArray, IntArray]:
     used = batch.used_lengths
     alive = np.flatnonzero(used > 0)
     if not len(alive):
@@ -388,7 +388,7 @@ def _minibatches(alive: IntArray, epochs: int, parts: int, rng: np.random.Genera
             yield np.asarray(part, np.int64)
 
 
-def _cycle(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -> Iterator[IntArray]:
+def _cycled_minibatches(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -> Iterator[IntArray]:
     """`batches` mini-batches of `size` samples (of all, if there are fewer), without repeats inside one."""
     size = min(size, len(alive))
     queue = rng.permutation(alive)
@@ -400,7 +400,7 @@ def _cycle(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -
         queue = queue[size:]
 
 
-def _batch_metrics(batch: Batch, version: int, advantage: FloatArray) -> dict[str, float]:
+def _batch_metrics(batch: TrainingBatch, version: int, advantage: FloatArray) -> dict[str, float]:
     staleness = version - batch.versions[batch.loss.position]
     metrics = {
         "staleness_mean": float(staleness.mean()),

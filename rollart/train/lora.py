@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from rollart.errors import UsageError
 from rollart.learning import LoraSpec
 
-__all__ = ["ADAPTER", "Merged", "adapters", "inject", "merged"]
+__all__ = ["ADAPTER", "AdaptedTensor", "adapter_tensors", "inject_adapters", "published_tensors"]
 
 ADAPTER = "default"
 """The name that peft's adapters go by in names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class AdaptedTensor:
     """A tensor of a version: `base`, plus `scale` × `b` @ `a` where an adapter is. Maybe sharded by rows."""
 
     base: Tensor
@@ -43,7 +43,7 @@ class Merged:
         return base + scale * (b.to(base.dtype) @ a.to(base.dtype))
 
 
-def inject(model: nn.Module, config: LoraSpec, seed: int) -> None:
+def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
     """Put adapters into the model and freeze the rest. They start as zero: the policy is the one without. `UsageError`
     if peft is missing or finds no such module."""
     try:
@@ -60,11 +60,11 @@ def inject(model: nn.Module, config: LoraSpec, seed: int) -> None:
         raise UsageError(f"training.lora.targets {config.targets}: {str(error).splitlines()[0]}") from error
 
 
-def merged(model: Any) -> dict[str, Merged]:
+def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
     """What a version holds, by Hugging Face name; a tied tensor once, under its first name, as `save_pretrained`
     does."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
-    out: dict[str, Merged] = {}
+    out: dict[str, AdaptedTensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():
         if ".lora_" in name or id(tensor) in seen:
@@ -72,15 +72,15 @@ def merged(model: Any) -> dict[str, Merged]:
         seen.add(id(tensor))
         holder, _, leaf = name.rpartition(".base_layer.")
         if not holder:
-            out[name] = Merged(tensor)
+            out[name] = AdaptedTensor(tensor)
         elif leaf != "weight":
-            out[f"{holder}.{leaf}"] = Merged(tensor)
+            out[f"{holder}.{leaf}"] = AdaptedTensor(tensor)
         else:
             a, b = (state[f"{holder}.{which}.{ADAPTER}.weight"] for which in ("lora_A", "lora_B"))
-            out[f"{holder}.weight"] = Merged(tensor, a, b, float(model.get_submodule(holder).scaling[ADAPTER]))
+            out[f"{holder}.weight"] = AdaptedTensor(tensor, a, b, float(model.get_submodule(holder).scaling[ADAPTER]))
     return out
 
 
-def adapters(model: nn.Module) -> dict[str, Tensor]:
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The adapters' own parameters, by name."""
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}

@@ -28,13 +28,13 @@ from rollart.learning import LossSpec
 from rollart.train.batch import FloatArray, IntArray
 
 __all__ = [
-    "GAPS",
+    "GAP_METRICS",
     "MAX_LOG_RATIO",
     "TokenLoss",
     "gap_shares",
     "kl_estimate",
     "policy_loss",
-    "statistics",
+    "token_statistics",
     "token_weights",
 ]
 
@@ -80,7 +80,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - 1.0 - difference
 
 
-GAPS = ("behaviour_gap", "_fresh", "_fresh_gap")
+GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
 """Statistics that `gap_shares` takes the means of; those with `_` are no metrics of their own."""
 
 
@@ -97,7 +97,7 @@ def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
     return found
 
 
-def statistics(
+def token_statistics(
     token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor, fresh: Tensor
 ) -> dict[str, Tensor]:
     """What a step tells of each of its tokens [N], without gradient. `reference` is what the ratio is against; `fresh`

@@ -8,10 +8,10 @@ from torch import Tensor
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 
-__all__ = ["Meter"]
+__all__ = ["TrainingMeter"]
 
 
-class Meter:
+class TrainingMeter:
     """Sums over everything that was trained on; one transfer from the device at the end. Those whose names begin with
     `_` are parts of others, and no metrics."""
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollart.train.batch import Batch, IntArray
+from rollart.train.batch import IntArray, TrainingBatch
 
-__all__ = ["OVERHEAD_TOKENS", "MicroBatch", "build", "plan"]
+__all__ = ["OVERHEAD_TOKENS", "MicroBatch", "build_microbatch", "plan_microbatches"]
 
 OVERHEAD_TOKENS = 128
 """What a micro-batch costs before its first token, in tokens: 1.2 ms at 11 µs a token (1 × 64) and 2.7 ms at 36 µs
@@ -41,7 +41,7 @@ class MicroBatch:
         return self.ids.numel()
 
 
-def plan(lengths: IntArray, max_tokens: int, overhead: int = OVERHEAD_TOKENS) -> list[IntArray]:
+def plan_microbatches(lengths: IntArray, max_tokens: int, overhead: int = OVERHEAD_TOKENS) -> list[IntArray]:
     """Split samples into micro-batches that minimise Σ (padded tokens + overhead), each of at most `max_tokens`
     padded tokens (a longer sample goes alone). Returns index arrays; every index with length > 0 is in exactly one.
 
@@ -68,7 +68,7 @@ def plan(lengths: IntArray, max_tokens: int, overhead: int = OVERHEAD_TOKENS) ->
     return out[::-1]
 
 
-def build(batch: Batch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
+def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
     """Tensors of one micro-batch. `used` is `batch.used_lengths`. Of no samples: one row of one token, without loss."""
     if not len(samples):
         none = torch.zeros(0, dtype=torch.int64, device=device)

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["Pieces", "Rows", "save"]
+__all__ = ["TensorFiles", "TensorRows", "save"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """Rows of a tensor from `start` on; `of` is how many the whole has."""
 
     tensor: Tensor
@@ -30,10 +30,10 @@ class Rows:
     of: int
 
 
-def save(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
+def save(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
     """Write one file, with the mode that the umask gives new files. `OSError` and `SafetensorError` as they come."""
-    rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, Rows)}
-    plain = {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}
+    rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, TensorRows)}
+    plain = {name: t.tensor if isinstance(t, TensorRows) else t for name, t in tensors.items()}
     # `format` is what transformers asks for, and an empty file without metadata is one that safetensors cannot read.
     metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
     path.touch()
@@ -42,7 +42,7 @@ def save(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
     path.chmod(mode)  # safetensors puts a temporary file of mode 0600 in its place
 
 
-class Pieces:
+class TensorFiles:
     """The tensors of some files, by name. Closed with `close`; what was read stays."""
 
     def __init__(self, files: Iterable[Path]) -> None:

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 
 from rollart.errors import UsageError
 from rollart.learning import ParallelConfig, PolicyConfig
-from rollart.train.batch import Batch
+from rollart.train.batch import TrainingBatch
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
-from rollart.train.shard import prepare, settle
+from rollart.train.shard import prepare_model, release_gathered
 
-__all__ = ["ActionTensors", "Policy", "Scorer", "load_model", "precision"]
+__all__ = ["ActionTensors", "TrainedPolicy", "Scorer", "load_model", "parameter_dtype"]
 
-ILLEGAL = -1e30
+ILLEGAL_LOGIT = -1e30
 """Logit of an illegal action: its probability is exactly 0 and, unlike with −inf, 0 × log 0 stays 0 in the entropy."""
 
 
-ROUNDING = 0.03
+MAX_ROUNDING_ERROR = 0.03
 """Relative difference that is bfloat16's rounding; of another computation it would be about 1."""
 
 
 class ActionTensors:
     """The loss tokens of a batch on the device: what was sampled, out of which legal set."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
         at = batch.loss.position
         self.target = torch.from_numpy(batch.tokens[at]).to(device)
         self.slot = torch.from_numpy(batch.loss.slot).to(device)
@@ -88,7 +88,7 @@ class Scorer(nn.Module):
         return layers
 
 
-class Policy:
+class TrainedPolicy:
     """A causal language model at its sampling temperature, in one process or sharded over `ranks`."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Policy:
         self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
         self._pieces = ranks is not None and ranks.mesh is not None
         if parallel is not None:
-            prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks(), dtype)
+            prepare_model(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks(), dtype)
             self.device = next(model.parameters()).device
 
     @property
@@ -123,7 +123,7 @@ class Policy:
         """Put parameters back into pieces. After a pass without a backward one those in no block stay gathered, rounded
         to what is computed with, and stand in the model in place of their pieces: nothing may be read or written so."""
         if self._pieces:
-            settle(self._scorer)
+            release_gathered(self._scorer)
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
@@ -138,7 +138,7 @@ class Policy:
             pick = micro.pick[free:]
             legal = actions.legal[pick]
             narrow = logits[free:].gather(1, actions.legal_ids[legal])
-            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL)
+            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL_LOGIT)
             parts.append(_score(narrow, actions.slot[pick], entropy_grad))
         if len(parts) == 1:
             return parts[0]
@@ -152,7 +152,7 @@ class Policy:
             try:
                 whole, ours = self._scorer.whole(ids, at), shortcut(ids, at)
                 if whole.dtype.itemsize == 2:  # a product of fewer rows may round otherwise
-                    return bool((whole - ours).float().norm() <= ROUNDING * whole.float().norm())
+                    return bool((whole - ours).float().norm() <= MAX_ROUNDING_ERROR * whole.float().norm())
                 return torch.allclose(whole, ours, atol=1e-5, rtol=1e-4)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 return False  # built differently: the general way is slower, not wrong
@@ -167,7 +167,7 @@ class Policy:
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
 
-def precision(config: PolicyConfig) -> torch.dtype:
+def parameter_dtype(config: PolicyConfig) -> torch.dtype:
     """Of the weights that are trained."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
@@ -177,7 +177,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
     `as_stored`: in the checkpoint's own type, whose pages are its files' and no memory of this process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = precision(config)
+    dtype = parameter_dtype(config)
     try:
         where = torch.device(device)
         if where.type == "cuda" and not torch.cuda.is_available():
@@ -195,7 +195,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
                 local_files_only=True,
             )
         except Exception as error:
-            raise UsageError(f"cannot load the model at {config.path}: {_line(error)}") from error
+            raise UsageError(f"cannot load the model at {config.path}: {_first_line(error)}") from error
     else:
         init = dict(config.init or {})
         try:
@@ -204,7 +204,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
                 torch.manual_seed(config.seed)
                 model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
         except Exception as error:
-            raise UsageError(f"model.init does not describe a model: {_line(error)}") from error
+            raise UsageError(f"model.init does not describe a model: {_first_line(error)}") from error
     module: nn.Module = model.to(where).eval()
     return module
 
@@ -217,6 +217,6 @@ def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, T
     return chosen, entropy
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

@@ -20,16 +20,16 @@ from torch._C._distributed_c10d import TCPStore
 
 from rollart.errors import TrainerError, UsageError
 
-__all__ = ["ALONE", "Channel", "Ranks", "join", "rendezvous"]
+__all__ = ["SINGLE_RANK", "RankChannel", "Ranks", "join_ranks", "rendezvous"]
 
-IDLE = datetime.timedelta(days=365)
+IDLE_TIMEOUT = datetime.timedelta(days=365)
 """Ranks wait for the next command as long as the run lasts; a lost leader closes the connection."""
 
-START = datetime.timedelta(minutes=10)
+START_TIMEOUT = datetime.timedelta(minutes=10)
 """How long ranks wait for each other at the start: imports on a cold disk take a minute."""
 
 
-class Channel:
+class RankChannel:
     """One thread of each rank: rank 0 says what is done, all do it, and all learn whether all did."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, rank: int = 0, size: int = 1) -> None:
@@ -50,7 +50,7 @@ class Channel:
             dist.broadcast(size, 0, self._group)
             dist.broadcast(payload, 0, self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost_rank_error(error) from error
 
     def hear(self) -> tuple[str, bytes]:
         """The others: the next command. `TrainerError` once rank 0 is gone."""
@@ -61,7 +61,7 @@ class Channel:
             payload = torch.empty(head + body, dtype=torch.uint8)
             dist.broadcast(payload, 0, self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost_rank_error(error) from error
         whole = payload.numpy().tobytes()
         return whole[:head].decode(), whole[head:]
 
@@ -73,7 +73,7 @@ class Channel:
         try:
             dist.all_gather_object(out, mine, self._group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost_rank_error(error) from error
         return out
 
     def agree(self, problem: TrainerError | None) -> None:
@@ -87,16 +87,16 @@ class Channel:
                 raise kind(f"rank {rank}: {line}", remedy=remedy)
 
 
-ALONE = Channel()
+SINGLE_RANK = RankChannel()
 
 
 class Ranks:
-    """This process among the ranks of its trainer. Made by `join`; `Ranks()` is a trainer of one process, which
+    """This process among the ranks of its trainer. Made by `join_ranks`; `Ranks()` is a trainer of one process, which
     never loads a communication library and for which everything here does nothing."""
 
     def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size = rank, size
-        self.torch = self.disk = self.wire = ALONE
+        self.torch = self.disk = self.wire = SINGLE_RANK
         self.mesh: Any = None
         self._device = device
         if device is not None:
@@ -106,7 +106,8 @@ class Ranks:
             assert world is not None, "the ranks have met"
             self.mesh = DeviceMesh.from_group(world, device.type)
             self.torch, self.disk, self.wire = (
-                Channel(dist.new_group(backend="gloo", timeout=IDLE), rank=rank, size=size) for _ in range(3)
+                RankChannel(dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT), rank=rank, size=size)
+                for _ in range(3)
             )
 
     def enter(self, threads: int) -> None:
@@ -146,13 +147,15 @@ class Ranks:
 def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
     """Where the ranks meet; rank 0 opens it (port 0: any). `UsageError` if it cannot be opened or reached."""
     try:
-        return TCPStore(host, port, size, is_master=rank == 0, timeout=START, wait_for_workers=False)
+        return TCPStore(host, port, size, is_master=rank == 0, timeout=START_TIMEOUT, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         verb = "open" if rank == 0 else "reach"
-        raise UsageError(f"rank {rank} cannot {verb} the ranks' meeting point {host}:{port}: {_line(error)}") from error
+        raise UsageError(
+            f"rank {rank} cannot {verb} the ranks' meeting point {host}:{port}: {_first_line(error)}"
+        ) from error
 
 
-def join(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Ranks:
+def join_ranks(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Ranks:
     """Meet the others, once in a process: NCCL between GPUs, gloo between CPUs. Blocks until all are there; a
     `UsageError` if they do not come, or if NCCL cannot connect them, which it would else do at the first step."""
     gpu = device if device.type == "cuda" else None
@@ -160,17 +163,24 @@ def join(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Rank
         torch.cuda.set_device(gpu)
     try:
         dist.init_process_group(
-            "gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, timeout=START, device_id=gpu
+            "gloo" if gpu is None else "nccl",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=START_TIMEOUT,
+            device_id=gpu,
         )
         return Ranks(rank=rank, size=size, device=device)
     except RuntimeError as error:
-        raise UsageError(f"rank {rank} of {size} did not meet the others: {_line(error)}") from error
+        raise UsageError(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from error
 
 
-def _lost(error: BaseException) -> TrainerError:
-    return TrainerError(f"the trainer's ranks lost each other: {_line(error)}", remedy="it is restarted and restored")
+def _lost_rank_error(error: BaseException) -> TrainerError:
+    return TrainerError(
+        f"the trainer's ranks lost each other: {_first_line(error)}", remedy="it is restarted and restored"
+    )
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__

@@ -15,43 +15,43 @@ from torch import Tensor, nn
 
 from rollart.errors import TrainerError
 from rollart.learning import TrainerConfig
-from rollart.train.batch import Batch, FloatArray, select
-from rollart.train.microbatch import build
-from rollart.train.policy import ActionTensors, Policy, load_model
+from rollart.train.batch import FloatArray, TrainingBatch, select_samples
+from rollart.train.microbatch import build_microbatch
+from rollart.train.policy import ActionTensors, TrainedPolicy, load_model
 from rollart.train.versions import MARKER, version_path
 
-__all__ = ["Reference"]
+__all__ = ["ReferencePolicy"]
 
 
-class Reference:
+class ReferencePolicy:
     """Owns the reference model, which is loaded when it is first asked for: version 0 is published by then. May be
     called from several threads; one works at a time."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self._policy: Policy | None = None
+        self._policy: TrainedPolicy | None = None
         self._lock = threading.Lock()
 
-    def logprobs(self, batch: Batch) -> FloatArray:
+    def logprobs(self, batch: TrainingBatch) -> FloatArray:
         """Log-probability of every token [T], 0.0 where it carries no loss. `TrainerError` if there is no version 0."""
         out = np.zeros(len(batch.tokens), np.float64)
         with self._lock, torch.no_grad():
             policy = self._loaded()
             for s in np.flatnonzero(batch.used_lengths > 0):
-                one = select(batch, np.array([s], np.int64))
-                micro = build(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
+                one = select_samples(batch, np.array([s], np.int64))
+                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
                 scored, _ = policy.score(micro, ActionTensors(one, policy.device), entropy_grad=False)
                 at = one.loss.position[micro.pick.cpu().numpy()] + batch.offsets[s]
                 out[at] = scored.double().cpu().numpy()
         return out
 
-    def tensor(self, batch: Batch, policy: Policy) -> Tensor:
+    def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
         """The same of the loss tokens alone [N], beside the policy; those that the batch brings are taken as they
         are."""
         column = self.logprobs(batch) if batch.reference is None else batch.reference
         return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
 
-    def _loaded(self) -> Policy:
+    def _loaded(self) -> TrainedPolicy:
         if self._policy is None:
             path = version_path(Path(self._config.weights_root), 0)
             if not (path / MARKER).is_file():
@@ -60,7 +60,7 @@ class Reference:
                     remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
                 )
             setup = self._config.model.model_copy(update={"path": str(path), "init": None})
-            self._policy = Policy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
             if self._config.parallel.dtype == "bfloat16":
                 _halve(self._policy.model)
         return self._policy

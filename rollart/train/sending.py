@@ -14,29 +14,41 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from rollart.collective import ALIGN, JOIN_S, Group, Lane, Layout, Order, digest_of, facing, has, line, seconds
+from rollart.collective import (
+    ALIGN,
+    JOIN_S,
+    BroadcastKeys,
+    Group,
+    Order,
+    TensorLayout,
+    digest_of,
+    error_line,
+    local_address_towards,
+    member_key,
+    seconds,
+)
 from rollart.errors import TrainerError
-from rollart.train.snapshot import Snapshot
+from rollart.train.snapshot import LearnerSnapshot
 
-__all__ = ["Outgoing", "Sender", "Sent", "outgoing"]
+__all__ = ["OutgoingVersion", "BroadcastSender", "SendResult", "outgoing_version"]
 
-AHEAD = 2
+MAX_BUCKETS_AHEAD = 2
 """Buckets in memory: one on its way, one that is put together and hashed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingVersion:
     """This rank's tensors of a version, as its files have them, and the model's config.json."""
 
     tensors: Mapping[str, Tensor]
     config: str
 
-    def layout(self, bucket: int) -> Layout:
+    def layout(self, bucket: int) -> TensorLayout:
         kinds = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items())
-        return Layout(kinds, -(-bucket // ALIGN) * ALIGN, self.config)
+        return TensorLayout(kinds, -(-bucket // ALIGN) * ALIGN, self.config)
 
 
-def outgoing(snapshot: Snapshot) -> Outgoing:
+def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
     whole = {
         name: tensor
         for file, tensors in snapshot.files.items()
@@ -44,12 +56,13 @@ def outgoing(snapshot: Snapshot) -> Outgoing:
         for name, tensor in tensors.items()
         if isinstance(tensor, Tensor)
     }
-    return Outgoing(whole, snapshot.config)
+    return OutgoingVersion(whole, snapshot.config)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of a broadcast. `has`: by number of the member, bytes and seconds of those that have it all."""
+class SendResult:
+    """What became of a broadcast. `member_key`: by number of the member, bytes and seconds of those that have it
+    all."""
 
     bytes: int
     seconds: float
@@ -58,7 +71,7 @@ class Sent:
     """Of members; 0 is this rank."""
 
 
-class Sender:
+class BroadcastSender:
     """Owns this rank's group and, on rank 0, the store where all meet. One thread at a time; `address` is asked by
     any."""
 
@@ -91,12 +104,12 @@ class Sender:
             except (OSError, RuntimeError) as error:
                 listener.close()
                 raise TrainerError(
-                    f"no meeting point for weights can be opened at {self._host}: {line(error)}"
+                    f"no meeting point for weights can be opened at {self._host}: {error_line(error)}"
                 ) from error
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._served.port}"
 
-    def send(self, order: Order, what: Outgoing, *, bucket: int) -> Sent:
+    def send(self, order: Order, what: OutgoingVersion, *, bucket: int) -> SendResult:
         """Never raises for what happens to members: it says so."""
         began = time.monotonic()
         ends = began + order.limit_s
@@ -107,16 +120,16 @@ class Sender:
                 raise RuntimeError("weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)")
             group = self._joined(order)
             self._forget()
-            sent = self._stream(Lane(self._store, order, self._rank), group, order, what, bucket)
+            sent = self._stream(BroadcastKeys(self._store, order, self._rank), group, order, what, bucket)
         except (RuntimeError, OSError) as error:
-            errors[0] = line(error)
+            errors[0] = error_line(error)
             self.leave()
         answers = self._answers(order, ends, broken=bool(errors)) if self._rank == 0 else {}
         errors |= {member: str(a["error"]) for member, a in answers.items() if "error" in a}
         if errors:  # formed anew next time
             self.leave()
         held = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in answers.items() if "error" not in a}
-        return Sent(sent, time.monotonic() - began, held, errors)
+        return SendResult(sent, time.monotonic() - began, held, errors)
 
     def leave(self, *, wait_s: float = 0.0) -> None:
         group, self._group, self._name = self._group, None, ""
@@ -130,7 +143,7 @@ class Sender:
         host, port = order.place
         limit = seconds(min(JOIN_S, order.limit_s))
         self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        here = facing(host, port)
+        here = local_address_towards(host, port)
         self._group = Group(self._store, order, self._rank, rank=0, device=self._device, here=here)
         self._name = order.group
         return self._group
@@ -141,30 +154,30 @@ class Sender:
         if before is None:
             return
         order, buckets = before
-        Lane(self._store, order, self._rank).clear(buckets)
+        BroadcastKeys(self._store, order, self._rank).clear(buckets)
         if self._rank == 0:
             for member in range(1, order.size):
-                self._store.delete_key(has(order, member))
+                self._store.delete_key(member_key(order, member))
 
-    def _stream(self, lane: Lane, group: Group, order: Order, what: Outgoing, bucket: int) -> int:
+    def _stream(self, lane: BroadcastKeys, group: Group, order: Order, what: OutgoingVersion, bucket: int) -> int:
         layout = what.layout(bucket)
         self._before = order, len(layout.buckets())
         lane.set("layout", layout.encode())
         flat = [what.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.places()]
         places = [(at, size) for *_, at, size in layout.places()]
         moving: deque[tuple[Any, Tensor, Tensor]] = deque()
-        spare = [torch.zeros(min(layout.bucket, layout.size), dtype=torch.uint8) for _ in range(AHEAD)]
+        spare = [torch.zeros(min(layout.bucket, layout.size), dtype=torch.uint8) for _ in range(MAX_BUCKETS_AHEAD)]
         first = 0
         for number, (start, end) in enumerate(layout.buckets()):
             while first < len(places) and sum(places[first]) <= start:
                 first += 1
-            if len(moving) == AHEAD:
+            if len(moving) == MAX_BUCKETS_AHEAD:
                 work, buffer, _ = moving.popleft()
                 group.finish(work, within_s=group.patience_s)
                 spare.append(buffer)
             buffer = spare.pop()
             filled = buffer[: end - start]
-            _fill(filled, start, end, flat, places, first)
+            _fill_bucket(filled, start, end, flat, places, first)
             lane.set(number, digest_of(filled))
             on_device = filled if order.backend == "gloo" else filled.to(self._device)
             work = group.broadcast(on_device, within_s=min(group.patience_s, lane.left_s()))
@@ -179,7 +192,7 @@ class Sender:
         patience = self._group.patience_s if self._group is not None else 0.0
         last = min(ends, time.monotonic() + patience)
         for member in range(1, order.size):
-            key = has(order, member)
+            key = member_key(order, member)
             try:
                 if not broken:
                     self._store.wait([key], seconds(max(0.001, last - time.monotonic())))
@@ -193,7 +206,7 @@ class Sender:
         return found
 
 
-def _fill(
+def _fill_bucket(
     into: Tensor, start: int, end: int, flat: Sequence[Tensor], places: Sequence[tuple[int, int]], first: int
 ) -> None:
     """Bytes `start` to `end` of the lane; what lies between tensors is whatever was there."""

@@ -33,21 +33,21 @@ from rollart.errors import TrainerError
 from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
 from rollart.train import checkpoint
-from rollart.train.batch import Batch, decode
-from rollart.train.command import Answer, Outcome, Work, follow, lead
+from rollart.train.batch import TrainingBatch, decode_batch
+from rollart.train.command import CommandHandler, CommandMessage, CommandOutcome, follow_rank_zero, run_on_all_ranks
 from rollart.train.learner import Learner
-from rollart.train.ranks import ALONE, Channel, Ranks
-from rollart.train.sending import Outgoing, Sender, outgoing
+from rollart.train.ranks import SINGLE_RANK, RankChannel, Ranks
+from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_version
 
 __all__ = ["MAX_BODY", "TrainerService"]
 
 MAX_BODY = 1 << 30
 """Bytes of one request: a token is 29 bytes, so 256 samples of 128 k tokens fit."""
 
-TORCH = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
+TORCH_COMMANDS = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
 """What is done in the learner's thread."""
 
-WATCHED_S = 5.0
+WATCH_INTERVAL_S = 5.0
 """Longest wait for the name of a rank that was lost: its process is reaped within milliseconds, unless it is another
 host's, where nobody watches it."""
 
@@ -58,7 +58,8 @@ class TrainerService:
     which was staged does not wait for the step that follows it, nor the step for the disk. Columns of samples that are
     still rolled out are filled by a third, from what never changes; a fourth broadcasts what was staged to engines.
 
-    Of several ranks, rank 0's serves, and the others' `follow`. Once a rank is lost, or has failed where the others may
+    Of several ranks, rank 0's serves, and the others' `follow_rank_zero`. Once a rank is lost, or has failed where
+    the others may
     wait for it, every request is answered at once with the reason: the caller starts the trainer again."""
 
     def __init__(self, config: TrainerConfig, ranks: Ranks | None = None, *, host: str = "127.0.0.1") -> None:
@@ -68,16 +69,16 @@ class TrainerService:
         self._tokenizer = checkpoint.tokenizer_files(config.tokenizer)
         self._root = Path(config.weights_root).absolute()
         if self._ranks.rank == 0:
-            checkpoint.clean(self._root)
+            checkpoint.remove_partial_writes(self._root)
         self._learner = Learner(config, self._ranks)
         enter = self._ranks.enter
         self._pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
         self._disk = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
         self._columns = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
         self._wire = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
-        self._sender = Sender(torch.device(config.device), rank=self._ranks.rank, host=host)
-        self._outgoing: dict[int, Outgoing] = {}
-        self._staged: dict[int, checkpoint.Snapshot] = {}
+        self._sender = BroadcastSender(torch.device(config.device), rank=self._ranks.rank, host=host)
+        self._outgoing: dict[int, OutgoingVersion] = {}
+        self._staged: dict[int, checkpoint.LearnerSnapshot] = {}
         self._restores = 0
         self._waiting = 0
         self._version: int | None = None
@@ -88,13 +89,13 @@ class TrainerService:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        for name in TORCH:
+        for name in TORCH_COMMANDS:
             app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self._pool))
         app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
         for name in ("reference", "advantages"):
-            app.router.add_post(f"/{name}", self._post(name, ALONE, self._columns))
+            app.router.add_post(f"/{name}", self._post(name, SINGLE_RANK, self._columns))
         app.router.add_post("/send", self._post("send", self._ranks.wire, self._wire))
-        app.router.add_post("/meet", self._post("meet", ALONE, self._wire))
+        app.router.add_post("/meet", self._post("meet", SINGLE_RANK, self._wire))
         app.router.add_post("/lost", self.told)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -102,56 +103,56 @@ class TrainerService:
 
     def follow(self) -> None:
         """Every rank but 0: until rank 0 is gone."""
-        torch_works = {name: getattr(self, name) for name in TORCH}
-        works: dict[Channel, dict[str, Work]] = {
+        torch_works = {name: getattr(self, name) for name in TORCH_COMMANDS}
+        works: dict[RankChannel, dict[str, CommandHandler]] = {
             self._ranks.torch: torch_works,
             self._ranks.disk: {"publish": self.publish},
             self._ranks.wire: {"send": self.send},
         }
-        follow(works, enter=lambda: self._ranks.enter(self._config.threads))
+        follow_rank_zero(works, enter=lambda: self._ranks.enter(self._config.threads))
 
     def lost(self, reason: str) -> None:
         """A rank is gone. In the loop's thread."""
         self._broken = self._broken or reason
         self._breaks.set()
 
-    def train(self, body: Answer) -> Answer:
+    def train(self, body: CommandMessage) -> CommandMessage:
         report = self._learner.train(self._batch(body), int(body["version"]))
         return self._report(report)
 
-    def begin(self, body: Answer) -> Answer:
+    def begin(self, body: CommandMessage) -> CommandMessage:
         self._learner.begin(int(body["version"]))
         return {}
 
-    def accumulate(self, body: Answer) -> Answer:
+    def accumulate(self, body: CommandMessage) -> CommandMessage:
         return {"tokens": self._learner.accumulate(self._batch(body))}
 
-    def finish(self, body: Answer) -> Answer:
+    def finish(self, body: CommandMessage) -> CommandMessage:
         return self._report(self._learner.finish())
 
-    def imitate(self, body: Answer) -> Answer:
+    def imitate(self, body: CommandMessage) -> CommandMessage:
         return self._report(self._learner.imitate(self._batch(body), int(body["batches"])))
 
-    def logprobs(self, body: Answer) -> Answer:
+    def logprobs(self, body: CommandMessage) -> CommandMessage:
         return {"logprobs": self._learner.logprobs(self._batch(body)).astype("<f4").tobytes()}
 
-    def reference(self, body: Answer) -> Answer:
+    def reference(self, body: CommandMessage) -> CommandMessage:
         return {"column": self._learner.reference.logprobs(self._batch(body)).astype("<f8").tobytes()}
 
-    def advantages(self, body: Answer) -> Answer:
+    def advantages(self, body: CommandMessage) -> CommandMessage:
         return {"column": self._learner.advantages(self._batch(body)).astype("<f8").tobytes()}
 
-    def stage(self, body: Answer) -> Answer:
+    def stage(self, body: CommandMessage) -> CommandMessage:
         version = int(body["version"])
         snapshot = self._snapshot(version)
         self._staged = {version: snapshot}
-        self._outgoing = {version: outgoing(snapshot)} if body.get("send") else {}
+        self._outgoing = {version: outgoing_version(snapshot)} if body.get("send") else {}
         return {}
 
-    def meet(self, body: Answer) -> Answer:
+    def meet(self, body: CommandMessage) -> CommandMessage:
         return {"address": self._sender.address(), "ranks": self._ranks.size}
 
-    def send(self, body: Answer) -> Answer:
+    def send(self, body: CommandMessage) -> CommandMessage:
         """Broadcast what was staged to be sent; it is let go of."""
         order = Order(**body["order"])
         staged = self._outgoing.pop(order.version, None)
@@ -166,7 +167,7 @@ class TrainerService:
         has = {str(member): list(one) for member, one in sent.has.items()}
         return {"bytes": sum(n for n, _ in every), "seconds": sent.seconds, "has": has, "errors": errors}
 
-    def publish(self, body: Answer) -> Answer:
+    def publish(self, body: CommandMessage) -> CommandMessage:
         """In the disk's thread, from a copy: what was not staged is copied in the learner's. A caller that gave up and
         restored does not find a version there which it never heard of."""
         version, restores = int(body["version"]), self._restores
@@ -176,7 +177,7 @@ class TrainerService:
         gone = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
         self._ranks.disk.agree(gone if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
-        path = checkpoint.write(
+        path = checkpoint.write_version(
             staged,
             self._root,
             version,
@@ -189,20 +190,20 @@ class TrainerService:
         read = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
 
-    def restore(self, body: Answer) -> Answer:
+    def restore(self, body: CommandMessage) -> CommandMessage:
         version = int(body["version"])
         self._restores += 1
         self._staged.clear()
         self._outgoing.clear()
         self._learner.abort()
-        checkpoint.restore(self._learner, Path(str(body["path"])), version)
+        checkpoint.restore_version(self._learner, Path(str(body["path"])), version)
         self._version = version
         return {}
 
     async def told(self, request: web.Request) -> web.Response:
         message = msgpack.unpackb(await request.read())
         self.lost(str(message["reason"]))
-        return _response(Outcome(200, msgpack.packb({})))
+        return _response(CommandOutcome(200, msgpack.packb({})))
 
     async def health(self, request: web.Request) -> web.Response:
         about = {"status": self._broken or "ok", "version": self._version, "queued": self._waiting}
@@ -215,22 +216,22 @@ class TrainerService:
         lines += [f'rollart_trainer_last{{metric="{name}"}} {value}' for name, value in sorted(self._last.items())]
         return web.Response(text="\n".join(lines) + "\n")
 
-    def _snapshot(self, version: int) -> checkpoint.Snapshot:
+    def _snapshot(self, version: int) -> checkpoint.LearnerSnapshot:
         if self._learner.accumulating:
             raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        return checkpoint.snapshot(self._learner, copy=True)
+        return checkpoint.take_snapshot(self._learner, copy=True)
 
-    def _batch(self, body: Answer) -> Batch:
-        return decode(body["samples"], self._learner.policy.vocab_size)
+    def _batch(self, body: CommandMessage) -> TrainingBatch:
+        return decode_batch(body["samples"], self._learner.policy.vocab_size)
 
-    def _report(self, report: TrainReport) -> Answer:
+    def _report(self, report: TrainReport) -> CommandMessage:
         self._totals["steps"] += 1
         self._totals["tokens"] += report.trained_tokens
         self._totals["seconds"] += report.seconds
         self._last = {k: float(np.float64(v)) for k, v in report.metrics.items()}
         return {"trained_tokens": report.trained_tokens, "seconds": report.seconds, "metrics": self._last}
 
-    def _post(self, name: str, channel: Channel, pool: ThreadPoolExecutor) -> Callable[[web.Request], Any]:
+    def _post(self, name: str, channel: RankChannel, pool: ThreadPoolExecutor) -> Callable[[web.Request], Any]:
         work = getattr(self, name)
 
         async def handler(request: web.Request) -> web.Response:
@@ -248,10 +249,12 @@ class TrainerService:
 
         return handler
 
-    async def _answer(self, name: str, channel: Channel, work: Work, body: bytes, pool: ThreadPoolExecutor) -> Outcome:
+    async def _answer(
+        self, name: str, channel: RankChannel, work: CommandHandler, body: bytes, pool: ThreadPoolExecutor
+    ) -> CommandOutcome:
         if self._broken is None:
             loop = asyncio.get_running_loop()
-            working = loop.run_in_executor(pool, lead, channel, name, work, body)
+            working = loop.run_in_executor(pool, run_on_all_ranks, channel, name, work, body)
             breaking = asyncio.ensure_future(self._breaks.wait())
             try:
                 await asyncio.wait((working, breaking), return_when=asyncio.FIRST_COMPLETED)
@@ -262,12 +265,12 @@ class TrainerService:
                 if outcome.sound or self._ranks.size == 1:
                     return outcome
                 await self._name_the_lost(outcome)
-        return Outcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
+        return CommandOutcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
 
-    async def _name_the_lost(self, outcome: Outcome) -> None:
+    async def _name_the_lost(self, outcome: CommandOutcome) -> None:
         """What this rank saw may be that another is gone: its watcher says which, a moment later."""
         try:
-            async with asyncio.timeout(WATCHED_S):
+            async with asyncio.timeout(WATCH_INTERVAL_S):
                 await self._breaks.wait()
         except TimeoutError:
             self.lost(outcome.error)
@@ -279,5 +282,5 @@ class TrainerService:
             return True  # whoever reads it next refuses it
 
 
-def _response(outcome: Outcome) -> web.Response:
+def _response(outcome: CommandOutcome) -> web.Response:
     return web.Response(body=outcome.body, status=outcome.status, content_type="application/msgpack")

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from rollart.learning import ParallelConfig
 from rollart.train.ranks import Ranks
 
-__all__ = ["full", "local", "prepare", "settle"]
+__all__ = ["full", "local_rows", "prepare_model", "release_gathered"]
 
 
-def prepare(
+def prepare_model(
     scorer: nn.Module,
     blocks: Sequence[nn.Module],
     config: ParallelConfig,
@@ -38,7 +38,7 @@ def prepare(
         _shard(scorer, blocks, config, ranks, dtype)
 
 
-def settle(scorer: nn.Module) -> None:
+def release_gathered(scorer: nn.Module) -> None:
     """Drop what is still gathered."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -54,7 +54,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_rows(tensor: Tensor) -> Tensor:
     """The rows of a parameter that lie here; all of them if it is not sharded."""
     from torch.distributed.tensor import DTensor
 
@@ -83,5 +83,5 @@ def _shard(
 
 def _convert(block: nn.Module, dtype: torch.dtype) -> None:
     for parameter in block.parameters():
-        if local(parameter) is parameter:  # not yet cut, and converted then
+        if local_rows(parameter) is parameter:  # not yet cut, and converted then
             parameter.data = parameter.data.to(dtype)

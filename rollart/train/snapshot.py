@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rollart.train import lora
-from rollart.train.learner import Counters, Learner
-from rollart.train.pieces import Rows
-from rollart.train.shard import local
-from rollart.train.split import buckets, row_range
+from rollart.train.learner import Learner, LearnerCounters
+from rollart.train.pieces import TensorRows
+from rollart.train.shard import local_rows
+from rollart.train.split import file_buckets, row_range
 
-__all__ = ["ADAPTER", "MODEL", "OPTIMIZER", "Snapshot", "snapshot"]
+__all__ = ["ADAPTER", "MODEL", "OPTIMIZER", "LearnerSnapshot", "take_snapshot"]
 
 MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
@@ -24,63 +24,65 @@ ADAPTER = "adapter"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class LearnerSnapshot:
     """A learner's state at one moment: what a version is written from. `files` are those that this rank writes, `index`
     says which file has which tensor where there is more than one."""
 
-    files: Mapping[str, Mapping[str, Tensor | Rows]]
+    files: Mapping[str, Mapping[str, Tensor | TensorRows]]
     index: str | None
     config: str
-    counters: Counters
+    counters: LearnerCounters
     durable: bool
 
 
-def snapshot(learner: Learner, *, copy: bool) -> Snapshot:
+def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     """The learner's state now; of several ranks, all must call it. A copy lies in host memory and stays as it is while
     the learner goes on; without, the tensors are the learner's own. Several ranks always copy."""
     learner.policy.settle()
-    state, model = _state_tensors(learner), lora.merged(learner.policy.model)
+    state, model = _state_tensors(learner), lora.published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
-        files = {MODEL: _together(model), OPTIMIZER: state}
+        files = {MODEL: _whole_tensors(model), OPTIMIZER: state}
         files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
     else:
-        files, index = _assembled(learner, model)
+        files, index = _sharded_files(learner, model)
         rank, size = learner.ranks.rank, learner.ranks.size
         files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
     counters = dataclasses.replace(learner.counters)
-    return Snapshot(files, index, _model_config(learner), counters, learner.config.durable)
+    return LearnerSnapshot(files, index, _model_config(learner), counters, learner.config.durable)
 
 
-def _together(model: Mapping[str, lora.Merged]) -> dict[str, Tensor | Rows]:
+def _whole_tensors(model: Mapping[str, lora.AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
     """In one process: every tensor as it is, with its adapter in it."""
     with torch.no_grad():
-        return {name: m.of([local(part) for part in m.parts], m.scale) for name, m in model.items()}
+        return {name: m.of([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
 
 
-def _assembled(learner: Learner, model: Mapping[str, lora.Merged]) -> tuple[dict[str, dict[str, Tensor | Rows]], str]:
+def _sharded_files(
+    learner: Learner, model: Mapping[str, lora.AdaptedTensor]
+) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
     """This rank's files of whole tensors, and the index of all. One tensor is put together at a time, on the rank that
     writes it: none holds more than its share, and every byte goes over the network once."""
     ranks = learner.ranks
     sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
-    planned = buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
-    files: dict[str, dict[str, Tensor | Rows]] = {}
+    planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
+    files: dict[str, dict[str, Tensor | TensorRows]] = {}
     place = {}
     for number, bucket in enumerate(planned, start=1):
         file = f"model-{number:05d}-of-{len(planned):05d}.safetensors"
-        mine: dict[str, Tensor | Rows] = {}
+        mine: dict[str, Tensor | TensorRows] = {}
         for name in bucket.names:
             place[name] = file
-            parts = [ranks.assemble(local(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
+            parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
             if bucket.owner == ranks.rank:
-                mine[name] = lora.Merged.of([p for p in parts if p is not None], model[name].scale)
+                mine[name] = lora.AdaptedTensor.of([p for p in parts if p is not None], model[name].scale)
         if mine:
             files[file] = mine
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
     return files, json.dumps(index)
 
 
-def _state_tensors(learner: Learner) -> dict[str, Tensor | Rows]:
+def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
     """What `restore` needs beside the weights: the optimizers' state, and adapters. This rank's rows of it."""
     names = {p: n for n, p in learner.policy.model.named_parameters()}
     whole = {
@@ -89,11 +91,11 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor | Rows]:
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
-    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in lora.adapters(learner.policy.model).items()}
+    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in lora.adapter_tensors(learner.policy.model).items()}
     rank, size = learner.ranks.rank, learner.ranks.size
     if size == 1:
-        return {name: local(tensor) for name, tensor in whole.items()}
-    out: dict[str, Tensor | Rows] = {}
+        return {name: local_rows(tensor) for name, tensor in whole.items()}
+    out: dict[str, Tensor | TensorRows] = {}
     for name, tensor in whole.items():
         if not tensor.ndim:
             if rank == 0:
@@ -101,7 +103,7 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor | Rows]:
             continue
         start, stop = row_range(tensor.shape[0], rank=rank, ranks=size)
         if stop > start:
-            out[name] = Rows(local(tensor), start, tensor.shape[0])
+            out[name] = TensorRows(local_rows(tensor), start, tensor.shape[0])
     return out
 
 
@@ -111,9 +113,9 @@ def _model_config(learner: Learner) -> str:
     return str(config.to_json_string())
 
 
-def _copied(tensors: Mapping[str, Tensor | Rows]) -> dict[str, Tensor | Rows]:
+def _copied(tensors: Mapping[str, Tensor | TensorRows]) -> dict[str, Tensor | TensorRows]:
     return {
-        name: Rows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, Rows) else _copied_tensor(t)
+        name: TensorRows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, TensorRows) else _copied_tensor(t)
         for name, t in tensors.items()
     }
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollart.train.batch import IntArray
-from rollart.train.microbatch import plan
+from rollart.train.microbatch import plan_microbatches
 
-__all__ = ["Bucket", "balanced", "buckets", "portions", "row_range"]
+__all__ = ["FileBucket", "balanced_portions", "file_buckets", "rank_microbatches", "row_range"]
 
 
-def balanced(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
+def balanced_portions(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
     """Indices of `sizes` in `parts` portions of nearly equal totals; each index is in exactly one, ascending.
 
     Largest first, each to the portion with the least so far, the lower number on a tie (Graham 1969, "Bounds on
@@ -31,42 +31,42 @@ def balanced(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
     return [np.array(sorted(indices), np.int64) for indices in out]
 
 
-def portions(lengths: IntArray, max_tokens: int, *, rank: int, ranks: int) -> list[IntArray]:
+def rank_microbatches(lengths: IntArray, max_tokens: int, *, rank: int, ranks: int) -> list[IntArray]:
     """The micro-batches of one rank (`microbatch.plan`), as many as every other rank has: the last ones may be empty.
     Ranks meet in every forward and backward pass, so one with less to do takes part with nothing."""
     if ranks == 1:
-        return plan(lengths, max_tokens)
+        return plan_microbatches(lengths, max_tokens)
     alive = np.flatnonzero(lengths > 0)
-    shares = [alive[share] for share in balanced(lengths[alive], ranks)]
-    plans = [[share[part] for part in plan(lengths[share], max_tokens)] for share in shares]
+    shares = [alive[share] for share in balanced_portions(lengths[alive], ranks)]
+    plans = [[share[part] for part in plan_microbatches(lengths[share], max_tokens)] for share in shares]
     longest = max(len(one) for one in plans)
     return plans[rank] + [np.zeros(0, np.int64)] * (longest - len(plans[rank]))
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class FileBucket:
     """Tensors that one rank writes into one file."""
 
     owner: int
     names: tuple[str, ...]
 
 
-def buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[Bucket]:
+def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[FileBucket]:
     """Tensors by size in bytes -> files of at most `limit` bytes (a larger tensor alone), spread over the ranks so that
     each writes about as much. In order of rank; a rank without tensors has no bucket."""
     names = list(sizes)
     out = []
-    for owner, share in enumerate(balanced([sizes[name] for name in names], ranks)):
+    for owner, share in enumerate(balanced_portions([sizes[name] for name in names], ranks)):
         current: list[str] = []
         filled = 0
         for name in (names[i] for i in share):
             if current and filled + sizes[name] > limit:
-                out.append(Bucket(owner, tuple(current)))
+                out.append(FileBucket(owner, tuple(current)))
                 current, filled = [], 0
             current.append(name)
             filled += sizes[name]
         if current:
-            out.append(Bucket(owner, tuple(current)))
+            out.append(FileBucket(owner, tuple(current)))
     return out
 
 

@@ -26,20 +26,20 @@ from torch import Tensor, nn
 
 from rollart.errors import TrainerError
 from rollart.learning import TrainerConfig
-from rollart.train.advantages import credited, known, spread
-from rollart.train.batch import Batch, FloatArray, select
+from rollart.train.advantages import domain_advantages, domain_credit, normalisation_divisor
+from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.exact import ExactSum
-from rollart.train.losses import kl_estimate, policy_loss, statistics
-from rollart.train.meter import Meter
-from rollart.train.microbatch import build, plan
-from rollart.train.policy import ActionTensors, Policy
-from rollart.train.reference import Reference
+from rollart.train.losses import kl_estimate, policy_loss, token_statistics
+from rollart.train.meter import TrainingMeter
+from rollart.train.microbatch import build_microbatch, plan_microbatches
+from rollart.train.policy import ActionTensors, TrainedPolicy
+from rollart.train.reference import ReferencePolicy
 
-__all__ = ["Accumulation"]
+__all__ = ["GradientAccumulation"]
 
 
 @dataclass(slots=True)
-class _Domain:
+class _DomainState:
     """What is known of one domain's part of the batch. The last entry of both sums is the loss, before the others the
     gradient of each parameter; `units` are the advantages of all credit units, before `normalize: batch`."""
 
@@ -53,36 +53,36 @@ class _Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _GroupAdvantages:
     """One group with loss, alone: its domain, the advantage of its loss tokens [N] and of its credit units [U]."""
 
     name: str
-    batch: Batch
+    batch: TrainingBatch
     advantage: FloatArray
     units: FloatArray
 
 
-class Accumulation:
+class GradientAccumulation:
     """One step's gradient so far. Reads the weights, which must not change meanwhile, and touches nothing of the
     learner's; dropping it is an abort. `add` takes whole groups: a part of one would have another baseline."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TrainedPolicy,
         config: TrainerConfig,
         parameters: Sequence[nn.Parameter],
         version: int,
-        reference: Reference,
+        reference: ReferencePolicy,
     ) -> None:
         self.version = version
         self._reference = reference
-        self.meter = Meter()
+        self.meter = TrainingMeter()
         self.seconds = self.cpu_seconds = 0.0
         self.samples = 0
         self._policy = policy
         self._config = config
         self._parameters = list(parameters)
-        self._domains: dict[str, _Domain] = {}
+        self._domains: dict[str, _DomainState] = {}
         self._ids: set[str] = set()
         self._lag_sum = 0.0
         self._lag_max = 0.0
@@ -91,7 +91,7 @@ class Accumulation:
     def tokens(self) -> int:
         return sum(d.tokens for d in self._domains.values())
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: TrainingBatch) -> None:
         """Forward and backward of some whole groups. `ValueError` for what cannot be trained on, and none was added."""
         started, cpu = time.perf_counter(), time.thread_time()
         if batch.weight is not None:
@@ -146,17 +146,17 @@ class Accumulation:
         }
         return means | {f"reward/{n}": d.score / d.samples for n, d in self._domains.items() if d.samples}
 
-    def _prepared(self, group: Batch) -> _Group:
+    def _prepared(self, group: TrainingBatch) -> _GroupAdvantages:
         name = group.domains[int(group.domain[0])]
         if (group.domain != group.domain[0]).any():
             raise ValueError(f"the group of sample {group.ids[0]} spans domains")
-        config = known(self._config.domains, name)
+        config = domain_credit(self._config.domains, name)
         if not len(group.loss):
-            return _Group(name, group, np.zeros(0), np.zeros(0))
-        advantage, units = credited(config.advantage, group, np.arange(len(group.loss)))
-        return _Group(name, group, advantage, units)
+            return _GroupAdvantages(name, group, np.zeros(0), np.zeros(0))
+        advantage, units = domain_advantages(config.advantage, group, np.arange(len(group.loss)))
+        return _GroupAdvantages(name, group, advantage, units)
 
-    def _backward(self, group: _Group) -> None:
+    def _backward(self, group: _GroupAdvantages) -> None:
         batch, policy, config = group.batch, self._policy, self._config.loss
         if not len(batch.loss):
             return
@@ -168,8 +168,8 @@ class Accumulation:
         fresh = torch.from_numpy(batch.versions[batch.loss.position] == self.version).to(policy.device, policy.dtype)
         used = batch.used_lengths
         near = self._reference.tensor(batch, policy) if config.kl else None
-        for samples in plan(used, self._config.max_tokens_per_microbatch):
-            micro = build(batch, samples, used, policy.device)
+        for samples in plan_microbatches(used, self._config.max_tokens_per_microbatch):
+            micro = build_microbatch(batch, samples, used, policy.device)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
             seen = logprobs.detach()
             # The proximal policy is the one at the start of the step, and this is its first and only update.
@@ -188,7 +188,7 @@ class Accumulation:
             if apart:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             reference = mu if proximal is None else proximal
-            told = statistics(
+            told = token_statistics(
                 token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference, fresh=fresh[micro.pick]
             )
             self.meter.add(micro, told if penalty is None else told | {"reference_kl": penalty.detach()})
@@ -196,7 +196,7 @@ class Accumulation:
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)
 
-    def _count(self, batch: Batch, groups: Sequence[_Group]) -> None:
+    def _count(self, batch: TrainingBatch, groups: Sequence[_GroupAdvantages]) -> None:
         self._ids.update(batch.ids)
         self.samples += len(batch)
         if len(batch.loss):
@@ -211,10 +211,10 @@ class Accumulation:
             domain.advantage_abs += float(np.abs(group.advantage).sum())
             domain.units.append(group.units)
 
-    def _domain(self, name: str) -> _Domain:
+    def _domain(self, name: str) -> _DomainState:
         if name not in self._domains:
             size = len(self._parameters) + 1
-            self._domains[name] = _Domain(ExactSum(size), ExactSum(size))
+            self._domains[name] = _DomainState(ExactSum(size), ExactSum(size))
         return self._domains[name]
 
     def _normalized(self, name: str) -> bool:
@@ -236,16 +236,18 @@ class Accumulation:
     def _spreads(self) -> dict[str, float]:
         """Sorted first: a standard deviation is a sum as well."""
         return {
-            name: spread(np.sort(np.concatenate(domain.units))) if domain.tokens and self._normalized(name) else 1.0
+            name: normalisation_divisor(np.sort(np.concatenate(domain.units)))
+            if domain.tokens and self._normalized(name)
+            else 1.0
             for name, domain in self._domains.items()
         }
 
 
-def _groups(batch: Batch) -> Iterator[Batch]:
+def _groups(batch: TrainingBatch) -> Iterator[TrainingBatch]:
     """Each group alone, its samples in the order of their ids."""
     by_id = np.array(sorted(range(len(batch)), key=batch.ids.__getitem__), np.int64)
     for number in np.unique(batch.group):
-        yield select(batch, by_id[batch.group[by_id] == number])
+        yield select_samples(batch, by_id[batch.group[by_id] == number])
 
 
 def _weighted(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:

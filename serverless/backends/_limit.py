@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Limit"]
+__all__ = ["ReusableTimeout"]
 
 _EARLY_S = 0.0005
 """A loop with timers of 1 ms may fire one so much before its time."""
 
 
-class Limit:
+class ReusableTimeout:
     """`asyncio.timeout` that is entered again and again by one task at a time, of one loop.
 
         with limit.of(seconds):      # TimeoutError when they have passed
@@ -28,7 +28,7 @@ class Limit:
         self._expired = False
         self._cancelling = 0
 
-    def of(self, seconds: float) -> Limit:
+    def of(self, seconds: float) -> ReusableTimeout:
         self._expires = self._loop.time() + seconds
         return self
 

@@ -42,7 +42,7 @@ _OPEN_FILES = 1024
 
 
 @dataclass(slots=True)  # not frozen: one is made per call, and that would cost as much as the rest of it
-class Context:
+class WorkerContext:
     """Lambda's context object: the fields that handlers use."""
 
     function_name: str
@@ -64,10 +64,10 @@ class Context:
 def run(channel: socket.socket, order: dict[str, Any]) -> None:
     """Serve calls until the other end closes. Leaves by `SystemExit` or return; the caller ends the process."""
     if "exec" in order:
-        _become(channel, order)
+        _exec_program(channel, order)
     began = time.perf_counter()
     handler = None
-    error = _attempted(lambda: _enter(channel, order))
+    error = _step_failure(lambda: _enter(channel, order))
     frames = _Frames(channel)
 
     def load() -> None:
@@ -76,7 +76,7 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
         handler = getattr(importlib.import_module(module), name)
 
     if error is None:
-        error = _attempted(load)
+        error = _step_failure(load)
     frames.send(["", "ready", time.perf_counter() - began, error])
     while handler is not None:
         frame = frames.next()
@@ -97,7 +97,7 @@ def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
         required.enter(channel, order["package"], order["scratch"])
 
 
-def _attempted(step: Callable[[], None]) -> str | None:
+def _step_failure(step: Callable[[], None]) -> str | None:
     """Why a step of the start failed, None if it did not."""
     try:
         step()
@@ -115,7 +115,7 @@ def end_line(request: str) -> bytes:
 
 def _call(handler: Any, order: dict[str, Any], request: str, event: Any, limit_ms: float) -> list[Any]:
     began = time.monotonic()
-    context = Context(
+    context = WorkerContext(
         function_name=order["name"],
         function_version=order["version"],
         memory_limit_in_mb=order["memory_mb"],
@@ -165,7 +165,7 @@ def _open_log(path: str) -> None:
     os.close(log)
 
 
-def _become(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
+def _exec_program(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
     """Turn into another program: all of its memory is the function's."""
     _confine(order, 0)
     channel.set_inheritable(True)
@@ -195,13 +195,13 @@ def _confine(order: dict[str, Any], own_bytes: int) -> None:
     sys.path.insert(0, package)
     # Private writable memory beyond what the zygote already had: shared library code is not the function's.
     memory = own_bytes + int(order["memory_mb"]) * 2**20
-    _limit(resource.RLIMIT_DATA, memory)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, _SCRATCH_BYTES)
-    _limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
+    _lower_limit(resource.RLIMIT_DATA, memory)
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_FSIZE, _SCRATCH_BYTES)
+    _lower_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
 
 
-def _limit(which: int, most: int) -> None:
+def _lower_limit(which: int, most: int) -> None:
     """A lower bound that this machine's user has set already stays: nobody may raise it."""
     hard = resource.getrlimit(which)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)

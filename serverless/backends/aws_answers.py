@@ -12,7 +12,7 @@ from typing import Any
 
 from serverless.types import FaultKind, InfraFault, Throttle
 
-__all__ = ["NOT_ALLOWED", "Report", "function_fault", "last_words", "report", "service_fault"]
+__all__ = ["NOT_ALLOWED", "LambdaReport", "function_fault", "function_log_tail", "parse_report", "service_fault"]
 
 NOT_ALLOWED = frozenset(
     {
@@ -54,11 +54,11 @@ _REPORT = re.compile(
 )
 
 
-_LAMBDAS = ("START RequestId", "END RequestId", "REPORT RequestId", "INIT_START", "INIT_REPORT")
+_PLATFORM_LINES = ("START RequestId", "END RequestId", "REPORT RequestId", "INIT_START", "INIT_REPORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LambdaReport:
     """Lambda's own account of one call. Seconds and MB; `init_s` is 0 for a warm call."""
 
     request_id: str
@@ -69,12 +69,12 @@ class Report:
     init_s: float
 
 
-def report(log_result: str) -> Report | None:
+def parse_report(log_result: str) -> LambdaReport | None:
     """The last REPORT line of an invoke's `LogResult` (base64, the log's last 4 KB), or None."""
     found = next(reversed(list(_REPORT.finditer(_text(log_result)))), None)
     if found is None:
         return None
-    return Report(
+    return LambdaReport(
         request_id=found["id"],
         run_s=float(found["run"]) / 1000.0,
         billed_s=(int(found["billed"]) + int(found["rebilled"] or 0)) / 1000.0,
@@ -84,13 +84,15 @@ def report(log_result: str) -> Report | None:
     )
 
 
-def last_words(log_result: str, lines: int = 3) -> str:
+def function_log_tail(log_result: str, lines: int = 3) -> str:
     """The end of what the function itself wrote, on one line."""
-    own = [line.strip() for line in _text(log_result).splitlines() if line.strip() and not line.startswith(_LAMBDAS)]
+    own = [
+        line.strip() for line in _text(log_result).splitlines() if line.strip() and not line.startswith(_PLATFORM_LINES)
+    ]
     return " | ".join(own[-lines:])[-600:]
 
 
-def function_fault(payload: bytes, used: Report | None) -> InfraFault:
+def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
     """What a call with `FunctionError` means. The environment's end is worth another call; code that raised is not."""
     kind, message = _error(payload)
     detail = f"{kind}: {message}"[:500]

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serverless.backends.aws_answers import Report, function_fault, report, service_fault
-from serverless.backends.base import Load, Reply
-from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, Pin
-from serverless.deploy.aws_session import library, translation
+from serverless.backends.aws_answers import LambdaReport, function_fault, parse_report, service_fault
+from serverless.backends.base import Reply, WorkerLoad
+from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion
+from serverless.deploy.aws_session import library, translate_error
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
@@ -36,13 +36,13 @@ _LONGEST_S = 900.0 + _GRACE_S
 
 
 @dataclass(slots=True, eq=False)
-class _Gate:
+class _ConcurrencyGate:
     """A function and the version of it that is called. `slots` calls run at Lambda, in order of arrival; `waiting`
     counts those before. `package` is None for a function that was not deployed from here."""
 
     name: str
     package: Package | None
-    pin: Pin
+    pin: PinnedVersion
     slots: asyncio.Semaphore
     queue: int
     timeout_s: float
@@ -53,10 +53,10 @@ class _Gate:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _InFlightCall:
     """A call on its way. `left` is why its caller went, '' while it waits."""
 
-    gate: _Gate
+    gate: _ConcurrencyGate
     payload: bytes
     items: int
     cause: Cause
@@ -90,7 +90,7 @@ class AwsLambdaBackend:
         self.settings = settings or AwsSettings()
         self._meter = meter or NullMeter()
         self.deployer = AwsDeployer(self.settings, meter=self._meter)
-        self._gates: dict[str, _Gate] = {}
+        self._gates: dict[str, _ConcurrencyGate] = {}
         self._group: asyncio.TaskGroup | None = None
         self._context: Any = None
         self._client: Any = None
@@ -105,7 +105,7 @@ class AwsLambdaBackend:
         if known is not None and known.package is not None and known.package.spec == spec:
             known.package, known.pin = package, pin
             return
-        self._gates[spec.name] = _Gate(
+        self._gates[spec.name] = _ConcurrencyGate(
             spec.name, package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
         )
 
@@ -113,7 +113,7 @@ class AwsLambdaBackend:
         """Calls go to the version that is current now. `UnknownFunction` if there is none."""
         pin = await self.deployer.current(function)
         slots = asyncio.Semaphore(self.settings.connections)
-        self._gates[function] = _Gate(
+        self._gates[function] = _ConcurrencyGate(
             function, None, pin, slots, self.settings.connections, pin.timeout_s, pin.memory_mb
         )
 
@@ -129,7 +129,7 @@ class AwsLambdaBackend:
         if gate.waiting >= gate.queue:
             detail = f"{gate.queue} calls wait for {function}"
             return Reply(fault=InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE))
-        call = _Call(gate, payload, len(event), cause)
+        call = _InFlightCall(gate, payload, len(event), cause)
         gate.waiting += 1
         task = self._group.create_task(self._call(call))
         # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
@@ -148,9 +148,9 @@ class AwsLambdaBackend:
             raise reply
         return reply
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         gate = self._gates.get(function)
-        return Load(busy=gate.running, waiting=gate.waiting) if gate is not None else Load()
+        return WorkerLoad(busy=gate.running, waiting=gate.waiting) if gate is not None else WorkerLoad()
 
     async def provisioned(self, function: str) -> int:
         """Provisioned concurrency of the alias that calls go to."""
@@ -178,7 +178,7 @@ class AwsLambdaBackend:
             self._client = await self._context.__aenter__()
         except BaseException as error:
             await self.deployer.__aexit__()
-            ours = translation(error, "opening the AWS Lambda client")
+            ours = translate_error(error, "opening the AWS Lambda client")
             if ours is None:
                 raise
             raise ours from error
@@ -212,7 +212,7 @@ class AwsLambdaBackend:
                 await self._context.__aexit__(None, None, None)
                 await self.deployer.__aexit__()
 
-    def _gate(self, function: str) -> _Gate:
+    def _gate(self, function: str) -> _ConcurrencyGate:
         gate = self._gates.get(function)
         if gate is None:
             known = ", ".join(self._gates) or "none"
@@ -227,7 +227,7 @@ class AwsLambdaBackend:
                 with contextlib.suppress(ServerlessError):
                     await self._pin_again(gate, gate.pin)
 
-    async def _pin_again(self, gate: _Gate, seen: Pin) -> None:
+    async def _pin_again(self, gate: _ConcurrencyGate, seen: PinnedVersion) -> None:
         """Set the alias to the version of the package, unless that was done since `seen`."""
         async with gate.repair:
             if gate.pin is not seen:
@@ -237,7 +237,7 @@ class AwsLambdaBackend:
             else:
                 gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
 
-    def _leave(self, call: _Call, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
+    def _leave(self, call: _InFlightCall, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
         """The caller goes. What Lambda has runs to its end there; what waits is forgotten."""
         call.left = why
         if not call.sent:
@@ -246,7 +246,7 @@ class AwsLambdaBackend:
             self._left.add(task)
             task.add_done_callback(self._left.discard)
 
-    async def _call(self, call: _Call) -> Reply | ServerlessError:
+    async def _call(self, call: _InFlightCall) -> Reply | ServerlessError:
         gate = call.gate
         await gate.slots.acquire()
         call.sent = True
@@ -258,12 +258,12 @@ class AwsLambdaBackend:
             gate.running -= 1
             gate.slots.release()
 
-    async def _send(self, call: _Call) -> Reply | ServerlessError:
+    async def _send(self, call: _InFlightCall) -> Reply | ServerlessError:
         """One request and its answer. A mistake of the caller is returned, not raised: the group stays whole."""
         now = asyncio.get_running_loop().time
         t0 = now()
         gate, pin = call.gate, call.gate.pin
-        told: Report | None = None
+        told: LambdaReport | None = None
         fault: InfraFault | None = None
         body: object = None
         taken, moved = True, False
@@ -278,22 +278,22 @@ class AwsLambdaBackend:
                 )
                 async with answer["Payload"] as stream:
                     data = await stream.read()
-            told = report(answer.get("LogResult", ""))
+            told = parse_report(answer.get("LogResult", ""))
             version = str(answer.get("ExecutedVersion", ""))
             fault, body = (function_fault(data, told), None) if "FunctionError" in answer else _body(data)
             moved = version != pin.number
             if moved:
-                fault = _other_version(pin, version)
+                fault = _version_changed_fault(pin, version)
         except asyncio.CancelledError:
             call.left = call.left or "cancelled"
             raise
         except Exception as error:
-            found = _transport(error, gate.name)
+            found = _transport_fault(error, gate.name)
             if isinstance(found, ServerlessError):
                 taken = False
                 if not isinstance(found, UnknownFunction):
                     return found
-                moved, found = True, (_other_version(pin, ""), False)
+                moved, found = True, (_version_changed_fault(pin, ""), False)
             fault, taken = found
         finally:
             bill = self._bill(call, t0, now(), told, version, fault) if taken else None
@@ -308,7 +308,13 @@ class AwsLambdaBackend:
         return Reply(body if fault is None else None, fault, bill)
 
     def _bill(
-        self, call: _Call, t0: float, t1: float, told: Report | None, version: str, fault: InfraFault | None
+        self,
+        call: _InFlightCall,
+        t0: float,
+        t1: float,
+        told: LambdaReport | None,
+        version: str,
+        fault: InfraFault | None,
     ) -> Invocation:
         bill = Invocation(
             function=call.gate.name,
@@ -328,7 +334,7 @@ class AwsLambdaBackend:
         return bill
 
 
-def _other_version(pin: Pin, version: str) -> InfraFault:
+def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:
     """The alias names another version than it was given, or is gone: whatever was answered is not this run's."""
     now = f"version {version} answered" if version else "it is gone"
     detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
@@ -355,7 +361,7 @@ def _body(data: bytes) -> tuple[InfraFault | None, object]:
         return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail), None
 
 
-def _transport(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
+def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
     """What an error on the way means, and whether Lambda may have taken the call; or the caller's mistake.
 
     A silence past the limit is not retryable: the call may still run, and the next would be as slow.
@@ -376,5 +382,5 @@ def _transport(error: Exception, function: str) -> tuple[InfraFault, bool] | Ser
     if names.intersection(("HTTPClientError", "ClientError", "OSError")) and not isinstance(response, dict):
         detail = f"the connection to Lambda broke: {type(error).__name__}: {error}"[:500]
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), True
-    ours = translation(error, f"calling {function}")
+    ours = translate_error(error, f"calling {function}")
     return ours or BackendFailed(f"calling {function}: {type(error).__name__}: {error}")

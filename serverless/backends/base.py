@@ -10,16 +10,16 @@ from serverless.deploy.package import Package
 from serverless.types import Cause, InfraFault, Invocation
 
 __all__ = [
-    "Attaches",
+    "AttachableBackend",
     "Backend",
-    "Change",
-    "Deployed",
+    "DeploymentChange",
+    "DeployedFunction",
     "Deployer",
-    "Load",
+    "WorkerLoad",
     "LogLine",
-    "Provisions",
+    "ProvisionedBackend",
     "Reply",
-    "Scalable",
+    "ScalableBackend",
 ]
 
 
@@ -60,7 +60,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """What a function's workers do at a moment: `ready` of them are up (`busy` of these serve a call), `starting` will
     be, and `waiting` calls have none."""
 
@@ -81,7 +81,7 @@ class Load:
 
 
 @runtime_checkable
-class Attaches(Protocol):
+class AttachableBackend(Protocol):
     """A backend whose provider keeps what was deployed there."""
 
     async def attach(self, function: str) -> None:
@@ -89,7 +89,7 @@ class Attaches(Protocol):
 
 
 @runtime_checkable
-class Scalable(Protocol):
+class ScalableBackend(Protocol):
     """A backend whose workers start in no time of the caller's: how many there should be may change at any moment.
 
     Both are synchronous and cheap; `UnknownFunction` for one that is not deployed.
@@ -98,7 +98,7 @@ class Scalable(Protocol):
     @property
     def provider(self) -> str: ...
 
-    def load(self, function: str) -> Load: ...
+    def load(self, function: str) -> WorkerLoad: ...
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
         """From now on so many workers should exist, idle or not, within the function's `warm` and `concurrency`: what
@@ -107,7 +107,7 @@ class Scalable(Protocol):
 
 
 @runtime_checkable
-class Provisions(Protocol):
+class ProvisionedBackend(Protocol):
     """A backend that keeps environments ready for money, changed by a request that may take minutes."""
 
     @property
@@ -117,7 +117,7 @@ class Provisions(Protocol):
     def calls_included(self) -> bool:
         """Whether the seconds that a call runs on such an environment are billed once, and not again as a call's."""
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         """Calls under way from here; `ready` is not known and 0."""
 
     async def provisioned(self, function: str) -> int:
@@ -128,7 +128,7 @@ class Provisions(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class DeployedFunction:
     """A function as a provider has it. `version` is the package's content digest, `provider_version` the provider's
     own name of it; `current` whether calls go there."""
 
@@ -152,7 +152,7 @@ class Deployed:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DeploymentChange:
     """What a deployment would do. `lines` say it to a person; no line: nothing."""
 
     function: str
@@ -183,23 +183,25 @@ class Deployer(Protocol):
     @property
     def provider(self) -> str: ...
 
-    async def plan(self, package: Package) -> Change:
+    async def plan(self, package: Package) -> DeploymentChange:
         """Changes nothing."""
 
-    async def deploy(self, package: Package) -> Deployed:
+    async def deploy(self, package: Package) -> DeployedFunction:
         """Upload, wait, try the new version with an empty list (its answer must be one), make it current, prune old
         versions. Does nothing where the current version already is this one."""
 
-    async def functions(self) -> Sequence[Deployed]:
+    async def functions(self) -> Sequence[DeployedFunction]:
         """The current version of each function that rollart deployed, by name."""
 
-    async def versions(self, function: str) -> Sequence[Deployed]:
+    async def versions(self, function: str) -> Sequence[DeployedFunction]:
         """Newest first."""
 
-    async def rollback(self, function: str, version: str = "") -> Deployed:
+    async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         """Make an earlier version current: the one before, or that whose digest starts so."""
 
-    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed: ...
+    async def scale(
+        self, function: str, *, warm: int | None = None, concurrency: int | None = None
+    ) -> DeployedFunction: ...
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
         """Oldest first."""

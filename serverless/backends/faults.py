@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from serverless.types import FaultKind, InfraFault, Throttle
 
-__all__ = ["AMBIGUOUS", "REASONS", "STATUS", "decode", "encode", "function_error", "of_status", "retry_after_s"]
+__all__ = ["AMBIGUOUS", "REASONS", "STATUS", "decode", "encode", "function_error", "fault_of_status", "retry_after_s"]
 
 STATUS = {
     FaultKind.THROTTLED: 429,
@@ -87,7 +87,7 @@ def function_error(fault: InfraFault, request: str, timeout_s: float) -> dict[st
     return {"errorType": named[1], "errorMessage": named[2], "requestId": request, "stackTrace": []}
 
 
-def of_status(status: int, body: bytes, headers: Mapping[str, str], now: datetime.datetime) -> InfraFault:
+def fault_of_status(status: int, body: bytes, headers: Mapping[str, str], now: datetime.datetime) -> InfraFault:
     """What a status other than 200 of an unknown host means. Only what a host says is worth trying again is."""
     detail = f"HTTP {status}: {body[:300].decode(errors='replace').strip()}"
     wait = retry_after_s(headers.get("Retry-After", ""), now)

@@ -8,29 +8,29 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["LARGEST", "Frames", "packed", "read"]
+__all__ = ["MAX_FRAME_BYTES", "FrameDecoder", "encode_frame", "read_frame"]
 
-LARGEST = 2**31 - 1
+MAX_FRAME_BYTES = 2**31 - 1
 """Bytes of a frame: a package with its artefacts is one. A length beyond it is no frame."""
 
 _HEADER = struct.Struct(">I")
 
 
-def packed(message: Any) -> bytes:
+def encode_frame(message: Any) -> bytes:
     """One frame. TypeError, ValueError or OverflowError for what has no wire form, or is too large."""
     body: bytes = msgpack.packb(message)
-    if len(body) > LARGEST:
-        raise ValueError(f"{len(body)} bytes (rule: at most {LARGEST})")
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"{len(body)} bytes (rule: at most {MAX_FRAME_BYTES})")
     return _HEADER.pack(len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> Any:
+async def read_frame(reader: asyncio.StreamReader, *, largest: int = MAX_FRAME_BYTES) -> Any:
     """The next frame. `IncompleteReadError` at the end; ValueError for what is none."""
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    return _unpacked(await reader.readexactly(_checked(length, largest)))
+    return _decode_frame(await reader.readexactly(_checked_length(length, largest)))
 
 
-class Frames:
+class FrameDecoder:
     """What a protocol was sent, until it is a frame."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Frames:
         found = []
         while len(self._buffer) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._buffer)
-            end = _HEADER.size + _checked(length)
+            end = _HEADER.size + _checked_length(length)
             if len(self._buffer) < end:
                 break
-            found.append(_unpacked(bytes(self._buffer[_HEADER.size : end])))
+            found.append(_decode_frame(bytes(self._buffer[_HEADER.size : end])))
             del self._buffer[:end]
         return found
 
@@ -63,13 +63,13 @@ class Frames:
         return True
 
 
-def _checked(length: int, largest: int = LARGEST) -> int:
+def _checked_length(length: int, largest: int = MAX_FRAME_BYTES) -> int:
     if length > largest:
         raise ValueError(f"a frame of {length} bytes (rule: at most {largest})")
     return length
 
 
-def _unpacked(body: bytes) -> Any:
+def _decode_frame(body: bytes) -> Any:
     try:
         return msgpack.unpackb(body, strict_map_key=False)
     except (ValueError, msgpack.exceptions.UnpackException) as error:

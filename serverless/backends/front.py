@@ -29,11 +29,11 @@ from aiohttp import web
 
 from serverless.backends import faults, signing
 from serverless.backends.base import Backend, Reply
-from serverless.backends.once import Answer, Gone, Once, Reused
+from serverless.backends.once import IdempotencyStore, IdempotentResponse, KeyReused, ResponseGone
 from serverless.errors import ServerlessError, UnknownFunction
 from serverless.types import FaultKind, InfraFault, Invocation
 
-__all__ = ["HEALTH", "Front", "current_only"]
+__all__ = ["HEALTH", "FunctionHttpServer", "current_version_only"]
 
 HEALTH = "/health"
 """Answers GET and HEAD with 200, without a token, while the front serves."""
@@ -48,14 +48,14 @@ _STOP_S = 1.0
 """How long calls in flight may take to end at closing."""
 
 
-def current_only(function: str, qualifier: str) -> str:
+def current_version_only(function: str, qualifier: str) -> str:
     """The default `resolve`: a backend has one version of a function, which any of these names."""
     if qualifier not in ("", "$LATEST", "live"):
         raise UnknownFunction(f"Function not found: {function}:{qualifier}")
     return function
 
 
-class Front:
+class FunctionHttpServer:
     """Owns the listening socket and the calls of Lambda's API in flight. Use `async with`; `url` is then where it is.
 
     With a `token` or `secrets` (by key id: `backends.signing`) every call needs one of them. `resolve` gives the
@@ -70,7 +70,7 @@ class Front:
         port: int = 0,
         token: str = "",
         secrets: Mapping[str, str] | None = None,
-        resolve: Callable[[str, str], str] = current_only,
+        resolve: Callable[[str, str], str] = current_version_only,
         tail: Callable[[Invocation], str] = lambda call: "",
         max_bytes: int = 6 * 2**20,
         clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
@@ -87,7 +87,7 @@ class Front:
         self._handler: web.Server | None = None
         self._server: asyncio.Server | None = None
         self._calls = 0
-        self._once: Once | None = None
+        self._once: IdempotencyStore | None = None
 
     @property
     def url(self) -> str:
@@ -95,10 +95,10 @@ class Front:
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def __aenter__(self) -> Front:
+    async def __aenter__(self) -> FunctionHttpServer:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
-        self._once = Once(self._group.create_task)
+        self._once = IdempotencyStore(self._group.create_task)
         self._handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
         self._server = await asyncio.get_running_loop().create_server(self._handler, *self._address, backlog=1024)
         return self
@@ -167,13 +167,13 @@ class Front:
         return signing.verify(header, self._secrets, method=request.method, path=request.raw_path, body=body, now=now)
 
     async def _plain(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
-        function = self._resolve(*_named(name, request.query.get("Qualifier", "")))
-        event = _event(body)
+        function = self._resolve(*_parse_function_name(name, request.query.get("Qualifier", "")))
+        event = _parse_event(body)
         if isinstance(event, str):
             return _error(400, "InvalidRequestContentException", event)
         key = request.headers.get("Idempotency-Key", "")
         if not key:
-            return _written(_plain(await self._backend.invoke(function, event, deadline_s=_deadline_s(request))))
+            return _web_response(_plain(await self._backend.invoke(function, event, deadline_s=_deadline_s(request))))
         return await self._keyed(request, key, function, event, body)
 
     async def _keyed(
@@ -181,7 +181,7 @@ class Front:
     ) -> web.Response:
         """The one execution of a key. Keys are a caller's own: nobody gets another's answers by guessing."""
 
-        async def run() -> Answer:
+        async def run() -> IdempotentResponse:
             reply = await self._run(function, event, _deadline_s(request))
             return _refusal(reply) if isinstance(reply, ServerlessError) else _plain(reply)
 
@@ -190,17 +190,17 @@ class Front:
         digest = hashlib.sha256(function.encode() + b"\0" + body).digest()
         try:
             answer = await self._once.call((caller, key), digest, run)
-        except Reused:
+        except KeyReused:
             return _error(422, "IdempotentParameterMismatchException", "the Idempotency-Key was another call's")
-        except Gone:
+        except ResponseGone:
             detail = "the call of this Idempotency-Key was begun, and its answer is not to be had: it is not repeated"
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
-            answer = Answer(409, faults.encode(fault))
-        return _written(answer)
+            answer = IdempotentResponse(409, faults.encode(fault))
+        return _web_response(answer)
 
     async def _lambda(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
-        function = self._resolve(*_named(urllib.parse.unquote(name), request.query.get("Qualifier", "")))
-        event = _event(body)
+        function = self._resolve(*_parse_function_name(urllib.parse.unquote(name), request.query.get("Qualifier", "")))
+        event = _parse_event(body)
         if isinstance(event, str):
             return _error(400, "InvalidRequestContentException", f"Could not parse request body into json: {event}")
         how = request.headers.get("X-Amz-Invocation-Type", "RequestResponse")
@@ -248,7 +248,7 @@ async def _end(group: asyncio.TaskGroup) -> None:
     raise _Ended
 
 
-def _named(name: str, qualifier: str) -> tuple[str, str]:
+def _parse_function_name(name: str, qualifier: str) -> tuple[str, str]:
     """A function and its qualifier, from any of Lambda's forms: name, name:qualifier, account:function:name, ARN."""
     parts = name.split(":")
     if "function" in parts[:-1]:
@@ -256,7 +256,7 @@ def _named(name: str, qualifier: str) -> tuple[str, str]:
     return parts[0], qualifier or (parts[1] if len(parts) > 1 else "")
 
 
-def _event(body: bytes) -> list[dict[str, Any]] | str:
+def _parse_event(body: bytes) -> list[dict[str, Any]] | str:
     """The items of a call, or what is wrong with them: answers are matched to items by `id`, so each must have one."""
     try:
         event = json.loads(body)
@@ -287,26 +287,26 @@ def _bill_headers(call: Invocation | None) -> dict[str, str]:
     }
 
 
-def _plain(reply: Reply) -> Answer:
+def _plain(reply: Reply) -> IdempotentResponse:
     headers, fault = _bill_headers(reply.invocation), reply.fault
     if fault is None:
-        return Answer(200, json.dumps(reply.body).encode(), headers)
+        return IdempotentResponse(200, json.dumps(reply.body).encode(), headers)
     if fault.retry_after_s is not None:
         headers["Retry-After"] = f"{fault.retry_after_s:g}"
     executed = reply.invocation is not None
-    return Answer(faults.STATUS.get(fault.kind, 500), faults.encode(fault), headers, executed)
+    return IdempotentResponse(faults.STATUS.get(fault.kind, 500), faults.encode(fault), headers, executed)
 
 
-def _refusal(error: ServerlessError) -> Answer:
+def _refusal(error: ServerlessError) -> IdempotentResponse:
     response = _error(404, "ResourceNotFoundException", str(error))
     if not isinstance(error, UnknownFunction):
         response = _error(500, "ServiceException", str(error))
     assert isinstance(response.body, bytes)
     kind = response.headers["x-amzn-ErrorType"]
-    return Answer(response.status, response.body, {"x-amzn-ErrorType": kind}, executed=False)
+    return IdempotentResponse(response.status, response.body, {"x-amzn-ErrorType": kind}, executed=False)
 
 
-def _written(answer: Answer) -> web.Response:
+def _web_response(answer: IdempotentResponse) -> web.Response:
     headers = {**answer.headers, "X-Rollart-Idempotent": "1"}
     return web.Response(status=answer.status, body=answer.body, headers=headers, content_type="application/json")
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from serverless.backends.base import Load
-from serverless.backends.pool import Launcher, Pool
+from serverless.backends.base import WorkerLoad
+from serverless.backends.pool import Launcher, WorkerPool
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import MeterSink
 
-__all__ = ["PoolHost"]
+__all__ = ["PoolRegistry"]
 
 S = TypeVar("S")
 
 
-class PoolHost:
+class PoolRegistry:
     """Owns the current pool of every function, and drained ones until their calls have ended.
 
     `open` and `close` belong to one task; the task that opened it is cancelled if a start ends unexpectedly.
@@ -31,14 +31,14 @@ class PoolHost:
         meter: MeterSink,
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`room`: see `Pool`."""
+        """`room`: see `WorkerPool`."""
         self._launcher = launcher
         self._room = room
         self._provider = provider
         self._meter = meter
         self._group: asyncio.TaskGroup | None = None
-        self._pools: dict[str, Pool] = {}
-        self._old: list[Pool] = []
+        self._pools: dict[str, WorkerPool] = {}
+        self._old: list[WorkerPool] = []
         self._states: dict[str, Any] = {}
 
     async def open(self) -> None:
@@ -65,7 +65,7 @@ class PoolHost:
         if current is not None:
             current.close(drain=True)
             self._old.append(current)
-        pool = Pool(
+        pool = WorkerPool(
             package,
             launcher=self._launcher,
             meter=self._meter,
@@ -77,14 +77,14 @@ class PoolHost:
         pool.warm_up()
         return True
 
-    def pool(self, function: str) -> Pool:
+    def pool(self, function: str) -> WorkerPool:
         try:
             return self._pools[function]
         except KeyError:
             known = ", ".join(self._pools) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         return self.pool(function).load()
 
     def keep(self, function: str, workers: int, keep_alive_s: float | None) -> int:

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serverless.backends.base import Load, Reply
-from serverless.backends.host import PoolHost
-from serverless.backends.local import contained
+from serverless.backends.base import Reply, WorkerLoad
+from serverless.backends.host import PoolRegistry
+from serverless.backends.local import check_isolation
 from serverless.backends.pool import Launcher, Worker
 from serverless.backends.remote import HostLink, HostLost
 from serverless.backends.worker import WorkerLost
@@ -115,11 +115,11 @@ class HostedBackend:
     ) -> None:
         self._hosts = hosts
         self._allow_unsafe = allow_unsafe
-        self._pools = PoolHost(launcher(hosts), provider=self.provider, meter=meter or NullMeter(), room=hosts.room)
+        self._pools = PoolRegistry(launcher(hosts), provider=self.provider, meter=meter or NullMeter(), room=hosts.room)
 
     async def deploy(self, package: Package) -> None:
         if not self._allow_unsafe:
-            contained(package)
+            check_isolation(package)
         await self._hosts.room()
         await self._hosts.deploy(package)
         self._pools.deploy(package)
@@ -129,7 +129,7 @@ class HostedBackend:
     ) -> Reply:
         return await self._pools.pool(function).invoke(event, deadline_s, cause)
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         return self._pools.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:

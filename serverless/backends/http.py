@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 import aiohttp
 
 from serverless.backends import faults, signing
-from serverless.backends.aws_answers import Report, function_fault, report
+from serverless.backends.aws_answers import LambdaReport, function_fault, parse_report
 from serverless.backends.base import Reply
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
@@ -42,7 +42,7 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
 __all__ = ["Bearer", "Endpoint", "HttpBackend", "Signed"]
 
-_NEVER_SENT = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+_NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 """No connection was made, so nothing has been executed."""
 
 _RESEND_S = (0.0, 0.1, 0.4)
@@ -134,7 +134,7 @@ class HttpBackend:
             return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         now = asyncio.get_running_loop().time
         t0 = now()
-        answer: _Answer | None = None
+        answer: _HttpReply | None = None
         status = "cancelled"
         bill: Invocation | None = None
         try:
@@ -161,12 +161,12 @@ class HttpBackend:
 
     async def _call(
         self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, expires: float
-    ) -> _Answer:
+    ) -> _HttpReply:
         """Send it, and again if its connection is lost and the host knows the key; all within its time."""
         now = asyncio.get_running_loop().time
         began, deadline_s = now(), expires - now()
         limit = min(deadline_s, spec.init_timeout_s + spec.timeout_s)
-        lost: _Answer | None = None
+        lost: _HttpReply | None = None
         try:
             async with asyncio.timeout(limit):
                 for pause in (None, *_RESEND_S):
@@ -184,13 +184,13 @@ class HttpBackend:
                 # It may go on over there: a second call would be a second execution.
                 kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
                 detail = f"no answer in {now() - began:.3f} s"
-                return _Answer(None, InfraFault(kind, retryable=False, detail=detail), {}, None)
+                return _HttpReply(None, InfraFault(kind, retryable=False, detail=detail), {}, None)
         assert lost is not None
         return lost
 
     async def _send(
         self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, left_s: float
-    ) -> _Answer:
+    ) -> _HttpReply:
         endpoint = self._endpoints[spec.name]
         headers = self._headers(endpoint, body, key, left_s)
         try:
@@ -198,15 +198,15 @@ class HttpBackend:
                 if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":
                     self._honour.add(spec.name)
                 return _read(spec, response.status, response.headers, await response.read(), self._clock())
-        except _NEVER_SENT as error:
+        except _NOT_SENT_ERRORS as error:
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
-            return _Answer(None, fault, {}, None, reached=False)
+            return _HttpReply(None, fault, {}, None, reached=False)
         except TimeoutError:
             raise  # ours
         except (aiohttp.ClientError, OSError) as error:
             detail = f"the connection was lost, and it may have been executed: {type(error).__name__}: {error}"
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
-            return _Answer(None, fault, {}, None, lost=True)
+            return _HttpReply(None, fault, {}, None, lost=True)
 
     def _headers(self, endpoint: Endpoint, body: bytes, key: str, deadline_s: float) -> dict[str, str]:
         headers = {
@@ -226,34 +226,36 @@ class HttpBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _HttpReply:
     """`reached` False: no worker has seen the call, so there is no bill. `lost`: it may have."""
 
     body: object
     fault: InfraFault | None
     headers: Mapping[str, str]
-    used: Report | None
+    used: LambdaReport | None
     reached: bool = True
     lost: bool = False
 
 
-def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime) -> _Answer:
-    used = report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
+def _read(
+    spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime
+) -> _HttpReply:
+    used = parse_report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
     status, body = _unwrapped(status, body)
     if status != 200:
         told = faults.decode(body)
         billed = used is not None or "X-Rollart-Billed-Ms" in headers
         lost = told is None and not billed and status in faults.AMBIGUOUS
-        fault = told or faults.of_status(status, body, headers, now)
-        return _Answer(None, fault, headers, used, reached=billed or lost, lost=lost)
+        fault = told or faults.fault_of_status(status, body, headers, now)
+        return _HttpReply(None, fault, headers, used, reached=billed or lost, lost=lost)
     if "X-Amz-Function-Error" in headers:
-        return _Answer(None, function_fault(body, used), headers, used)
+        return _HttpReply(None, function_fault(body, used), headers, used)
     try:
-        return _Answer(json.loads(body), None, headers, used)
+        return _HttpReply(json.loads(body), None, headers, used)
     except ValueError as error:
         detail = f"the answer is not JSON: {error}"
         fault = InfraFault(FaultKind.BAD_ANSWER, retryable=not spec.deterministic, detail=detail)
-        return _Answer(None, fault, headers, used)
+        return _HttpReply(None, fault, headers, used)
 
 
 def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
@@ -275,7 +277,7 @@ def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
 def _bill(
     spec: FunctionSpec,
     provider: str,
-    answer: _Answer | None,
+    answer: _HttpReply | None,
     t0: float,
     t1: float,
     items: int,

@@ -19,8 +19,8 @@ from importlib import metadata
 from typing import Any, Literal
 
 from serverless.backends import logs
-from serverless.backends.base import Load, LogLine, Reply
-from serverless.backends.host import PoolHost
+from serverless.backends.base import LogLine, Reply, WorkerLoad
+from serverless.backends.host import PoolRegistry
 from serverless.backends.pool import Launcher, Worker, WorkerFault
 from serverless.backends.processes import ForkServer, ProcessWorker
 from serverless.deploy.package import HANDLER, Package
@@ -29,7 +29,7 @@ from serverless.meter import MeterSink, NullMeter
 from serverless.sandbox import required
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["LocalBackend", "Runtime", "contained", "found", "importable"]
+__all__ = ["LocalBackend", "Runtime", "check_isolation", "module_exists", "check_importable"]
 
 _PRELOADED = (
     "asyncio",
@@ -79,7 +79,7 @@ class LocalBackend:
         self._runtime = runtime
         self._allow_unsafe = allow_unsafe
         self._logs = None if logs is None else logs.resolve()
-        self._host = PoolHost(launcher(self), provider=self.provider, meter=meter or NullMeter())
+        self._host = PoolRegistry(launcher(self), provider=self.provider, meter=meter or NullMeter())
         self._zygotes: dict[frozenset[str], ForkServer] = {}
 
     @property
@@ -92,7 +92,7 @@ class LocalBackend:
         """Workers of a function that exist now."""
         return self._host.pool(function).size
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         return self._host.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
@@ -105,14 +105,14 @@ class LocalBackend:
 
     async def install(self, package: Package) -> None:
         """Everything that `start` needs of a package is there. `BackendFailed` where it cannot run."""
-        _installed(package)
+        _check_requirements(package)
         if not self._allow_unsafe:
-            contained(package)
+            check_isolation(package)
         directory = self._directory(package)
         zygote = self._zygote(package)
         zygote.start()
         if package.spec.preload:
-            await _imported(zygote, package)
+            await _await_preload(zygote, package)
         if not directory.exists():
             partial = directory.with_name(f"{package.version}.partial")
             shutil.rmtree(partial, ignore_errors=True)
@@ -217,7 +217,7 @@ class LocalBackend:
         return self._open() / "functions" / package.version
 
 
-async def _imported(zygote: ForkServer, package: Package) -> None:
+async def _await_preload(zygote: ForkServer, package: Package) -> None:
     """Wait for what the function preloads, and refuse it here rather than at its first call if that does not import."""
     try:
         failed = await zygote.ready()
@@ -231,7 +231,7 @@ async def _imported(zygote: ForkServer, package: Package) -> None:
             )
 
 
-def contained(package: Package) -> None:
+def check_isolation(package: Package) -> None:
     """A process of the user's own is no wall: what the policy wrote runs in `serverless.sandbox`, or not at all."""
     if package.spec.trust != "untrusted":
         return
@@ -248,24 +248,24 @@ def contained(package: Package) -> None:
         )
 
 
-def importable(package: Package) -> None:
+def check_importable(package: Package) -> None:
     """`BackendFailed` for what a worker of this machine could not import: a requirement, a preloaded module, or a
     module that the function's source always imports and that is neither packed nor installed."""
-    _installed(package)
+    _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
     wanted = [(module, "preloads") for module in package.spec.preload]
     for path, text in package.files.items():
         if path.startswith("function/") and path.endswith(".py"):
             wanted += [(module, "imports") for module in _imports(ast.parse(text))]
     for module, verb in wanted:
-        if module.partition(".")[0] not in packed and not found(module.partition(".")[0]):
+        if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
             raise BackendFailed(
                 f"function {package.spec.name} {verb} {module}, which is neither packed nor installed here",
                 remedy="install it, or take it out",
             )
 
 
-def found(module: str) -> bool:
+def module_exists(module: str) -> bool:
     """True if a module of this name is there to be imported."""
     try:
         return module in sys.modules or importlib.util.find_spec(module) is not None
@@ -282,7 +282,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield node.module
 
 
-def _installed(package: Package) -> None:
+def _check_requirements(package: Package) -> None:
     """Local functions use this environment: what they require must be in it."""
     for requirement in package.spec.requirements:
         name = re.split(r"[\s<>=!~;\[@]", requirement, maxsplit=1)[0]

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serverless.backends import modal_client
-from serverless.backends.modal_versions import Place
+from serverless.backends.modal_versions import ModalNamespace
 from serverless.errors import UnknownFunction
 from serverless.types import FaultKind, InfraFault
 
-__all__ = ["Answered", "Pinned", "call_pinned", "pin"]
+__all__ = ["ModalReply", "PinnedFunction", "call_pinned", "pin"]
 
 _CANCEL_S = 5.0
 """What a cancelled call waits at most for its cancellation to be heard."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedFunction:
     """One deployment of a function, ready to be called. `version` is the package's digest."""
 
     name: str
@@ -36,7 +36,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ModalReply:
     """What a call gave: a body or a fault, and the container's own account of it (`worker` '' if there is none)."""
 
     body: object = None
@@ -47,18 +47,18 @@ class Answered:
     init_s: float = 0.0
 
 
-async def pin(place: Place, function: str, number: int, version: str) -> Pinned:
+async def pin(place: ModalNamespace, function: str, number: int, version: str) -> PinnedFunction:
     """Look up one deployment: its handle, memory and time limit."""
     handle = place.function(function, number)
     info = await handle.info.aio()
     memory = info.memory_mib
     size = memory[-1] if isinstance(memory, tuple) else memory or 0
-    return Pinned(function, number, version, handle, size, float(info.timeout))
+    return PinnedFunction(function, number, version, handle, size, float(info.timeout))
 
 
 async def call_pinned(
-    target: Pinned, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
-) -> Answered:
+    target: PinnedFunction, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
+) -> ModalReply:
     """One call, at most as long as its caller waits. Faults are values; `UnknownFunction`, `CredentialsMissing` and
     `BackendFailed` are raised."""
     asked = {
@@ -73,15 +73,15 @@ async def call_pinned(
         payload = json.dumps(asked).encode()
     except (TypeError, ValueError, RecursionError) as error:
         detail = f"the event has no wire form: {error}"[:500]
-        return Answered(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        return ModalReply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
     try:
         given = await (_cancellable(target.handle, payload) if cancellable else target.handle.remote.aio(payload))
-    except modal_client.library().exception.NotFoundError as error:
+    except modal_client.modal_library().exception.NotFoundError as error:
         raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
     except TimeoutError:
         raise
     except Exception as error:
-        return Answered(fault=modal_client.fault_of(error))
+        return ModalReply(fault=modal_client.fault_of(error))
     return _read(given, target)
 
 
@@ -110,14 +110,14 @@ async def _settled(work: Awaitable[Any]) -> Any:
         return error
 
 
-def _read(given: object, target: Pinned) -> Answered:
+def _read(given: object, target: PinnedFunction) -> ModalReply:
     """The container's envelope. Its code may be a policy's: every part of it is checked. One that was deployed by an
     older version of this package does not name its version."""
     answer = _envelope(given)
     if answer is None:
         detail = f"the container's answer is not the handler's: {given!r:.80}"
-        return Answered(fault=InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
-    measured = Answered(
+        return ModalReply(fault=InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+    measured = ModalReply(
         worker=str(answer.get("worker"))[:100],
         call=str(answer.get("call") or "")[:100],
         run_s=_seconds(answer.get("run_s")),

@@ -25,7 +25,7 @@ from serverless.types import FaultKind, InfraFault, Throttle
 if TYPE_CHECKING:
     import modal
 
-__all__ = ["PickleRefused", "fault_of", "library", "opened", "translated"]
+__all__ = ["PickleRefused", "fault_of", "modal_library", "open_client", "translate_errors"]
 
 _CONNECT_S = 20.0
 """Modal's client tries for a minute to reach a server; a command that cannot connect says so sooner."""
@@ -49,7 +49,7 @@ class PickleRefused(Exception):
     """A container answered in pickle. Nothing of it was loaded."""
 
 
-def library() -> Any:
+def modal_library() -> Any:
     """The modal package."""
     try:
         import modal
@@ -59,7 +59,7 @@ def library() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def opened() -> AsyncIterator[modal.Client]:
+async def open_client() -> AsyncIterator[modal.Client]:
     """A client of our own with the user's credentials, checked with the server.
 
     `CredentialsMissing` if there are none or the server refuses them, `BackendFailed` if it does not answer.
@@ -73,10 +73,10 @@ async def opened() -> AsyncIterator[modal.Client]:
 
 
 async def _client() -> Any:
-    modal = library()
+    modal = modal_library()
     client = None
     try:
-        with translated():
+        with translate_errors():
             async with asyncio.timeout(_CONNECT_S):
                 client = await _connect(modal)
                 await client.hello.aio()
@@ -92,9 +92,9 @@ async def _client() -> Any:
 
 
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Modal's errors as ours, for the control plane."""
-    modal = library()
+    modal = modal_library()
     try:
         yield
     except (modal.exception.AuthError, modal.exception.PermissionDeniedError) as error:
@@ -112,7 +112,7 @@ def fault_of(error: Exception) -> InfraFault:
 
     Modal tells the reasons of a container's end only in words, which its documentation does not promise.
     """
-    modal = library()
+    modal = modal_library()
     kinds = modal.exception
     text = _text(error)
     detail = f"{type(error).__name__}: {text}"[:500]
@@ -124,7 +124,7 @@ def fault_of(error: Exception) -> InfraFault:
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
     if isinstance(error, kinds.ResourceExhaustedError):
         return _throttled(text, detail)
-    if _refused(error) or isinstance(error, kinds.ExecutionError | kinds.DeserializationError):
+    if _find_pickle_refusal(error) or isinstance(error, kinds.ExecutionError | kinds.DeserializationError):
         return _unreadable(error, text)
     if isinstance(error, kinds.InternalFailure | kinds.RemoteError):
         return _ended(text, detail, lost=isinstance(error, kinds.InternalFailure))
@@ -159,13 +159,13 @@ def _unreadable(error: Exception, text: str) -> InfraFault:
     if "remote exception" in text:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {lines[-1]}"[:500])
-    if _refused(error):
+    if _find_pickle_refusal(error):
         detail = "the container answered with a pickle, which is never loaded"
         return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
     return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=text[:500])
 
 
-def _refused(error: BaseException | None) -> bool:
+def _find_pickle_refusal(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, PickleRefused):
             return True
@@ -199,14 +199,14 @@ async def _close(client: Any) -> None:
                 await client.close.aio()
 
 
-class _Guard:
+class _OpenClients:
     """How many clients of ours are open, and what to put back after the last."""
 
     depth = 0
     before: tuple[Any, dict[str, str | None]] | None = None
 
 
-class _Refusing:
+class _RefusingUnpickler:
     """In place of `modal._serialization.Unpickler`."""
 
     def __init__(self, client: object, buffer: object) -> None:
@@ -218,33 +218,33 @@ class _Refusing:
 
 @contextlib.contextmanager
 def _no_pickles() -> Iterator[None]:
-    if _Guard.depth == 0:
+    if _OpenClients.depth == 0:
         _install()
-    _Guard.depth += 1
+    _OpenClients.depth += 1
     try:
         yield
     finally:
-        _Guard.depth -= 1
-        if _Guard.depth == 0:
+        _OpenClients.depth -= 1
+        if _OpenClients.depth == 0:
             _uninstall()
 
 
 def _install() -> None:
-    version = getattr(library(), "__version__", "?")
+    version = getattr(modal_library(), "__version__", "?")
     failed = BackendFailed(
         f"modal {version} cannot be kept from loading pickles of containers", remedy="pip install 'modal~=1.6.4'"
     )
     try:
         inside: Any = importlib.import_module("modal._serialization")
-        _Guard.before = (inside.Unpickler, {name: os.environ.get(name) for name in _SETTINGS})
-        inside.Unpickler = _Refusing
+        _OpenClients.before = (inside.Unpickler, {name: os.environ.get(name) for name in _SETTINGS})
+        inside.Unpickler = _RefusingUnpickler
     except (ImportError, AttributeError):
         raise failed from None
     os.environ.update(_SETTINGS)
     try:
         inside.deserialize(pickle.dumps("a harmless one"), None)
     except Exception as error:
-        if _refused(error):
+        if _find_pickle_refusal(error):
             return
     _uninstall()
     raise failed
@@ -252,8 +252,8 @@ def _install() -> None:
 
 def _uninstall() -> None:
     inside: Any = importlib.import_module("modal._serialization")
-    assert _Guard.before is not None
-    inside.Unpickler, settings = _Guard.before
+    assert _OpenClients.before is not None
+    inside.Unpickler, settings = _OpenClients.before
     for name, value in settings.items():
         if value is None:
             os.environ.pop(name, None)

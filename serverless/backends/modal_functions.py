@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serverless.backends import modal_client
-from serverless.backends.base import Load, Reply
-from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
-from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
+from serverless.backends.base import Reply, WorkerLoad
+from serverless.backends.modal_calls import ModalReply, PinnedFunction, call_pinned, pin
+from serverless.backends.modal_versions import PROVIDER, DeploymentTags, ModalNamespace, ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
@@ -65,9 +65,9 @@ class ModalBackend:
         self._cancellable = cancellable
         self._meter = meter or NullMeter()
         self._deployer = ModalDeployer(settings, meter=meter)
-        self._place: Place | None = None
+        self._place: ModalNamespace | None = None
         self._stack = contextlib.AsyncExitStack()
-        self._pinned: dict[str, Pinned] = {}
+        self._pinned: dict[str, PinnedFunction] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ids = itertools.count(1)
         self._running: dict[str, int] = {}
@@ -82,7 +82,7 @@ class ModalBackend:
         deployed = await self._deployer.deploy(package, current=self._current)
         number, known = int(deployed.provider_version), self._pinned.get(name)
         if known is None or known.number != number:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 self._pinned[name] = await pin(self._open(), name, number, package.version)
 
     async def attach(self, function: str) -> None:
@@ -96,8 +96,8 @@ class ModalBackend:
         now = asyncio.get_running_loop().time
         t0 = now()
         number = next(self._ids)
-        target: Pinned | None = None
-        answer: Answered | None = None
+        target: PinnedFunction | None = None
+        answer: ModalReply | None = None
         self._running[function] = self._running.get(function, 0) + 1
         try:
             try:
@@ -106,26 +106,26 @@ class ModalBackend:
                     answer = await call_pinned(target, event, f"{number:012d}", cancellable=self._cancellable)
             except TimeoutError:
                 detail = f"no answer of {function} in {deadline_s:.3f} s"
-                answer = Answered(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+                answer = ModalReply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
         finally:
             self._running[function] -= 1
             bill = self._bill(target, answer, t0, now(), len(event), cause) if target else None
         assert answer is not None
         return Reply(answer.body if answer.fault is None else None, answer.fault, bill)
 
-    def load(self, function: str) -> Load:
-        return Load(busy=self._running.get(function, 0))
+    def load(self, function: str) -> WorkerLoad:
+        return WorkerLoad(busy=self._running.get(function, 0))
 
     async def provisioned(self, function: str) -> int:
         """`min_containers` of the version that is called."""
         target = await self._target(function)
-        with modal_client.translated():
+        with modal_client.translate_errors():
             return int((await target.handle.autoscaler.settings.aio()).min_containers or 0)
 
     async def provision(self, function: str, workers: int) -> None:
         """A deployment by anyone sets it anew."""
         target = await self._target(function)
-        with modal_client.translated():
+        with modal_client.translate_errors():
             await target.handle.autoscaler.update.aio(min_containers=workers)
 
     async def __aenter__(self) -> ModalBackend:
@@ -138,24 +138,24 @@ class ModalBackend:
         self._pinned.clear()
         await self._stack.aclose()
 
-    def _open(self) -> Place:
+    def _open(self) -> ModalNamespace:
         if self._place is None:
             raise BackendFailed("the modal backend is not open", remedy="use `async with`")
         return self._place
 
-    async def _target(self, function: str) -> Pinned:
+    async def _target(self, function: str) -> PinnedFunction:
         place = self._open()
         if (known := self._pinned.get(function)) is not None:
             return known
         async with self._locks.setdefault(function, asyncio.Lock()):
             if function not in self._pinned:
-                with modal_client.translated():
+                with modal_client.translate_errors():
                     _, ledger = await place.get(function)
                     number = self._number(function, ledger)
                     self._pinned[function] = await pin(place, function, number, ledger.versions[number])
             return self._pinned[function]
 
-    def _number(self, function: str, ledger: Ledger) -> int:
+    def _number(self, function: str, ledger: DeploymentTags) -> int:
         wanted = self._versions.get(function)
         if not wanted:
             return ledger.live
@@ -166,7 +166,7 @@ class ModalBackend:
         return max(found)
 
     def _bill(
-        self, target: Pinned, answer: Answered | None, t0: float, t1: float, items: int, cause: Cause
+        self, target: PinnedFunction, answer: ModalReply | None, t0: float, t1: float, items: int, cause: Cause
     ) -> Invocation | None:
         """Report the call; None if no container was reached."""
         fault = answer.fault if answer else None

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serverless.backends.modal_client import library, translated
+from serverless.backends.modal_client import modal_library, translate_errors
 from serverless.errors import SpecInvalid, UnknownFunction
 
 if TYPE_CHECKING:
     import modal
 
-__all__ = ["FUNCTION", "PROVIDER", "Ledger", "ModalSettings", "Place"]
+__all__ = ["FUNCTION", "PROVIDER", "DeploymentTags", "ModalSettings", "ModalNamespace"]
 
 PROVIDER = "modal"
 
@@ -46,7 +46,7 @@ class ModalSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class DeploymentTags:
     """An app's tags, read. `versions` are digests by deployment number, `times` Unix seconds likewise."""
 
     live: int = 0
@@ -56,7 +56,7 @@ class Ledger:
     """Tags that are not ours, and are kept."""
 
     @classmethod
-    def read(cls, tags: Mapping[str, str]) -> Ledger:
+    def read(cls, tags: Mapping[str, str]) -> DeploymentTags:
         live, versions, times, other = 0, {}, {}, {}
         for key, value in tags.items():
             number = int(key[9:]) if key[:9] in ("rollart-v", "rollart-t") and key[9:].isdigit() else 0
@@ -76,14 +76,14 @@ class Ledger:
         tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
         return tags | ({"rollart-live": str(self.live)} if self.live else {})
 
-    def pointed(self, number: int) -> Ledger:
-        return Ledger(number, self.versions, self.times, self.other)
+    def pointed(self, number: int) -> DeploymentTags:
+        return DeploymentTags(number, self.versions, self.times, self.other)
 
-    def added(self, number: int, digest: str, t: float, *, keep: int) -> Ledger:
+    def added(self, number: int, digest: str, t: float, *, keep: int) -> DeploymentTags:
         """With a new live version, and of the older ones the newest `keep`."""
         versions = {**self.versions, number: digest}
         kept = sorted(versions, reverse=True)[: keep + 1]
-        return Ledger(number, {n: versions[n] for n in kept}, {**self.times, number: int(t)}, self.other)
+        return DeploymentTags(number, {n: versions[n] for n in kept}, {**self.times, number: int(t)}, self.other)
 
     def created(self, number: int) -> str:
         if number not in self.times:
@@ -92,7 +92,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModalNamespace:
     """Names and look-ups of an environment of Modal's. `environment` '' is the configured one."""
 
     client: modal.Client
@@ -105,18 +105,18 @@ class Place:
             raise SpecInvalid(f"{name!r} is {len(name)} characters long, an app's name on Modal at most {_NAME}")
         return name
 
-    async def find(self, function: str) -> tuple[modal.App, Ledger] | None:
+    async def find(self, function: str) -> tuple[modal.App, DeploymentTags] | None:
         """The function's app and ledger, or None if there is no such app."""
-        modal = library()
+        modal = modal_library()
         try:
             app = await modal.App.lookup.aio(
                 self.app(function), client=self.client, environment_name=self.environment or None
             )
         except modal.exception.NotFoundError:
             return None
-        return app, Ledger.read(await app.get_tags.aio(client=self.client))
+        return app, DeploymentTags.read(await app.get_tags.aio(client=self.client))
 
-    async def get(self, function: str) -> tuple[modal.App, Ledger]:
+    async def get(self, function: str) -> tuple[modal.App, DeploymentTags]:
         """The same of a deployed function; `UnknownFunction` otherwise."""
         found = await self.find(function)
         if found is None or not found[1].live:
@@ -126,7 +126,7 @@ class Place:
 
     def function(self, function: str, number: int) -> Any:
         """The `modal.Function` of one deployment. Nothing is asked of Modal yet."""
-        return library().Function.from_name(
+        return modal_library().Function.from_name(
             self.app(function),
             FUNCTION,
             version=number,
@@ -136,8 +136,8 @@ class Place:
 
     async def functions(self) -> list[str]:
         """Names of what rollart deployed here, sorted."""
-        modal = library()
-        with translated():
+        modal = modal_library()
+        with translate_errors():
             place = (
                 modal.Environment.from_name(self.environment, client=self.client)
                 if self.environment
@@ -145,7 +145,7 @@ class Place:
             )
             apps = await place.apps.list.aio()
             names = [app for app in apps if (app.name or "").startswith(self.prefix)]
-            live = [a for a in names if Ledger.read(await a.get_tags.aio(client=self.client)).live]
+            live = [a for a in names if DeploymentTags.read(await a.get_tags.aio(client=self.client)).live]
         return sorted(str(app.name).removeprefix(self.prefix) for app in live)
 
 

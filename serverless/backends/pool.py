@@ -11,21 +11,29 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from serverless.backends.base import Load, Reply
-from serverless.backends.seat import METERED, Seat, SeatState
-from serverless.backends.worker import Answer, Failures, Launcher, Request, Worker, WorkerFault, WorkerLost
+from serverless.backends.base import Reply, WorkerLoad
+from serverless.backends.seat import METERED_STATES, WorkerSlot, WorkerSlotState
+from serverless.backends.worker import (
+    Launcher,
+    StartFailures,
+    Worker,
+    WorkerFault,
+    WorkerLost,
+    WorkerReply,
+    WorkerRequest,
+)
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, WorkerSpan, billed_seconds
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
-__all__ = ["Answer", "Launcher", "Pool", "Request", "Worker", "WorkerFault"]
+__all__ = ["WorkerReply", "Launcher", "WorkerPool", "WorkerRequest", "Worker", "WorkerFault"]
 
 _MOVES = 2
 """How often a call is made again because its worker's machine was lost: one that it happens to three times in a row may
 be why."""
 
 
-class Pool:
+class WorkerPool:
     """Owns the workers of one function version.
 
     `invoke` may be called by any number of tasks: each waits for a worker, in order of arrival, and is unblocked by
@@ -55,16 +63,16 @@ class Pool:
         self._provider = provider
         self._spawn = spawn
         self._room = room
-        self._seats: dict[int, Seat] = {}
-        self._idle: list[Seat] = []
+        self._seats: dict[int, WorkerSlot] = {}
+        self._idle: list[WorkerSlot] = []
         self._starting = 0
-        self._waiters: deque[asyncio.Future[Seat | InfraFault]] = deque()
+        self._waiters: deque[asyncio.Future[WorkerSlot | InfraFault]] = deque()
         self._reaper: asyncio.TimerHandle | None = None
         self._calls = 0
         self._closed = False
         self._kept = package.spec.warm
         self._keep_alive_s = package.spec.keep_alive_s
-        self._failures = Failures()
+        self._failures = StartFailures()
         self._refill: asyncio.TimerHandle | None = None
 
     @property
@@ -72,10 +80,10 @@ class Pool:
         """Workers that exist now, starting ones included."""
         return len(self._seats)
 
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """A snapshot. O(1)."""
         ready = len(self._seats) - self._starting
-        return Load(ready, self._starting, ready - len(self._idle), len(self._waiters))
+        return WorkerLoad(ready, self._starting, ready - len(self._idle), len(self._waiters))
 
     def keep(self, workers: int) -> int:
         """So many workers should exist from now on, within `warm` and `concurrency`: that number is returned. Missing
@@ -137,10 +145,10 @@ class Pool:
         for seat in list(self._seats.values()):
             if seat.task is not None:
                 seat.task.cancel()
-            if seat.state is not SeatState.BUSY or not drain:
+            if seat.state is not WorkerSlotState.BUSY or not drain:
                 self._retire(seat)
 
-    async def _acquire(self, deadline_s: float) -> Seat | InfraFault:
+    async def _acquire(self, deadline_s: float) -> WorkerSlot | InfraFault:
         name = self._spec.name
         if self._closed:
             return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
@@ -154,7 +162,7 @@ class Pool:
                 throttle=Throttle.QUEUE,
             )
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Seat | InfraFault] = loop.create_future()
+        future: asyncio.Future[WorkerSlot | InfraFault] = loop.create_future()
         self._waiters.append(future)
         self._pump()
         timer = loop.call_later(deadline_s, self._give_up, future, deadline_s)
@@ -166,32 +174,32 @@ class Pool:
         finally:
             timer.cancel()
 
-    def _give_up(self, future: asyncio.Future[Seat | InfraFault], deadline_s: float) -> None:
+    def _give_up(self, future: asyncio.Future[WorkerSlot | InfraFault], deadline_s: float) -> None:
         if not future.done():
             self._waiters.remove(future)
             detail = f"no worker of {self._spec.name} in {deadline_s:.3f} s"
             future.set_result(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
 
-    def _forget(self, future: asyncio.Future[Seat | InfraFault]) -> None:
+    def _forget(self, future: asyncio.Future[WorkerSlot | InfraFault]) -> None:
         """A waiter left; if it had just been given a worker, that goes to the next."""
-        if future.done() and not future.cancelled() and isinstance(seat := future.result(), Seat):
+        if future.done() and not future.cancelled() and isinstance(seat := future.result(), WorkerSlot):
             self._release(seat)
         else:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(future)
 
     async def _serve(
-        self, seat: Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
+        self, seat: WorkerSlot, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
     ) -> tuple[Reply, bool]:
         """The answer or fault, and whether the worker's machine was lost under the call."""
         now = asyncio.get_running_loop().time
         t0 = now()
         limit = min(self._spec.timeout_s, remaining_s)
         self._calls += 1
-        request = Request(f"{self.package.version[:8]}-{self._calls:012d}", event, limit)
+        request = WorkerRequest(f"{self.package.version[:8]}-{self._calls:012d}", event, limit)
         worker = seat.worker
         assert worker is not None
-        answer: Answer | None = None
+        answer: WorkerReply | None = None
         fault: InfraFault | None = None
         status, lost = "cancelled", False
         try:
@@ -225,7 +233,7 @@ class Pool:
 
     def _bill(
         self,
-        seat: Seat,
+        seat: WorkerSlot,
         t0: float,
         t1: float,
         run_s: float,
@@ -266,12 +274,12 @@ class Pool:
     def _start_one(self, *, ahead: bool = False) -> None:
         slot = next(n for n in range(len(self._seats) + 1) if n not in self._seats)
         name = f"{self._provider}/{self._spec.name}/{slot}"
-        seat = Seat(slot, name, asyncio.get_running_loop().time(), ahead=ahead)
+        seat = WorkerSlot(slot, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._seats[slot] = seat
         self._starting += 1
         seat.task = self._spawn(self._start(seat))
 
-    async def _start(self, seat: Seat) -> None:
+    async def _start(self, seat: WorkerSlot) -> None:
         fault: InfraFault | None = None
         lost = False
         try:
@@ -301,21 +309,21 @@ class Pool:
         began, now = seat.since, asyncio.get_running_loop().time()
         seat.cold_s = now - began
         seat.init_s = seat.worker.init_s
-        self._turn(seat, SeatState.IDLE)
+        self._turn(seat, WorkerSlotState.IDLE)
         self._idle.append(seat)
         self._pump()
-        if seat.ahead and seat.state is SeatState.IDLE:
+        if seat.ahead and seat.state is WorkerSlotState.IDLE:
             self._bill(seat, began, now, 0.0, 0, "ok", Cause.WARM)
         self._schedule_reaper()
 
-    async def _found(self, seat: Seat, room: Callable[[], Awaitable[None]]) -> None:
+    async def _found(self, seat: WorkerSlot, room: Callable[[], Awaitable[None]]) -> None:
         """Wait for a machine: the seat's life begins with it."""
         try:
             await room()
         finally:
             seat.since = asyncio.get_running_loop().time()
 
-    def _failed_start(self, seat: Seat, fault: InfraFault | None) -> None:
+    def _failed_start(self, seat: WorkerSlot, fault: InfraFault | None) -> None:
         """A start that would fail again fails all who wait; any other fails the first, and the rest go on."""
         fault = fault or InfraFault(FaultKind.CRASH, retryable=True, detail="the worker died as it became ready")
         now = asyncio.get_running_loop().time()
@@ -336,43 +344,43 @@ class Pool:
             if not future.done():
                 future.set_result(fault)
 
-    def _take(self, seat: Seat) -> Seat:
-        self._turn(seat, SeatState.BUSY)
+    def _take(self, seat: WorkerSlot) -> WorkerSlot:
+        self._turn(seat, WorkerSlotState.BUSY)
         return seat
 
-    def _release(self, seat: Seat) -> None:
-        if seat.state is not SeatState.BUSY:
+    def _release(self, seat: WorkerSlot) -> None:
+        if seat.state is not WorkerSlotState.BUSY:
             return
         if self._closed or seat.worker is None or not seat.worker.alive:
             self._retire(seat)
             self._pump()
             self.warm_up()
             return
-        self._turn(seat, SeatState.IDLE)
+        self._turn(seat, WorkerSlotState.IDLE)
         self._idle.append(seat)
         self._schedule_reaper()
         self._pump()
 
-    def _gone(self, seat: Seat) -> None:
+    def _gone(self, seat: WorkerSlot) -> None:
         """A worker ended by itself: an idle one is dropped, a busy one's call is already being told."""
-        if seat.state is SeatState.IDLE:
+        if seat.state is WorkerSlotState.IDLE:
             self._failures.another(asyncio.get_running_loop().time())
             self._retire(seat)
             self._pump()
             self.warm_up()
 
-    def _retire(self, seat: Seat) -> None:
+    def _retire(self, seat: WorkerSlot) -> None:
         if seat.worker is not None:
             seat.worker.kill()
         seat.limit.close()
-        if seat.state is SeatState.GONE:
+        if seat.state is WorkerSlotState.GONE:
             return
-        if seat.state is SeatState.IDLE:
+        if seat.state is WorkerSlotState.IDLE:
             self._idle.remove(seat)
-        self._turn(seat, SeatState.GONE)
+        self._turn(seat, WorkerSlotState.GONE)
         del self._seats[seat.slot]
 
-    def _turn(self, seat: Seat, state: SeatState) -> None:
+    def _turn(self, seat: WorkerSlot, state: WorkerSlotState) -> None:
         """Change a seat's state and report the span that ends."""
         now = asyncio.get_running_loop().time()
         span = WorkerSpan(
@@ -381,7 +389,7 @@ class Pool:
             worker=seat.name,
             t0=seat.since,
             t1=now,
-            state=METERED[seat.state],
+            state=METERED_STATES[seat.state],
             memory_mb=self._spec.memory_mb,
         )
         seat.state, seat.since = state, now

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import msgpack
 
-from serverless.backends.frames import Frames, packed
-from serverless.backends.pool import Answer, Request, WorkerFault
+from serverless.backends.frames import FrameDecoder, encode_frame
+from serverless.backends.pool import WorkerFault, WorkerReply, WorkerRequest
 from serverless.types import FaultKind, InfraFault
 
 __all__ = ["ForkServer", "ProcessWorker"]
@@ -40,7 +40,7 @@ _CAUSE_S = 1.0
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """A zygote may have one thread only: a fork copies no other, and locks held by them stay locked."""
 
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "ROLLART_LIFE")
+_INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "ROLLART_LIFE")
 """Of the caller's environment, functions see these alone: credentials stay here. The last one marks what a run
 started, so that none of it outlives the run."""
 
@@ -130,7 +130,7 @@ class ForkServer:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = str(pathlib.Path(__file__).parents[2])
-        environment = {k: os.environ[k] for k in _PASSED_ON if k in os.environ}
+        environment = {k: os.environ[k] for k in _INHERITED_VARIABLES if k in os.environ}
         environment |= dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": source, "PYTHONUNBUFFERED": "1"}
         cleanup = str(self._root) if self._cleanup else ""
         arguments = ["-m", "serverless.backends._zygote", str(theirs.fileno()), str(os.getpid()), cleanup]
@@ -295,7 +295,7 @@ class ProcessWorker(asyncio.Protocol):
         self._pidfd = pidfd
         self.ended = ended
         self._gone = gone
-        self._frames = Frames()
+        self._frames = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         self._framed = framed
         self._asked = ""
@@ -318,25 +318,27 @@ class ProcessWorker(asyncio.Protocol):
             case _:
                 raise self._broke_protocol()
 
-    async def call(self, request: Request) -> Answer:
+    async def call(self, request: WorkerRequest) -> WorkerReply:
         transport = self._transport
         if transport is None:
             raise WorkerFault(await self.cause())
         try:
-            frame = packed([request.id, request.event, request.remaining_s * 1000.0])
+            frame = encode_frame([request.id, request.event, request.remaining_s * 1000.0])
         except (TypeError, ValueError, OverflowError) as error:
             detail = f"the event has no wire form: {error}"
-            return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+            return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         self._asked = request.id
         self._reply = asyncio.get_running_loop().create_future()
         transport.write(frame)
         match await self._message():
             case ["ok", int() | float() as run_s, body]:
-                return Answer(body, float(run_s))
+                return WorkerReply(body, float(run_s))
             case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(keep)] if (
                 kind in FaultKind.__members__.values()
             ):
-                return Answer(None, float(run_s), InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep)
+                return WorkerReply(
+                    None, float(run_s), InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep
+                )
         raise self._broke_protocol()
 
     def kill(self) -> None:

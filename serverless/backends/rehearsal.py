@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serverless.backends.base import Backend, Load, Reply, Scalable
+from serverless.backends.base import Backend, Reply, ScalableBackend, WorkerLoad
 from serverless.backends.pool import Launcher, Worker, WorkerFault
 from serverless.deploy.package import Package
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
 
-__all__ = ["LAMBDA", "MODAL", "PLATFORMS", "LogNormal", "Platform", "RehearsedBackend", "RehearsedLauncher"]
+__all__ = ["LAMBDA", "MODAL", "PLATFORMS", "LogNormalSeconds", "Platform", "RehearsedBackend", "RehearsedLauncher"]
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormal:
+class LogNormalSeconds:
     """Seconds: `median_s` times e to a normal of deviation `sigma`."""
 
     median_s: float
     sigma: float
 
     @classmethod
-    def between(cls, median_s: float, p95_s: float) -> LogNormal:
+    def between(cls, median_s: float, p95_s: float) -> LogNormalSeconds:
         """From two quantiles."""
         return cls(median_s, math.log(p95_s / median_s) / 1.6449)
 
@@ -50,8 +50,8 @@ class Platform:
     """
 
     name: str
-    cold_start: LogNormal
-    call: LogNormal
+    cold_start: LogNormalSeconds
+    call: LogNormalSeconds
     concurrency: int
     scale_burst: int
     scale_per_s: float
@@ -61,8 +61,8 @@ class Platform:
 
 LAMBDA = Platform(
     "aws_lambda",
-    cold_start=LogNormal.between(0.25, 0.8),
-    call=LogNormal.between(0.0034, 0.010),
+    cold_start=LogNormalSeconds.between(0.25, 0.8),
+    call=LogNormalSeconds.between(0.0034, 0.010),
     concurrency=1000,
     scale_burst=1000,
     scale_per_s=100.0,
@@ -77,8 +77,8 @@ LAMBDA = Platform(
 
 MODAL = Platform(
     "modal",
-    cold_start=LogNormal.between(1.1, 3.0),
-    call=LogNormal.between(0.0064, 0.026),
+    cold_start=LogNormalSeconds.between(1.1, 3.0),
+    call=LogNormalSeconds.between(0.0064, 0.026),
     concurrency=1000,
     scale_burst=100,
     scale_per_s=20.0,
@@ -115,7 +115,7 @@ class RehearsedLauncher:
         cold_s = platform.cold_start.draw(rng)
         await asyncio.sleep(cold_s)
         inner = await self._launcher.start(package, worker, slot, gone)
-        return _Rehearsed(inner, inner.init_s + (cold_s if platform.init_billed else 0.0))
+        return _RehearsedWorker(inner, inner.init_s + (cold_s if platform.init_billed else 0.0))
 
     def _may_scale(self, function: str) -> bool:
         """Take a token of the function's bucket."""
@@ -128,7 +128,7 @@ class RehearsedLauncher:
         return enough
 
 
-class _Rehearsed:
+class _RehearsedWorker:
     """The same worker with another start-up."""
 
     def __init__(self, inner: Worker, init_s: float) -> None:
@@ -143,7 +143,7 @@ class _Rehearsed:
 
 
 class RehearsedBackend:
-    """Implements `Backend` and `Scalable` around another: calls take the platform's overhead, and more than its
+    """Implements `Backend` and `ScalableBackend` around another: calls take the platform's overhead, and more than its
     concurrency throttle.
 
     Its cold starts are the inner backend's: give that a `RehearsedLauncher`. Bills name the inner provider.
@@ -182,13 +182,17 @@ class RehearsedBackend:
         finally:
             self._running -= 1
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         """The inner backend's; calls on their way to it are counted there."""
-        return self._backend.load(function) if isinstance(self._backend, Scalable) else Load(busy=self._running)
+        return (
+            self._backend.load(function)
+            if isinstance(self._backend, ScalableBackend)
+            else WorkerLoad(busy=self._running)
+        )
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `Scalable`. 0 where the inner backend is none."""
-        if not isinstance(self._backend, Scalable):
+        """See `ScalableBackend`. 0 where the inner backend is none."""
+        if not isinstance(self._backend, ScalableBackend):
             return 0
         return self._backend.keep(function, workers, keep_alive_s=keep_alive_s)
 

@@ -9,8 +9,8 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from serverless.backends.frames import Frames, packed, read
-from serverless.backends.worker import Answer, Request, WorkerFault, WorkerLost
+from serverless.backends.frames import FrameDecoder, encode_frame, read_frame
+from serverless.backends.worker import WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed
 from serverless.types import FaultKind, InfraFault
@@ -24,7 +24,7 @@ _SILENT_S = 6
 """A machine whose kernel acknowledges nothing for so long is gone: less than a function's start may take
 (`init_timeout_s`), so that a machine that vanishes is not taken for a function that does not load."""
 
-_KEPT_ALIVE = {
+_KEEPALIVE_OPTIONS = {
     "TCP_KEEPIDLE": 2,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": _SILENT_S - 2,
@@ -71,8 +71,8 @@ class HostLink:
             async with asyncio.timeout(CONNECT_S):
                 reader, link._writer = await asyncio.open_connection(*link._address)
             _keep_alive(link._writer.get_extra_info("socket"))
-            link._writer.write(packed(["hello", token]))
-            match await read(reader):
+            link._writer.write(encode_frame(["hello", token]))
+            match await read_frame(reader):
                 case ["ok", int(pid)]:
                     link.pid = pid
                 case _:
@@ -182,7 +182,7 @@ class HostLink:
         asked: asyncio.Future[tuple[str | None, str]] = asyncio.get_running_loop().create_future()
         self._asked[number] = asked
         try:
-            self._writer.write(packed([what, number, *rest]))
+            self._writer.write(encode_frame([what, number, *rest]))
             return await asked
         finally:
             del self._asked[number]
@@ -191,7 +191,7 @@ class HostLink:
         cause = "its connection broke"
         try:
             while True:
-                match await read(reader):
+                match await read_frame(reader):
                     case [int(number), None | str() as error, str(remedy)]:
                         asked = self._asked.get(number)
                         if asked is not None and not asked.done():
@@ -216,7 +216,7 @@ class RemoteWorker(asyncio.Protocol):
         self.busy = False
         self._link = link
         self._gone = gone
-        self._frames = Frames()
+        self._frames = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         self._asked = ""
         self._reply: asyncio.Future[list[Any]] | None = None
@@ -227,7 +227,7 @@ class RemoteWorker(asyncio.Protocol):
 
     async def ready(self, hello: Sequence[Any]) -> None:
         """Ask for it and wait for the end of its init phase. `WorkerFault` if that failed."""
-        match await self._ask("", packed(["hello", *hello])):
+        match await self._ask("", encode_frame(["hello", *hello])):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:
@@ -235,12 +235,12 @@ class RemoteWorker(asyncio.Protocol):
             case _:
                 raise self._lied()
 
-    async def call(self, request: Request) -> Answer:
+    async def call(self, request: WorkerRequest) -> WorkerReply:
         try:
-            frame = packed([request.id, list(request.event), request.remaining_s * 1000.0])
+            frame = encode_frame([request.id, list(request.event), request.remaining_s * 1000.0])
         except (TypeError, ValueError, OverflowError) as error:
             detail = f"the event has no wire form: {error}"
-            return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+            return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         self.busy = True
         self._link.changed(1)
         try:
@@ -252,10 +252,10 @@ class RemoteWorker(asyncio.Protocol):
         match message:
             case ["ok", int() | float() as run_s, body]:
                 self._link.answered += 1
-                return Answer(body, float(run_s), keep=keep)
+                return WorkerReply(body, float(run_s), keep=keep)
             case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(stays)]:
                 self._link.answered += 1
-                return Answer(None, float(run_s), _fault(kind, detail, retryable), keep and stays)
+                return WorkerReply(None, float(run_s), _fault(kind, detail, retryable), keep and stays)
             case ["died", str(kind), str(detail), bool(retryable)]:
                 raise WorkerFault(_fault(kind, detail, retryable))
         raise self._lied()
@@ -311,7 +311,7 @@ class RemoteWorker(asyncio.Protocol):
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEPT_ALIVE.items():
+    for name, value in _KEEPALIVE_OPTIONS.items():
         if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

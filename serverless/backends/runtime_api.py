@@ -20,7 +20,7 @@ from aiohttp import web
 
 from serverless.backends.aws_answers import function_fault
 from serverless.backends.logs import append_end
-from serverless.backends.pool import Answer, Request, Worker, WorkerFault
+from serverless.backends.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 from serverless.backends.processes import ProcessWorker
 from serverless.deploy.package import HANDLER, Package
 from serverless.types import FaultKind, InfraFault
@@ -95,13 +95,13 @@ class _RuntimeWorker:
             fault = InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {error}"[:500])
             raise WorkerFault(fault)
 
-    async def call(self, request: Request) -> Answer:
+    async def call(self, request: WorkerRequest) -> WorkerReply:
         loop = asyncio.get_running_loop()
         try:
             body = json.dumps(request.event).encode()
         except (TypeError, ValueError) as error:
             detail = f"the event has no wire form: {error}"
-            return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+            return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         size = self._log.stat().st_size if self._log.exists() else 0
         began = loop.time()
         failed, answer = await self._or_death(self._server.ask(request, body))
@@ -109,12 +109,12 @@ class _RuntimeWorker:
         append_end(self._log, size, request.id)
         if failed:
             fault = function_fault(answer, None)
-            return Answer(None, run_s, fault, keep=fault.kind is not FaultKind.OUT_OF_MEMORY)
+            return WorkerReply(None, run_s, fault, keep=fault.kind is not FaultKind.OUT_OF_MEMORY)
         try:
-            return Answer(json.loads(answer), run_s)
+            return WorkerReply(json.loads(answer), run_s)
         except ValueError as error:
             detail = f"the answer is not JSON: {error}"
-            return Answer(None, run_s, InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+            return WorkerReply(None, run_s, InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
 
     def kill(self) -> None:
         self._process.kill()
@@ -151,7 +151,7 @@ class _Server:
         self.ready: asyncio.Future[str | None] = loop.create_future()
         self.broken: asyncio.Future[None] = loop.create_future()
         self._taken = False
-        self._asked: asyncio.Future[tuple[Request, bytes] | None] = loop.create_future()
+        self._asked: asyncio.Future[tuple[WorkerRequest, bytes] | None] = loop.create_future()
         self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
         self._current = ""
         self._server: asyncio.Server | None = None
@@ -164,7 +164,7 @@ class _Server:
         host, port = self._server.sockets[0].getsockname()
         return f"{host}:{port}"
 
-    def ask(self, request: Request, body: bytes) -> asyncio.Future[tuple[bool, bytes]]:
+    def ask(self, request: WorkerRequest, body: bytes) -> asyncio.Future[tuple[bool, bytes]]:
         """Hand an event out: whether the function failed, and what it said."""
         self._answer = asyncio.get_running_loop().create_future()
         self._current = request.id

@@ -6,14 +6,14 @@ import asyncio
 import enum
 from dataclasses import dataclass, field
 
-from serverless.backends._limit import Limit
+from serverless.backends._limit import ReusableTimeout
 from serverless.backends.worker import Worker
 from serverless.meter import WorkerState
 
-__all__ = ["METERED", "Seat", "SeatState"]
+__all__ = ["METERED_STATES", "WorkerSlot", "WorkerSlotState"]
 
 
-class SeatState(enum.Enum):
+class WorkerSlotState(enum.Enum):
     STARTING = enum.auto()
     IDLE = enum.auto()
     BUSY = enum.auto()
@@ -21,22 +21,26 @@ class SeatState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class WorkerSlot:
     """A worker and its clock: `since` is when its present state began, `cold_s` its start until a call pays it."""
 
     slot: int
     name: str
     since: float
-    state: SeatState = SeatState.STARTING
+    state: WorkerSlotState = WorkerSlotState.STARTING
     worker: Worker | None = None
     cold_s: float = 0.0
     init_s: float = 0.0
     task: asyncio.Task[None] | None = None
-    limit: Limit = field(default_factory=Limit)
+    limit: ReusableTimeout = field(default_factory=ReusableTimeout)
     queued_s: float = 0.0
     """What the call that it serves waited for it."""
     ahead: bool = False
     """Started before any call wanted it: its start is billed by itself, as no call has waited for it."""
 
 
-METERED = {SeatState.STARTING: WorkerState.COLD, SeatState.IDLE: WorkerState.IDLE, SeatState.BUSY: WorkerState.BUSY}
+METERED_STATES = {
+    WorkerSlotState.STARTING: WorkerState.COLD,
+    WorkerSlotState.IDLE: WorkerState.IDLE,
+    WorkerSlotState.BUSY: WorkerState.BUSY,
+}

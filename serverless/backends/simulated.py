@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serverless.backends.base import Load, Reply
-from serverless.backends.host import PoolHost
-from serverless.backends.pool import Answer, Request, WorkerFault
+from serverless.backends.base import Reply, WorkerLoad
+from serverless.backends.host import PoolRegistry
+from serverless.backends.pool import WorkerFault, WorkerReply, WorkerRequest
 from serverless.backends.worker import WorkerLost
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
 from serverless.deploy.package import Package
@@ -125,7 +125,7 @@ class SimulatedBackend:
         self._profiles = profiles or {}
         self._seed = seed
         room = None if machines is None else machines.room
-        self._host = PoolHost(self, provider=self.provider, meter=meter or NullMeter(), room=room)
+        self._host = PoolRegistry(self, provider=self.provider, meter=meter or NullMeter(), room=room)
 
     async def deploy(self, package: Package) -> None:
         self._host.deploy(package)
@@ -139,7 +139,7 @@ class SimulatedBackend:
         """Workers of a function that exist now."""
         return self._host.pool(function).size
 
-    def load(self, function: str) -> Load:
+    def load(self, function: str) -> WorkerLoad:
         return self._host.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
@@ -193,7 +193,7 @@ class _SimulatedWorker:
         self._gone = gone
         self._lost = asyncio.Event()
 
-    async def call(self, request: Request) -> Answer:
+    async def call(self, request: WorkerRequest) -> WorkerReply:
         profile = self._profile
         factor = self._rng.lognormvariate(0.0, profile.sigma)
         seconds = (profile.call_s + profile.item_s * len(request.event)) * factor
@@ -206,13 +206,13 @@ class _SimulatedWorker:
             raise WorkerFault(InfraFault(kind, retryable=True, detail="simulated"))
         await self._pass(seconds + profile.overhead_s)
         if kind is not None:
-            return Answer(None, seconds, InfraFault(kind, retryable=True, detail="simulated"))
+            return WorkerReply(None, seconds, InfraFault(kind, retryable=True, detail="simulated"))
         try:
             body = self._handler(list(request.event), None)
-            return Answer(await body if inspect.isawaitable(body) else body, seconds)
+            return WorkerReply(await body if inspect.isawaitable(body) else body, seconds)
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
-            return Answer(None, seconds, InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
+            return WorkerReply(None, seconds, InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
 
     def kill(self) -> None:
         self.alive = False

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from serverless.deploy.package import Package
 from serverless.types import InfraFault
 
-__all__ = ["Answer", "Failures", "Launcher", "Request", "Worker", "WorkerFault", "WorkerLost"]
+__all__ = ["WorkerReply", "StartFailures", "Launcher", "WorkerRequest", "Worker", "WorkerFault", "WorkerLost"]
 
 _FIRST_S, _LONGEST_S = 1.0, 60.0
 """Of the pauses between starts that nobody waits for: a function that crashes as it loads costs at most a start a
@@ -20,7 +20,7 @@ minute and worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkerRequest:
     """One call as a worker sees it. `remaining_s` is the time limit, counted from receipt."""
 
     id: str
@@ -29,7 +29,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerReply:
     """`run_s` is the handler's time as the worker measured it; `keep` False if the worker ends after it."""
 
     body: object
@@ -61,7 +61,7 @@ class Worker(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def call(self, request: Request) -> Answer: ...
+    async def call(self, request: WorkerRequest) -> WorkerReply: ...
 
     def kill(self) -> None:
         """End it now, whatever it does. Idempotent."""
@@ -73,7 +73,7 @@ class Launcher(Protocol):
 
 
 @dataclass(slots=True)
-class Failures:
+class StartFailures:
     """Starts that failed, or workers that ended while nothing called them, since a call was last answered. Those within
     one pause are one round. Loop seconds."""
 

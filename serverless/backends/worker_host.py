@@ -29,9 +29,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from serverless import keys
-from serverless.backends.frames import packed, read
+from serverless.backends.frames import encode_frame, read_frame
 from serverless.backends.local import LocalBackend
-from serverless.backends.pool import Answer, Request, Worker, WorkerFault
+from serverless.backends.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
 from serverless.spec import FunctionSpec
@@ -68,7 +68,7 @@ class WorkerHost:
         self._connections.add(writer)
         try:
             async with asyncio.timeout(GREETING_S):
-                hello = await read(reader, largest=GREETING)
+                hello = await read_frame(reader, largest=GREETING)
             match hello:
                 case ["hello", str(token)] if self._knows(token) and not self._controlled:
                     await self._control(reader, writer)
@@ -94,13 +94,13 @@ class WorkerHost:
 
     async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._controlled = True
-        writer.write(packed(["ok", os.getpid()]))
+        writer.write(encode_frame(["ok", os.getpid()]))
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    match await read(reader):
+                    match await read_frame(reader):
                         case ["ping", int(number)]:
-                            writer.write(packed([number, None, ""]))
+                            writer.write(encode_frame([number, None, ""]))
                         case ["deploy", int(number), dict(spec), str(version), dict(files)]:
                             tasks.create_task(self._deploy(writer, number, spec, version, files))
                         case _:
@@ -127,22 +127,22 @@ class WorkerHost:
             error, remedy = failed.message, failed.remedy
         except (ValidationError, ValueError, OSError) as failed:
             error = f"a package that could not be laid out: {failed}"
-        writer.write(packed([number, error, remedy]))
+        writer.write(encode_frame([number, error, remedy]))
 
     async def _worker(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: str, slot: int
     ) -> None:
         """One worker, from its start to its end."""
-        requests: asyncio.Queue[Request | None] = asyncio.Queue()
+        requests: asyncio.Queue[WorkerRequest | None] = asyncio.Queue()
         self._workers.add(writer)
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(self._life(requests, writer, version, slot), name=f"worker {slot}")
                 try:
                     while True:
-                        match await read(reader):
+                        match await read_frame(reader):
                             case [str(request), list(event), int() | float() as limit_ms]:
-                                requests.put_nowait(Request(request, event, limit_ms / 1000.0))
+                                requests.put_nowait(WorkerRequest(request, event, limit_ms / 1000.0))
                             case _:
                                 raise ValueError("a frame that is no call")
                 finally:
@@ -153,7 +153,7 @@ class WorkerHost:
             self._workers.discard(writer)
 
     async def _life(
-        self, requests: asyncio.Queue[Request | None], writer: asyncio.StreamWriter, version: str, slot: int
+        self, requests: asyncio.Queue[WorkerRequest | None], writer: asyncio.StreamWriter, version: str, slot: int
     ) -> None:
         """The connection closes when it is over."""
         worker: Worker | None = None
@@ -165,13 +165,13 @@ class WorkerHost:
                 raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
             name = f"{package.spec.name}/{slot}"
             worker = await self._backend.start(package, name, slot, lambda: requests.put_nowait(None))
-            writer.write(packed(["", "ready", worker.init_s]))
+            writer.write(encode_frame(["", "ready", worker.init_s]))
             while (request := await requests.get()) is not None:
                 current = request.id
                 writer.write(await self._answer(worker.call(request), request))
                 await writer.drain()
         except WorkerFault as error:
-            writer.write(packed([current, "died" if worker else "failed", *_told(error.fault)]))
+            writer.write(encode_frame([current, "died" if worker else "failed", *_told(error.fault)]))
         except ConnectionError:
             pass
         finally:
@@ -179,11 +179,11 @@ class WorkerHost:
                 worker.kill()
             writer.close()
 
-    async def _answer(self, call: Coroutine[Any, Any, Answer], request: Request) -> bytes:
+    async def _answer(self, call: Coroutine[Any, Any, WorkerReply], request: WorkerRequest) -> bytes:
         answer = await call
         if answer.fault is not None:
-            return packed([request.id, "fault", answer.run_s, *_told(answer.fault), answer.keep])
-        return packed([request.id, "ok", answer.run_s, answer.body])
+            return encode_frame([request.id, "fault", answer.run_s, *_told(answer.fault), answer.keep])
+        return encode_frame([request.id, "ok", answer.run_s, answer.body])
 
 
 def _told(fault: InfraFault) -> list[Any]:

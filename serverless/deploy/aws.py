@@ -19,18 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from serverless.backends.aws_answers import Report
-from serverless.backends.base import Change, Deployed, LogLine
+from serverless.backends.aws_answers import LambdaReport
+from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.deploy.aws_bundle import bundle
-from serverless.deploy.aws_control import ALIAS, Control, Overtaken, SmokeFailed, Version
+from serverless.deploy.aws_control import ALIAS, DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
 from serverless.deploy.aws_session import library
-from serverless.deploy.aws_settings import AwsSettings, configuration
+from serverless.deploy.aws_settings import AwsSettings, function_configuration
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, ServerlessError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.types import Cause, Invocation
 
-__all__ = ["LEASE_S", "AwsDeployer", "AwsSettings", "Pin"]
+__all__ = ["LEASE_S", "AwsDeployer", "AwsSettings", "PinnedVersion"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinnedVersion:
     """A version that is called. `alias` names it. Calls go to `qualifier`: that alias, or another one of the same
     version if it has the warm environments, which Lambda gives to one alias of a version. Only `number` may answer."""
 
@@ -76,19 +76,19 @@ class AwsDeployer:
     def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
         self.settings = settings or AwsSettings()
         self._meter = meter or NullMeter()
-        self._control: Control | None = None
+        self._control: LambdaControl | None = None
         self._turn = asyncio.Lock()
 
-    async def plan(self, package: Package) -> Change:
+    async def plan(self, package: Package) -> DeploymentChange:
         """What a deployment would do, without building the archive."""
-        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
+        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
         lines = await self._run(lambda control: self._difference(control, name, package, wanted))
-        return Change(package.spec.name, self.provider, tuple(lines))
+        return DeploymentChange(package.spec.name, self.provider, tuple(lines))
 
-    async def deploy(self, package: Package) -> Deployed:
+    async def deploy(self, package: Package) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
-        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
-        trials: list[Report] = []
+        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
+        trials: list[LambdaReport] = []
         loop = asyncio.get_running_loop()
         t0 = loop.time()
         try:
@@ -97,16 +97,16 @@ class AwsDeployer:
             for trial in trials:
                 self._bill(package, trial, t0, loop.time())
 
-    async def pin(self, package: Package, run: str, *, existing: bool = False) -> Pin:
+    async def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
         """Let the alias of a run name the package's version, for `LEASE_S` from now. The version is published and tried
         if it is not there; it does not become current unless none is. `warm` of the package is kept by that alias.
         `existing`: `UnknownFunction` if the function is not there at all."""
-        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
-        trials: list[Report] = []
+        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
+        trials: list[LambdaReport] = []
         loop = asyncio.get_running_loop()
         t0 = loop.time()
 
-        def step(control: Control) -> Pin:
+        def step(control: LambdaControl) -> PinnedVersion:
             if existing and not control.ours(name):
                 raise UnknownFunction(f"{package.spec.name} is gone from AWS", remedy="deploy it again")
             return self._pin(control, name, package, wanted, trials, _run_alias(run), existing=existing)
@@ -117,36 +117,36 @@ class AwsDeployer:
             for trial in trials:
                 self._bill(package, trial, t0, loop.time())
 
-    async def current(self, function: str) -> Pin:
+    async def current(self, function: str) -> PinnedVersion:
         """The version that is current now."""
 
-        def read(control: Control) -> Pin:
+        def read(control: LambdaControl) -> PinnedVersion:
             return _pinned(function, ALIAS, ALIAS, self._live(control, function))
 
         return await self._run(read)
 
-    async def unpin(self, pin: Pin) -> None:
+    async def unpin(self, pin: PinnedVersion) -> None:
         """Remove the alias of a run, with its warm environments."""
         await self._run(lambda control: control.remove_alias(self._named(pin.function), pin.alias))
 
-    async def warm(self, pin: Pin) -> int:
+    async def warm(self, pin: PinnedVersion) -> int:
         """Provisioned concurrency of the alias that calls go to."""
         return await self._run(lambda control: control.warm(self._named(pin.function), pin.qualifier))
 
-    async def set_warm(self, pin: Pin, count: int) -> None:
+    async def set_warm(self, pin: PinnedVersion, count: int) -> None:
         await self._run(lambda control: control.set_warm(self._named(pin.function), count, pin.qualifier))
 
-    async def functions(self) -> Sequence[Deployed]:
-        def read(control: Control) -> list[Deployed]:
+    async def functions(self) -> Sequence[DeployedFunction]:
+        def read(control: LambdaControl) -> list[DeployedFunction]:
             found = [(name, control.live(name)) for name in control.names()]
             return [self._deployed(control, name, v, v) for name, v in found if v is not None and v.digest]
 
         return await self._run(read)
 
-    async def versions(self, function: str) -> Sequence[Deployed]:
+    async def versions(self, function: str) -> Sequence[DeployedFunction]:
         name = self._named(function)
 
-        def read(control: Control) -> list[Deployed]:
+        def read(control: LambdaControl) -> list[DeployedFunction]:
             live = control.live(name)
             found = control.versions(name)
             if not found:
@@ -155,24 +155,28 @@ class AwsDeployer:
 
         return await self._run(read)
 
-    async def rollback(self, function: str, version: str = "") -> Deployed:
+    async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         name = self._named(function)
 
-        def move(control: Control) -> Deployed:
-            chosen = _choose(function, control.versions(name), control.live(name), version, control.deployed(name))
+        def move(control: LambdaControl) -> DeployedFunction:
+            chosen = _rollback_version(
+                function, control.versions(name), control.live(name), version, control.deployed(name)
+            )
             control.point(name, chosen)
             return self._deployed(control, name, chosen, chosen)
 
         return await self._run(move)
 
-    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+    async def scale(
+        self, function: str, *, warm: int | None = None, concurrency: int | None = None
+    ) -> DeployedFunction:
         """`warm` is provisioned concurrency, `concurrency` the reserved one; 0 takes either away."""
         for value in (warm, concurrency):
             if value is not None and value < 0:
                 raise SpecInvalid(f"{function}: {value} environments: not less than 0")
         name = self._named(function)
 
-        def change(control: Control) -> Deployed:
+        def change(control: LambdaControl) -> DeployedFunction:
             live = self._live(control, function)
             if concurrency is not None:
                 control.reserve(name, concurrency)
@@ -186,7 +190,7 @@ class AwsDeployer:
         name = self._named(function)
         since = datetime.datetime.now(datetime.UTC).timestamp() - since_s
 
-        def read(control: Control) -> list[dict[str, Any]]:
+        def read(control: LambdaControl) -> list[dict[str, Any]]:
             self._live(control, function)
             return control.log_events(name, max(0, round(since * 1000.0)))
 
@@ -197,7 +201,7 @@ class AwsDeployer:
         """The function with its versions; its logs stay until their retention ends them."""
         name = self._named(function)
 
-        def remove(control: Control) -> None:
+        def remove(control: LambdaControl) -> None:
             if not control.ours(name):
                 raise UnknownFunction(f"{function} is not deployed on AWS")
             control.remove(name)
@@ -206,7 +210,7 @@ class AwsDeployer:
 
     async def __aenter__(self) -> AwsDeployer:
         await asyncio.to_thread(library, "boto3")
-        self._control = Control(self.settings)
+        self._control = LambdaControl(self.settings)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -221,7 +225,7 @@ class AwsDeployer:
     def _named(self, function: str) -> str:
         return self.settings.function_name(function)
 
-    async def _run(self, step: Callable[[Control], T]) -> T:
+    async def _run(self, step: Callable[[LambdaControl], T]) -> T:
         if self._control is None:
             raise BackendFailed("the AWS deployer is not open", remedy="use `async with`")
         async with self._turn:
@@ -235,7 +239,7 @@ class AwsDeployer:
                 control.resume()
                 raise
 
-    def _difference(self, control: Control, name: str, package: Package, wanted: dict[str, Any]) -> list[str]:
+    def _difference(self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any]) -> list[str]:
         spec, settings = package.spec, self.settings
         lines: list[str] = []
         exists, live = control.ours(name), control.live(name)
@@ -266,8 +270,8 @@ class AwsDeployer:
         return lines
 
     def _deploy(
-        self, control: Control, name: str, package: Package, wanted: dict[str, Any], trials: list[Report]
-    ) -> Deployed:
+        self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any], trials: list[LambdaReport]
+    ) -> DeployedFunction:
         exists, live = control.ours(name), control.live(name)
         if exists:
             self._remove_expired(control, name)
@@ -291,14 +295,14 @@ class AwsDeployer:
 
     def _advance(
         self,
-        control: Control,
+        control: LambdaControl,
         name: str,
         package: Package,
         wanted: dict[str, Any],
-        trials: list[Report],
+        trials: list[LambdaReport],
         *,
         exists: bool,
-    ) -> Version:
+    ) -> LambdaVersion:
         """Publish the package (or find it among the versions kept), try it, make it current, prune."""
         version = self._published(control, name, package, wanted, trials, exists=exists, tried=frozenset())
         control.point(name, version)
@@ -307,15 +311,15 @@ class AwsDeployer:
 
     def _pin(
         self,
-        control: Control,
+        control: LambdaControl,
         name: str,
         package: Package,
         wanted: dict[str, Any],
-        trials: list[Report],
+        trials: list[LambdaReport],
         alias: str,
         *,
         existing: bool,
-    ) -> Pin:
+    ) -> PinnedVersion:
         exists = control.ours(name)
         if exists:
             self._remove_expired(control, name)
@@ -342,21 +346,21 @@ class AwsDeployer:
 
     def _published(
         self,
-        control: Control,
+        control: LambdaControl,
         name: str,
         package: Package,
         wanted: dict[str, Any],
-        trials: list[Report],
+        trials: list[LambdaReport],
         *,
         exists: bool,
         tried: frozenset[str] | set[str],
-    ) -> Version:
+    ) -> LambdaVersion:
         """The package's version: one that is kept, or a new one. It is tried unless its number is in `tried`."""
         for attempt in range(_ATTEMPTS):
             try:
                 version, new = self._uploaded(control, name, package, wanted, exists=exists)
                 break
-            except Overtaken:
+            except DeploymentOvertaken:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 exists = True
@@ -380,10 +384,10 @@ class AwsDeployer:
         return version
 
     def _uploaded(
-        self, control: Control, name: str, package: Package, wanted: dict[str, Any], *, exists: bool
-    ) -> tuple[Version, bool]:
-        """The package's version, and whether it was published now. `Overtaken` if another deployment got in between,
-        also with the same code under other settings."""
+        self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any], *, exists: bool
+    ) -> tuple[LambdaVersion, bool]:
+        """The package's version, and whether it was published now. `DeploymentOvertaken` if another deployment got in
+        between, also with the same code under other settings."""
         kept = control.versions(name) if exists else []
         known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
         if known is not None:
@@ -394,10 +398,10 @@ class AwsDeployer:
         number = control.publish(name, archive, package.version)
         made = next((v for v in control.versions(name) if v.number == number), None)
         if made is None or not made.runs(package.version, wanted, self.settings):
-            raise Overtaken(name)
+            raise DeploymentOvertaken(name)
         return made, True
 
-    def _prune(self, control: Control, name: str) -> None:
+    def _prune(self, control: LambdaControl, name: str) -> None:
         """Keep `keep_versions` of the versions that were current, as many that only runs called, and each that an alias
         names. What cannot be removed (a run's role need not allow it) is left to the next deployment."""
         with contextlib.suppress(ServerlessError):
@@ -410,7 +414,7 @@ class AwsDeployer:
                     if old.number not in named:
                         control.remove(name, old.number)
 
-    def _remove_expired(self, control: Control, name: str) -> None:
+    def _remove_expired(self, control: LambdaControl, name: str) -> None:
         """Aliases of runs that have not renewed their leases. One that cannot be removed is left to the next."""
         now = datetime.datetime.now(datetime.UTC)
         for alias in control.aliases(name):
@@ -421,13 +425,15 @@ class AwsDeployer:
                 if datetime.datetime.fromisoformat(found[1]) < now:
                     control.remove_alias(name, alias.name)
 
-    def _live(self, control: Control, function: str) -> Version:
+    def _live(self, control: LambdaControl, function: str) -> LambdaVersion:
         live = control.live(self._named(function))
         if live is None:
             raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
         return live
 
-    def _deployed(self, control: Control, name: str, version: Version, live: Version | None) -> Deployed:
+    def _deployed(
+        self, control: LambdaControl, name: str, version: LambdaVersion, live: LambdaVersion | None
+    ) -> DeployedFunction:
         current = live is not None and version.number == live.number
         warm: int | None = 0
         reserved: int | None = 0
@@ -438,7 +444,7 @@ class AwsDeployer:
                 warm, reserved = control.warm(name), control.reserved(name)
             except ServerlessError as error:  # only what is shown is missing
                 problem = error.message
-        return Deployed(
+        return DeployedFunction(
             function=name.removeprefix(self.settings.prefix),
             provider=self.provider,
             version=version.digest,
@@ -452,7 +458,7 @@ class AwsDeployer:
             problem=problem,
         )
 
-    def _bill(self, package: Package, trial: Report, t0: float, t1: float) -> None:
+    def _bill(self, package: Package, trial: LambdaReport, t0: float, t1: float) -> None:
         self._meter.invocation(
             Invocation(
                 function=package.spec.name,
@@ -479,12 +485,16 @@ def _run_alias(run: str) -> str:
     return _RUN + plain
 
 
-def _pinned(function: str, alias: str, qualifier: str, version: Version) -> Pin:
+def _pinned(function: str, alias: str, qualifier: str, version: LambdaVersion) -> PinnedVersion:
     settings = version.settings
-    return Pin(function, alias, qualifier, version.number, float(settings["Timeout"]), int(settings["MemorySize"]))
+    return PinnedVersion(
+        function, alias, qualifier, version.number, float(settings["Timeout"]), int(settings["MemorySize"])
+    )
 
 
-def _choose(function: str, kept: list[Version], live: Version | None, wanted: str, deployed: Sequence[str]) -> Version:
+def _rollback_version(
+    function: str, kept: list[LambdaVersion], live: LambdaVersion | None, wanted: str, deployed: Sequence[str]
+) -> LambdaVersion:
     """The version to go back to: the newest one older than the current of those that were current (`deployed`), or that
     whose digest starts so."""
     if not kept:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serverless.backends.aws_answers import Report, function_fault, last_words, report
+from serverless.backends.aws_answers import LambdaReport, function_fault, function_log_tail, parse_report
 from serverless.deploy.aws_bundle import DIRECT_BYTES
-from serverless.deploy.aws_session import Clients, code, translated
+from serverless.deploy.aws_session import Boto3Clients, error_code, translate_errors
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 
-__all__ = ["ALIAS", "Alias", "Control", "Version"]
+__all__ = ["ALIAS", "LambdaAlias", "LambdaControl", "LambdaVersion"]
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ _TRUST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class LambdaVersion:
     """A published version. `number` is Lambda's, `digest` the package's."""
 
     number: str
@@ -71,7 +71,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
+class LambdaAlias:
     """A name of a version. `number` is Lambda's number of that."""
 
     name: str
@@ -79,12 +79,12 @@ class Alias:
     description: str
 
 
-class Control:
+class LambdaControl:
     """Owns the boto3 clients. Used from one thread at a time; `stop`, from any, ends its waits."""
 
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
-        self._clients = Clients(settings)
+        self._clients = Boto3Clients(settings)
         self._stop = threading.Event()
 
     def stop(self) -> None:
@@ -97,18 +97,18 @@ class Control:
     def close(self) -> None:
         self._clients.close()
 
-    def live(self, name: str) -> Version | None:
+    def live(self, name: str) -> LambdaVersion | None:
         """The version that the alias names, None if there is no function or no alias."""
-        with translated(f"looking for {name}"):
+        with translate_errors(f"looking for {name}"):
             try:
                 return _version(self._lambda.get_function_configuration(FunctionName=name, Qualifier=ALIAS))
             except self._lambda.exceptions.ResourceNotFoundException:
                 return None
 
-    def versions(self, name: str) -> list[Version]:
+    def versions(self, name: str) -> list[LambdaVersion]:
         """Published versions, newest first; none if there is no such function."""
-        found: list[Version] = []
-        with translated(f"listing versions of {name}"):
+        found: list[LambdaVersion] = []
+        with translate_errors(f"listing versions of {name}"):
             try:
                 for page in self._lambda.get_paginator("list_versions_by_function").paginate(FunctionName=name):
                     found += [_version(one) for one in page["Versions"] if one["Version"] != "$LATEST"]
@@ -116,15 +116,15 @@ class Control:
                 return []
         return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
 
-    def aliases(self, name: str) -> list[Alias]:
+    def aliases(self, name: str) -> list[LambdaAlias]:
         """None if there is no such function."""
-        with translated(f"listing aliases of {name}"):
+        with translate_errors(f"listing aliases of {name}"):
             try:
                 pages = self._lambda.get_paginator("list_aliases").paginate(FunctionName=name)
                 found = [one for page in pages for one in page["Aliases"]]
             except self._lambda.exceptions.ResourceNotFoundException:
                 return []
-        return [Alias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
+        return [LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
 
     def deployed(self, name: str) -> list[str]:
         """Numbers of the versions that were current at some time, the oldest first. Where the alias does not say, those
@@ -136,14 +136,14 @@ class Control:
 
     def names(self) -> list[str]:
         """Lambda functions with the prefix."""
-        with translated("listing functions"):
+        with translate_errors("listing functions"):
             pages = self._lambda.get_paginator("list_functions").paginate()
             found = [one["FunctionName"] for page in pages for one in page["Functions"]]
         return sorted(name for name in found if name.startswith(self._settings.prefix))
 
     def ours(self, name: str) -> bool:
         """Whether a function exists, `BackendFailed` if it does and is not rollart's."""
-        with translated(f"looking for {name}"):
+        with translate_errors(f"looking for {name}"):
             try:
                 found = self._lambda.get_function(FunctionName=name)
             except self._lambda.exceptions.ResourceNotFoundException:
@@ -159,13 +159,13 @@ class Control:
         if self._settings.role_arn:
             return self._settings.role_arn
         name = self._settings.role_name
-        with translated(f"looking for the role {name}"):
+        with translate_errors(f"looking for the role {name}"):
             iam = self._clients.of("iam")
             try:
                 return str(iam.get_role(RoleName=name)["Role"]["Arn"])
             except iam.exceptions.NoSuchEntityException:
                 pass
-        with translated(f"making the role {name}"):
+        with translate_errors(f"making the role {name}"):
             try:
                 made = iam.create_role(
                     RoleName=name,
@@ -187,22 +187,22 @@ class Control:
         return arn
 
     def upload(self, name: str, archive: bytes, digest: str, wanted: Mapping[str, Any], *, create: bool) -> None:
-        """Code and configuration, with the waits that Lambda wants between. `Overtaken` if another deployment has
-        created the function meanwhile."""
+        """Code and configuration, with the waits that Lambda wants between. `DeploymentOvertaken` if another
+        deployment has created the function meanwhile."""
         function = self._lambda
         role = self.role()
         where, forget = self._place(name, archive)
         described = {"Description": _MARK + digest, **wanted, "Role": role}
         architectures = [self._settings.architecture]
         try:
-            with translated(f"uploading {name}"):
+            with translate_errors(f"uploading {name}"):
                 if create:
                     tags = {_DIGEST_TAG: digest}
                     made = {"Code": where, "Architectures": architectures, "Tags": tags, "PackageType": "Zip"}
                     try:
                         self._assumable(lambda: function.create_function(FunctionName=name, **described, **made))
                     except function.exceptions.ResourceConflictException:
-                        raise Overtaken(name) from None
+                        raise DeploymentOvertaken(name) from None
                     self._wait("function_active_v2", FunctionName=name)
                     return
                 self._wait("function_updated_v2", FunctionName=name)
@@ -220,9 +220,9 @@ class Control:
             forget()
 
     def publish(self, name: str, archive: bytes, digest: str) -> str:
-        """A new version's number. `Overtaken` if the code of another deployment got in between."""
+        """A new version's number. `DeploymentOvertaken` if the code of another deployment got in between."""
         sha = base64.b64encode(hashlib.sha256(archive).digest()).decode()
-        with translated(f"publishing {name}"):
+        with translate_errors(f"publishing {name}"):
             try:
                 made = self._unconflicted(
                     lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=_MARK + digest)
@@ -230,22 +230,22 @@ class Control:
             except self._lambda.exceptions.InvalidParameterValueException as error:
                 if "codesha256" not in str(error).lower():
                     raise
-                raise Overtaken(name) from None
+                raise DeploymentOvertaken(name) from None
             number = str(made["Version"])
             self._wait("published_version_active", FunctionName=name, Qualifier=number)
         return number
 
-    def smoke(self, name: str, number: str, timeout_s: float) -> Report | None:
+    def smoke(self, name: str, number: str, timeout_s: float) -> LambdaReport | None:
         """Call a version with the empty list: its answer must be one, or `BackendFailed` with the function's error."""
         client = self._clients.of("lambda", once_s=timeout_s + 20.0)
-        with translated(f"trying {name}:{number}"):
+        with translate_errors(f"trying {name}:{number}"):
             answer = self._unthrottled(
                 lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail")
             )
             payload = answer["Payload"].read()
-        told = report(answer.get("LogResult", ""))
+        told = parse_report(answer.get("LogResult", ""))
         if "FunctionError" in answer:
-            words = last_words(answer.get("LogResult", ""))
+            words = function_log_tail(answer.get("LogResult", ""))
             detail = function_fault(payload, told).detail
             raise SmokeFailed(f"{detail}; its log ends: {words}" if words else detail, told)
         try:
@@ -256,10 +256,10 @@ class Control:
             raise SmokeFailed(f"it answered an empty list with {body!r:.200}, not with a list", told)
         return told
 
-    def point(self, name: str, version: Version) -> None:
+    def point(self, name: str, version: LambdaVersion) -> None:
         """Make a version current. The alias moves last: what fails has moved nothing."""
         numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
-        with translated(f"tagging {name}"):
+        with translate_errors(f"tagging {name}"):
             self._lambda.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
         self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
 
@@ -267,7 +267,7 @@ class Control:
         """Let an alias name a version; it is made where there is none."""
         function = self._lambda
         target = {"FunctionName": name, "Name": alias, "FunctionVersion": number, "Description": description}
-        with translated(f"moving {name}:{alias} to {number}"):
+        with translate_errors(f"moving {name}:{alias} to {number}"):
             try:
                 self._unconflicted(lambda: function.update_alias(**target, RoutingConfig={}))
             except function.exceptions.ResourceNotFoundException:
@@ -275,7 +275,7 @@ class Control:
 
     def remove_alias(self, name: str, alias: str) -> None:
         """With its warm environments. Nothing if it is gone."""
-        with translated(f"deleting {name}:{alias}"):
+        with translate_errors(f"deleting {name}:{alias}"):
             try:
                 self.set_warm(name, 0, alias)
                 self._unconflicted(lambda: self._lambda.delete_alias(FunctionName=name, Name=alias))
@@ -286,7 +286,7 @@ class Control:
         """A version, or with none given the function with all of them. One that is gone or still used is left."""
         function = self._lambda
         chosen = {"Qualifier": number} if number else {}
-        with translated(f"deleting {name} {number}".rstrip()):
+        with translate_errors(f"deleting {name} {number}".rstrip()):
             try:
                 self._unconflicted(lambda: function.delete_function(FunctionName=name, **chosen), 3 if number else 30)
             except function.exceptions.ResourceNotFoundException:
@@ -299,7 +299,7 @@ class Control:
     def retain_logs(self, name: str) -> None:
         logs = self._clients.of("logs")
         group = f"/aws/lambda/{name}"
-        with translated(f"setting up logs of {name}"):
+        with translate_errors(f"setting up logs of {name}"):
             try:
                 logs.create_log_group(logGroupName=group)
             except logs.exceptions.ResourceAlreadyExistsException:
@@ -308,7 +308,7 @@ class Control:
 
     def log_events(self, name: str, since_ms: int) -> list[dict[str, Any]]:
         logs = self._clients.of("logs")
-        with translated(f"reading logs of {name}"):
+        with translate_errors(f"reading logs of {name}"):
             try:
                 pages = logs.get_paginator("filter_log_events").paginate(
                     logGroupName=f"/aws/lambda/{name}", startTime=since_ms
@@ -319,7 +319,7 @@ class Control:
 
     def warm(self, name: str, alias: str = ALIAS) -> int:
         """Provisioned concurrency of an alias."""
-        with translated(f"reading the provisioned concurrency of {name}"):
+        with translate_errors(f"reading the provisioned concurrency of {name}"):
             try:
                 found = self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=alias)
                 return int(found["RequestedProvisionedConcurrentExecutions"])
@@ -331,7 +331,7 @@ class Control:
         chosen = {"FunctionName": name, "Qualifier": alias}
         if not count and not self.warm(name, alias):
             return
-        with translated(f"keeping {count} environments of {name} warm"):
+        with translate_errors(f"keeping {count} environments of {name} warm"):
             if count == 0:
                 self._lambda.delete_provisioned_concurrency_config(**chosen)
                 return
@@ -348,12 +348,12 @@ class Control:
 
     def reserved(self, name: str) -> int:
         """Reserved concurrency, 0 if none."""
-        with translated(f"reading the reserved concurrency of {name}"):
+        with translate_errors(f"reading the reserved concurrency of {name}"):
             found = self._lambda.get_function_concurrency(FunctionName=name)
         return int(found.get("ReservedConcurrentExecutions") or 0)
 
     def reserve(self, name: str, count: int) -> None:
-        with translated(f"reserving {count} concurrent calls for {name}"):
+        with translate_errors(f"reserving {count} concurrent calls for {name}"):
             if count:
                 self._lambda.put_function_concurrency(FunctionName=name, ReservedConcurrentExecutions=count)
             else:
@@ -374,7 +374,7 @@ class Control:
                 remedy="name an S3 bucket of the region as `bucket`, or drop requirements or artefacts",
             )
         key = f"rollart/{name}/{hashlib.sha256(archive).hexdigest()}.zip"
-        with translated(f"uploading {name} to s3://{bucket}"):
+        with translate_errors(f"uploading {name} to s3://{bucket}"):
             s3 = self._clients.of("s3")
             s3.put_object(Bucket=bucket, Key=key, Body=archive)
         return {"S3Bucket": bucket, "S3Key": key}, lambda: s3.delete_object(Bucket=bucket, Key=key)
@@ -384,7 +384,7 @@ class Control:
 
     def _unconflicted(self, call: Callable[[], T], attempts: int = _CONFLICTS) -> T:
         """Again while another change of the function is under way."""
-        return self._again(call, lambda e: code(e) == "ResourceConflictException", attempts, 2.0)
+        return self._again(call, lambda e: error_code(e) == "ResourceConflictException", attempts, 2.0)
 
     def _assumable(self, call: Callable[[], T]) -> T:
         """Again while Lambda does not know a new role yet."""
@@ -392,7 +392,7 @@ class Control:
 
     def _unthrottled(self, call: Callable[[], T]) -> T:
         """Again while throttled: nothing has been executed then."""
-        return self._again(call, lambda e: code(e) == "TooManyRequestsException", _SMOKE_THROTTLES, _POLL_S)
+        return self._again(call, lambda e: error_code(e) == "TooManyRequestsException", _SMOKE_THROTTLES, _POLL_S)
 
     def _again(self, call: Callable[[], T], passing: Callable[[Exception], bool], attempts: int, pause_s: float) -> T:
         for _ in range(attempts - 1):
@@ -409,7 +409,7 @@ class Control:
             raise BackendFailed("the deployer was closed while it waited for AWS")
 
 
-class Overtaken(BackendFailed):
+class DeploymentOvertaken(BackendFailed):
     """Another deployment of the function got in between two steps of this one."""
 
     def __init__(self, name: str) -> None:
@@ -417,16 +417,16 @@ class Overtaken(BackendFailed):
 
 
 class SmokeFailed(BackendFailed):
-    """A new version did not answer as it must. `report` is the bill of the trial, if there is one."""
+    """A new version did not answer as it must. `parse_report` is the bill of the trial, if there is one."""
 
-    def __init__(self, message: str, told: Report | None) -> None:
+    def __init__(self, message: str, told: LambdaReport | None) -> None:
         super().__init__(message)
         self.report = told
 
 
-def _version(found: Mapping[str, Any]) -> Version:
+def _version(found: Mapping[str, Any]) -> LambdaVersion:
     described = str(found.get("Description", ""))
-    return Version(
+    return LambdaVersion(
         number=str(found["Version"]),
         digest=described.removeprefix(_MARK) if described.startswith(_MARK) else "",
         settings={key: found.get(key) for key in _COMPARED},

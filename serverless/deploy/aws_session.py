@@ -11,7 +11,7 @@ from serverless.backends.aws_answers import NOT_ALLOWED
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, ServerlessError
 
-__all__ = ["Clients", "code", "library", "translated", "translation"]
+__all__ = ["Boto3Clients", "error_code", "library", "translate_errors", "translate_error"]
 
 _SIGN_IN = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or sign in: `aws configure` or `aws sso login`"
 
@@ -36,20 +36,20 @@ def library(name: str) -> Any:
         raise ExtraMissing(name.partition(".")[0], "aws") from None
 
 
-def code(error: BaseException) -> str:
+def error_code(error: BaseException) -> str:
     """The error code of a botocore `ClientError`, '' of anything else."""
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
-def translation(error: BaseException, doing: str) -> ServerlessError | None:
+def translate_error(error: BaseException, doing: str) -> ServerlessError | None:
     """Ours for an error of botocore or aiobotocore; None for any other."""
     names = {one.__name__ for one in type(error).__mro__}
     if names.intersection(_NOT_SIGNED_IN):
         return CredentialsMissing(f"{doing}: AWS knows no user: {error}", remedy=_SIGN_IN)
     if "NoRegionError" in names:
         return BackendFailed(f"{doing}: no AWS region is set", remedy="set `region` in the settings, or AWS_REGION")
-    if found := code(error):
+    if found := error_code(error):
         if found in NOT_ALLOWED:
             remedy = "grant it to this user" if found.startswith("AccessDenied") else _SIGN_IN
             return CredentialsMissing(f"{doing}: AWS refuses the user: {error}", remedy=remedy)
@@ -62,20 +62,20 @@ def translation(error: BaseException, doing: str) -> ServerlessError | None:
 
 
 @contextlib.contextmanager
-def translated(doing: str) -> Iterator[None]:
+def translate_errors(doing: str) -> Iterator[None]:
     """Errors of boto3 within leave as ours."""
     try:
         yield
     except ServerlessError:
         raise
     except Exception as error:
-        ours = translation(error, doing)
+        ours = translate_error(error, doing)
         if ours is None:
             raise
         raise ours from error
 
 
-class Clients:
+class Boto3Clients:
     """boto3 clients by service, made at first use. Boto's clients may be shared by threads, its session may not: use
     `of` from one thread at a time."""
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from serverless.errors import SpecInvalid
 from serverless.spec import FunctionSpec
 
-__all__ = ["AwsSettings", "configuration"]
+__all__ = ["AwsSettings", "function_configuration"]
 
 _RETENTIONS = (1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653)
 """Days that CloudWatch Logs accepts."""
@@ -78,7 +78,7 @@ class AwsSettings(BaseModel):
         return name
 
 
-def configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[str, Any]:
+def function_configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[str, Any]:
     """What Lambda is told of a function, by its own names: whole seconds, memory that brings the declared cores.
 
     `SpecInvalid` for what Lambda does not have.

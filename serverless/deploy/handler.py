@@ -27,9 +27,9 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from serverless.calling import CALLS, Call
+from serverless.calling import CALLS, ConventionAdapter
 from serverless.errors import PolicyFault, SpecInvalid
-from serverless.signatures import ACCEPTED, OPTIONS, Convention, Shape, Unknown, of_object, recognise
+from serverless.signatures import ACCEPTED, OPTIONS, CallableSignature, Convention, Unknown, of_object, recognise
 from serverless.types import InfraFault, Item, ModelFault, Scored
 
 ListHandler = Callable[[list[dict[str, Any]], Any], Any]
@@ -142,7 +142,9 @@ async def score_concurrently(target: Callable[..., Awaitable[Any]], event: list[
     return answers
 
 
-def _score(target: Callable[..., Any], call: Call, shape: Shape, raw: dict[str, Any]) -> dict[str, Any]:
+def _score(
+    target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, raw: dict[str, Any]
+) -> dict[str, Any]:
     try:
         args, kwargs = call.arguments([_item(raw)], shape)
         return _answer(raw["id"], call.results(target(*args, **kwargs), 1)[0])
@@ -150,7 +152,9 @@ def _score(target: Callable[..., Any], call: Call, shape: Shape, raw: dict[str, 
         return _failure(raw["id"], error)
 
 
-def _score_batch(target: Callable[..., Any], call: Call, shape: Shape, event: list[dict[str, Any]]) -> list[Any]:
+def _score_batch(
+    target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, event: list[dict[str, Any]]
+) -> list[Any]:
     """An error of several items is the call's: the caller finds the guilty one. That of a single one is its own."""
     if not event:
         return []
@@ -161,7 +165,9 @@ def _score_batch(target: Callable[..., Any], call: Call, shape: Shape, event: li
         return _failed(event, error)
 
 
-async def _score_all(target: Callable[..., Any], call: Call, shape: Shape, event: list[dict[str, Any]]) -> list[Any]:
+async def _score_all(
+    target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, event: list[dict[str, Any]]
+) -> list[Any]:
     import asyncio
 
     async def some(raws: list[dict[str, Any]]) -> list[Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from serverless import keys
 from serverless.backends import logs
-from serverless.backends.base import Change, Deployed, LogLine
+from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
@@ -87,20 +87,20 @@ class LocalDeployer:
         self._allow_unsafe = allow_unsafe
         self._clock = clock
 
-    async def plan(self, package: Package) -> Change:
+    async def plan(self, package: Package) -> DeploymentChange:
         name = package.spec.name
         state = self._read(name)
         if not state.current:
-            return Change(name, self.provider, (f"create {name} at version {package.version[:12]}",))
+            return DeploymentChange(name, self.provider, (f"create {name} at version {package.version[:12]}",))
         if state.current == package.version:
-            return Change(name, self.provider, ())
+            return DeploymentChange(name, self.provider, ())
         lines = [f"version {state.current[:12]} becomes {package.version[:12]}"]
         before = FunctionSpec.model_validate(state.find(name, state.current).spec).identity()
         after = package.spec.identity()
         lines += [f"{key}: {before[key]} becomes {after[key]}" for key in after if before[key] != after[key]]
-        return Change(name, self.provider, tuple(lines))
+        return DeploymentChange(name, self.provider, tuple(lines))
 
-    async def deploy(self, package: Package) -> Deployed:
+    async def deploy(self, package: Package) -> DeployedFunction:
         name = package.spec.name
         with self._locked():
             state = self._read(name)
@@ -125,7 +125,7 @@ class LocalDeployer:
             self._prune(name, state)
             return self._deployed(name, state, made)
 
-    async def functions(self) -> Sequence[Deployed]:
+    async def functions(self) -> Sequence[DeployedFunction]:
         found = []
         for directory in sorted((self._root / "deployed").glob("*/")):
             state = self._read(directory.name)
@@ -133,11 +133,11 @@ class LocalDeployer:
                 found.append(self._deployed(directory.name, state, state.find(directory.name, state.current)))
         return found
 
-    async def versions(self, function: str) -> Sequence[Deployed]:
+    async def versions(self, function: str) -> Sequence[DeployedFunction]:
         state = self._known(function)
         return [self._deployed(function, state, one) for one in state.versions]
 
-    async def rollback(self, function: str, version: str = "") -> Deployed:
+    async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         with self._locked():
             state = self._known(function)
             if version:
@@ -152,7 +152,9 @@ class LocalDeployer:
             self._write(function, state)
             return self._deployed(function, state, chosen)
 
-    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+    async def scale(
+        self, function: str, *, warm: int | None = None, concurrency: int | None = None
+    ) -> DeployedFunction:
         with self._locked():
             state = self._known(function)
             state = replace(
@@ -256,8 +258,8 @@ class LocalDeployer:
             if directory.name not in kept:
                 shutil.rmtree(directory, ignore_errors=True)
 
-    def _deployed(self, function: str, state: _State, one: _Version) -> Deployed:
-        return Deployed(
+    def _deployed(self, function: str, state: _State, one: _Version) -> DeployedFunction:
+        return DeployedFunction(
             function=function,
             provider=self.provider,
             version=one.version,

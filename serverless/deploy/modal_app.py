@@ -22,9 +22,9 @@ from dataclasses import replace
 from typing import Any
 
 from serverless.backends import modal_client
-from serverless.backends.base import Change, Deployed, LogLine
-from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
-from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
+from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.backends.modal_calls import ModalReply, PinnedFunction, call_pinned, pin
+from serverless.backends.modal_versions import PROVIDER, DeploymentTags, ModalNamespace, ModalSettings
 from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
@@ -68,15 +68,15 @@ class ModalDeployer:
         self.settings = settings or ModalSettings()
         self._meter = meter or NullMeter()
         self._stack = contextlib.AsyncExitStack()
-        self._at: Place | None = None
+        self._at: ModalNamespace | None = None
         self._turn = asyncio.Lock()
 
-    async def plan(self, package: Package) -> Change:
+    async def plan(self, package: Package) -> DeploymentChange:
         name = package.spec.name
         place = self.place
-        with modal_client.translated():
+        with modal_client.translate_errors():
             found = await place.find(name)
-            ledger = found[1] if found else Ledger()
+            ledger = found[1] if found else DeploymentTags()
             if not ledger.live:
                 lines = [f"create app {place.app(name)} at version {package.version[:12]}"]
             elif ledger.versions[ledger.live] != package.version:
@@ -86,17 +86,17 @@ class ModalDeployer:
             else:
                 changes = await self._scaling(name, ledger.live, package.spec)
                 lines = [f"{key} -> {value}" for key, value in changes.items()]
-        return Change(name, self.provider, tuple(lines))
+        return DeploymentChange(name, self.provider, tuple(lines))
 
-    async def deploy(self, package: Package, *, current: bool = True) -> Deployed:
+    async def deploy(self, package: Package, *, current: bool = True) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False the
         live version stays, if there is one, and a new one is not kept for a rollback."""
         check_pinned(package)
         name, place = package.spec.name, self.place
         async with self._turn:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 found = await place.find(name)
-                ledger = found[1] if found else Ledger()
+                ledger = found[1] if found else DeploymentTags()
                 kept = [n for n, digest in ledger.versions.items() if digest == package.version]
                 if found is not None and kept:
                     number = ledger.live if ledger.live in kept else max(kept)
@@ -110,32 +110,34 @@ class ModalDeployer:
                     return replace(await self._deployed(name, ledger, number), unchanged=unchanged)
             return await self._new(package, ledger, current=current or not ledger.live)
 
-    async def functions(self) -> Sequence[Deployed]:
+    async def functions(self) -> Sequence[DeployedFunction]:
         place = self.place
-        with modal_client.translated():
+        with modal_client.translate_errors():
             names = await place.functions()
             found = [(name, await place.get(name)) for name in names]
             return [await self._deployed(name, ledger, ledger.live) for name, (_, ledger) in found]
 
-    async def versions(self, function: str) -> Sequence[Deployed]:
-        with modal_client.translated():
+    async def versions(self, function: str) -> Sequence[DeployedFunction]:
+        with modal_client.translate_errors():
             _, ledger = await self.place.get(function)
             return [await self._deployed(function, ledger, n) for n in sorted(ledger.versions, reverse=True)]
 
-    async def rollback(self, function: str, version: str = "") -> Deployed:
+    async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         async with self._turn:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 app, ledger = await self.place.get(function)
-                number = _choose(function, ledger, version)
+                number = _rollback_deployment(function, ledger, version)
                 return await self._deployed(function, await self._point(function, app, ledger, number), number)
 
-    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+    async def scale(
+        self, function: str, *, warm: int | None = None, concurrency: int | None = None
+    ) -> DeployedFunction:
         """Of the live version, until the next deployment of a package that says otherwise."""
         if (warm or 0) < 0 or (concurrency is not None and concurrency < 1):
             raise SpecInvalid(f"{function}: warm={warm}, concurrency={concurrency}: not less than 0 and 1")
         wanted = {"min_containers": warm, "max_containers": concurrency}
         async with self._turn:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 _, ledger = await self.place.get(function)
                 handle = self.place.function(function, ledger.live)
                 await handle.autoscaler.update.aio(**{k: v for k, v in wanted.items() if v is not None})
@@ -143,7 +145,7 @@ class ModalDeployer:
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
         since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
-        with modal_client.translated():
+        with modal_client.translate_errors():
             app, _ = await self.place.get(function)
             entries = [entry async for entry in app.logs.fetch.aio(since=since)]
         entries.sort(key=lambda entry: entry.timestamp)
@@ -154,19 +156,19 @@ class ModalDeployer:
 
     async def delete(self, function: str) -> None:
         async with self._turn:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 app, _ = await self.place.get(function)
                 await app.stop.aio(client=self.place.client)
 
     async def rates(self) -> Mapping[str, decimal.Decimal]:
         """The workspace's price list: dollars per unit, by Modal's names."""
-        with modal_client.translated():
-            workspace = modal_client.library().Workspace.from_context(client=self.place.client)
+        with modal_client.translate_errors():
+            workspace = modal_client.modal_library().Workspace.from_context(client=self.place.client)
             return dict(await workspace.billing.rates.aio())
 
     async def __aenter__(self) -> ModalDeployer:
-        client = await self._stack.enter_async_context(modal_client.opened())
-        self._at = Place(client, self.settings.prefix, self.settings.environment)
+        client = await self._stack.enter_async_context(modal_client.open_client())
+        self._at = ModalNamespace(client, self.settings.prefix, self.settings.environment)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -174,29 +176,29 @@ class ModalDeployer:
         await self._stack.aclose()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModalNamespace:
         """Where it looks things up, while it is open."""
         if self._at is None:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
-    async def _new(self, package: Package, ledger: Ledger, *, current: bool) -> Deployed:
+    async def _new(self, package: Package, ledger: DeploymentTags, *, current: bool) -> DeployedFunction:
         """Deploy, try, and make it live; on failure the live version stays, and an app without one is stopped."""
         name, place = package.spec.name, self.place
-        with modal_client.translated():
+        with modal_client.translate_errors():
             app = await self._publish(package, ledger)
             number = (await app.info.aio(refresh=True)).lifecycle.version
         try:
             if number is None:
                 raise BackendFailed(f"Modal does not say which deployment of {place.app(name)} this is")
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 target = await pin(place, name, number, package.version)
                 await self._try(target, package)
                 now = datetime.datetime.now(datetime.UTC).timestamp()
                 fresh = ledger.added(number, package.version, now, keep=self.settings.keep)
                 if not current:
                     return await self._deployed(name, replace(fresh, live=ledger.live), number)
-                bounds = {**await self._set(name, ledger.live), **_bounds(package.spec)}
+                bounds = {**await self._set(name, ledger.live), **_bounds_text(package.spec)}
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)
                 await self._cool(name, ledger.live)
@@ -208,9 +210,9 @@ class ModalDeployer:
                     await app.stop.aio(client=place.client)
             raise
 
-    async def _publish(self, package: Package, ledger: Ledger) -> Any:
+    async def _publish(self, package: Package, ledger: DeploymentTags) -> Any:
         """Upload and build. The app keeps its tags: nothing goes to the new deployment yet."""
-        modal = modal_client.library()
+        modal = modal_client.modal_library()
         name, place = package.spec.name, self.place
         entry = importlib.import_module(_ENTRY)
         with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
@@ -229,12 +231,12 @@ class ModalDeployer:
             )
         return app
 
-    async def _try(self, target: Pinned, package: Package) -> None:
+    async def _try(self, target: PinnedFunction, package: Package) -> None:
         """Invoke with an empty list, whose answer must be one."""
         loop = asyncio.get_running_loop()
         t0 = loop.time()
         limit = package.spec.init_timeout_s + package.spec.timeout_s + 2 * _START_S
-        answer = Answered(fault=InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"no answer in {limit:g} s"))
+        answer = ModalReply(fault=InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"no answer in {limit:g} s"))
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit):
@@ -248,7 +250,7 @@ class ModalDeployer:
                 remedy="the version before it stays; `rollart rewards test` runs it here",
             )
 
-    def _bill(self, target: Pinned, answer: Answered, t0: float, t1: float) -> None:
+    def _bill(self, target: PinnedFunction, answer: ModalReply, t0: float, t1: float) -> None:
         run_s = answer.run_s if answer.worker else t1 - t0
         status = str(answer.fault.kind) if answer.fault else "ok"
         self._meter.invocation(
@@ -268,7 +270,7 @@ class ModalDeployer:
             )
         )
 
-    async def _point(self, name: str, app: Any, ledger: Ledger, number: int) -> Ledger:
+    async def _point(self, name: str, app: Any, ledger: DeploymentTags, number: int) -> DeploymentTags:
         """Make a kept version live, as warm as the one before it."""
         if number == ledger.live:
             return ledger
@@ -289,7 +291,7 @@ class ModalDeployer:
     async def _cool(self, name: str, number: int) -> None:
         """A version that is no longer live keeps no container warm. Called first: what fails has moved nothing."""
         if number:
-            with contextlib.suppress(modal_client.library().exception.NotFoundError):
+            with contextlib.suppress(modal_client.modal_library().exception.NotFoundError):
                 await self.place.function(name, number).autoscaler.update.aio(min_containers=0)
 
     async def _scaling(self, name: str, number: int, spec: FunctionSpec) -> dict[str, int]:
@@ -306,9 +308,9 @@ class ModalDeployer:
             if option in spec.model_fields_set and current != wanted
         }
 
-    async def _deployed(self, name: str, ledger: Ledger, number: int) -> Deployed:
+    async def _deployed(self, name: str, ledger: DeploymentTags, number: int) -> DeployedFunction:
         place = self.place
-        found = Deployed(
+        found = DeployedFunction(
             function=name,
             provider=self.provider,
             version=ledger.versions[number],
@@ -320,7 +322,7 @@ class ModalDeployer:
             concurrency=None,
         )
         try:
-            with modal_client.translated():
+            with modal_client.translate_errors():
                 target = await pin(place, name, number, found.version)
                 settings = await target.handle.autoscaler.settings.aio()
         except ServerlessError as error:  # only what is shown is missing
@@ -361,7 +363,7 @@ def container_options(spec: FunctionSpec) -> dict[str, Any]:
     }
 
 
-def _bounds(spec: FunctionSpec) -> dict[str, int]:
+def _bounds_text(spec: FunctionSpec) -> dict[str, int]:
     """What a spec says in words of its containers' bounds; what it does not say stays as `scale` left it."""
     said = {"min_containers": ("warm", spec.warm), "max_containers": ("concurrency", spec.concurrency)}
     return {key: value for key, (option, value) in said.items() if option in spec.model_fields_set}
@@ -387,7 +389,7 @@ def check_pinned(package: Package) -> None:
         )
 
 
-def _choose(function: str, ledger: Ledger, wanted: str) -> int:
+def _rollback_deployment(function: str, ledger: DeploymentTags, wanted: str) -> int:
     """The deployment to go back to: the newest one before the live, or that whose digest starts so."""
     known = ", ".join(f"{ledger.versions[n][:12]} (deployment {n})" for n in sorted(ledger.versions, reverse=True))
     if wanted:

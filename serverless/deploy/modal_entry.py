@@ -33,7 +33,7 @@ _DETAIL = 500
 
 
 @dataclass(frozen=True)
-class Context:
+class ContainerContext:
     """Lambda's context object: the fields that handlers use."""
 
     function_name: str
@@ -78,7 +78,7 @@ def call(payload: bytes) -> bytes:
 
 
 def _run(request: dict[str, Any], began: float) -> dict[str, Any]:
-    context = Context(
+    context = ContainerContext(
         function_name=request["name"],
         function_version=request["version"],
         memory_limit_in_mb=request["memory_mb"],

@@ -26,8 +26,8 @@ from pydantic import ValidationError
 
 from serverless import keys
 from serverless.declare import declarations
-from serverless.deploy.requirements import Lock, lock
-from serverless.deploy.sources import SKIPPED, Definition, Sources, collect
+from serverless.deploy.requirements import RequirementLock, lock
+from serverless.deploy.sources import SKIPPED, SourceDefinition, SourceFiles, collect
 from serverless.errors import NotOffloadable, PackageError, SpecInvalid
 from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
 from serverless.spec import FunctionSpec
@@ -145,20 +145,22 @@ def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Functio
     return _merge(spec, declared, root, found.path.parent)
 
 
-def _read_source(spec: FunctionSpec, root: pathlib.Path) -> tuple[Sources, str, Definition, Mapping[str, Any] | None]:
+def _read_source(
+    spec: FunctionSpec, root: pathlib.Path
+) -> tuple[SourceFiles, str, SourceDefinition, Mapping[str, Any] | None]:
     """The source, the attribute that is the reward, where that is defined, and the arguments of its `@reward`."""
     sources = collect(spec.source, root, function=spec.name)
     declared = _declared(sources)
-    attribute = spec.handler or sources.attribute or _only(declared, spec.name, sources)
+    attribute = spec.handler or sources.attribute or _single_reward(declared, spec.name, sources)
     found = sources.find(attribute)
-    return sources, attribute, found, declared.get(attribute) or _at(found)
+    return sources, attribute, found, declared.get(attribute) or _definition_of(found)
 
 
 def _ours(name: str) -> bytes:
     return (_OURS / name).read_bytes()
 
 
-def _manifest(sources: Sources, attribute: str, spec: FunctionSpec, locked: Lock) -> dict[str, object]:
+def _manifest(sources: SourceFiles, attribute: str, spec: FunctionSpec, locked: RequirementLock) -> dict[str, object]:
     return {
         "schema_version": 1,
         "file": sources.file,
@@ -171,7 +173,7 @@ def _manifest(sources: Sources, attribute: str, spec: FunctionSpec, locked: Lock
     }
 
 
-def _declared(sources: Sources) -> dict[str, dict[str, Any]]:
+def _declared(sources: SourceFiles) -> dict[str, dict[str, Any]]:
     """The rewards of the entry; those that it imports from its own package, if it has none."""
     text = sources.entry.read_bytes().decode(errors="replace")
     own = declarations(text, filename=str(sources.entry))
@@ -181,16 +183,16 @@ def _declared(sources: Sources) -> dict[str, dict[str, Any]]:
     for path, module in sources.modules():
         if path == sources.entry:
             names = [a.asname or a.name for n in module.body if isinstance(n, ast.ImportFrom) for a in n.names]
-            found = {name: settings for name in names if (settings := _at(sources.find(name))) is not None}
+            found = {name: settings for name in names if (settings := _definition_of(sources.find(name))) is not None}
     return found
 
 
-def _at(found: Definition) -> dict[str, Any] | None:
+def _definition_of(found: SourceDefinition) -> dict[str, Any] | None:
     text = found.path.read_bytes().decode(errors="replace")
     return declarations(text, filename=str(found.path)).get(found.name)
 
 
-def _only(declared: Mapping[str, object], name: str, sources: Sources) -> str:
+def _single_reward(declared: Mapping[str, object], name: str, sources: SourceFiles) -> str:
     """The reward of a source that names none: the decorated one, else that of the function's name, else `handler`,
     else the only public function."""
     if name in declared:
@@ -234,7 +236,7 @@ def _merge(
         raise SpecInvalid(f"function {spec.name}: artefacts: {error}") from None
 
 
-def _refuse_state(sources: Sources, found: Definition, spec: FunctionSpec) -> tuple[str, ...]:
+def _refuse_state(sources: SourceFiles, found: SourceDefinition, spec: FunctionSpec) -> tuple[str, ...]:
     """The warnings of a reward that keeps no state."""
     verdict = inspect_source(
         found,
@@ -248,7 +250,7 @@ def _refuse_state(sources: Sources, found: Definition, spec: FunctionSpec) -> tu
     return tuple(map(str, verdict.warnings))
 
 
-def _takes(spec: FunctionSpec, found: Definition) -> str:
+def _takes(spec: FunctionSpec, found: SourceDefinition) -> str:
     if spec.takes != "auto":
         return spec.takes
     shape = of_source(found.body, found.name)

@@ -18,11 +18,11 @@ from serverless.errors import PackageError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["Lock", "lock"]
+__all__ = ["RequirementLock", "lock"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lock:
+class RequirementLock:
     """`pins` are `name==version`; `unpinned` what could not be pinned because it is not installed here.
 
     A package with unpinned requirements can be rehearsed, but a provider refuses it: its content would depend on
@@ -37,14 +37,14 @@ class Lock:
         return (*self.pins, *self.unpinned)
 
 
-def lock(requirements: Sequence[str], root: pathlib.Path) -> Lock:
+def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
     """Pin `requirements`, of which paths (`*.txt`, `-r FILE`) are of `root`.
 
     `PackageError` for a requirement that cannot be read, is asked for in two versions, or contradicts what is
     installed.
     """
     if not requirements:
-        return Lock()
+        return RequirementLock()
     pins: dict[str, str] = {}
     unpinned: list[str] = []
     pending: list[tuple[Requirement, str]] = []
@@ -55,7 +55,7 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> Lock:
     seen: set[tuple[str, frozenset[str]]] = set()
     while pending:
         wanted, origin = pending.pop(0)
-        name = _normal(wanted.name)
+        name = _normalised_name(wanted.name)
         exact = _exact(wanted)
         installed = _installed(wanted.name)
         version = exact or installed
@@ -66,7 +66,7 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> Lock:
         if installed == version and (name, frozenset(wanted.extras)) not in seen:
             seen.add((name, frozenset(wanted.extras)))
             pending += [(needed, name) for needed in _needs(wanted)]
-    return Lock(tuple(f"{n}=={v}" for n, v in sorted(pins.items())), tuple(sorted(set(unpinned))))
+    return RequirementLock(tuple(f"{n}=={v}" for n, v in sorted(pins.items())), tuple(sorted(set(unpinned))))
 
 
 def _lines(requirements: Iterable[str], root: pathlib.Path) -> list[tuple[str, str]]:
@@ -161,7 +161,7 @@ def _needs(wanted: Requirement) -> list[Requirement]:
     return needed
 
 
-def _normal(name: str) -> str:
+def _normalised_name(name: str) -> str:
     from packaging.utils import canonicalize_name
 
     return str(canonicalize_name(name))

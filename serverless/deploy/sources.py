@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from serverless.errors import PackageError, SpecInvalid
 
-__all__ = ["SKIPPED", "Definition", "Sources", "collect", "tree"]
+__all__ = ["SKIPPED", "SourceDefinition", "SourceFiles", "collect", "tree"]
 
 SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
 """Never packed."""
@@ -25,7 +25,7 @@ _OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
+class SourceDefinition:
     """Where an attribute is really defined: imports are followed. `name` is its name there."""
 
     path: pathlib.Path
@@ -34,7 +34,7 @@ class Definition:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class SourceFiles:
     """`files` are archive path -> file (below `function/`); `module` is the dotted name of the entry, `package`
     whether it is one of a package's modules. `attribute` is what the source named after ':'."""
 
@@ -56,25 +56,25 @@ class Sources:
             if path.suffix == ".py" and path != self.entry:
                 yield path, tree(path)
 
-    def find(self, attribute: str) -> Definition:
+    def find(self, attribute: str) -> SourceDefinition:
         """Follow `from .x import attribute` through the packed files to the definition."""
         path, name = self.entry, attribute
         for _ in range(8):
             body = tuple(tree(path).body)
             link = _imported(body, name)
             if link is None:
-                return Definition(path, body, name)
+                return SourceDefinition(path, body, name)
             node, original = link
             targets = _targets(node, path, self.entry)
             known = set(self.files.values())
             step = next((t for t in targets if t in known and _binds(t, original)), None)
             if step is None:
-                return Definition(path, body, name)
+                return SourceDefinition(path, body, name)
             path, name = step, original
-        return Definition(path, tuple(tree(path).body), name)
+        return SourceDefinition(path, tuple(tree(path).body), name)
 
 
-def collect(source: str, root: pathlib.Path, *, function: str = "") -> Sources:
+def collect(source: str, root: pathlib.Path, *, function: str = "") -> SourceFiles:
     """All files of a source; relative paths are of `root`. `PackageError` for what is missing or cannot be packed."""
     path, attribute = _locate(source, root)
     if path.is_dir():
@@ -88,11 +88,11 @@ def collect(source: str, root: pathlib.Path, *, function: str = "") -> Sources:
     if top is not None and len(found) > 1:
         files = {p.relative_to(top.parent).as_posix(): p for p in sorted(found)}
         _refuse_reserved(top.name)
-        return Sources(path, files, _dotted(path, top), package=True, attribute=attribute)
+        return SourceFiles(path, files, _dotted(path, top), package=True, attribute=attribute)
     files = {path.name: path}
     for other in sorted(found - {path}):
         files[other.relative_to(path.parent).as_posix()] = other
-    return Sources(path, files, path.stem, package=False, attribute=attribute)
+    return SourceFiles(path, files, path.stem, package=False, attribute=attribute)
 
 
 def tree(path: pathlib.Path) -> ast.Module:
@@ -120,7 +120,7 @@ def _locate(source: str, root: pathlib.Path) -> tuple[pathlib.Path, str]:
     return (origin.parent if origin.name == "__init__.py" else origin), attribute
 
 
-def _directory(path: pathlib.Path, attribute: str) -> Sources:
+def _directory(path: pathlib.Path, attribute: str) -> SourceFiles:
     path = path.resolve()
     entry = path / "__init__.py"
     if not entry.is_file():
@@ -131,7 +131,7 @@ def _directory(path: pathlib.Path, attribute: str) -> Sources:
         for file in sorted(path.rglob("*"))
         if file.is_file() and not SKIPPED.intersection(file.relative_to(path).parts)
     }
-    return Sources(entry, files, path.name, package=True, attribute=attribute)
+    return SourceFiles(entry, files, path.name, package=True, attribute=attribute)
 
 
 def _refuse_reserved(name: str) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BatchPolicy", "Send", "Wait"]
+__all__ = ["BatchPolicy", "SendBatch", "WaitForItems"]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendBatch:
     """The first `count` waiting items go now."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForItems:
     """Nothing goes now; look again after `seconds`, or when something changes."""
 
     seconds: float
@@ -35,14 +35,14 @@ class BatchPolicy:
     max_wait_s: float
     max_bytes: int
 
-    def decide(self, sizes: Sequence[int], oldest_wait_s: float) -> Send | Wait:
+    def decide(self, sizes: Sequence[int], oldest_wait_s: float) -> SendBatch | WaitForItems:
         """`sizes` are the bytes of the first waiting items, at least one and at most `max_items`."""
         count = self._fit(sizes)
         full = count >= self.max_items or count < len(sizes)
         left = self.max_wait_s - oldest_wait_s
         if full or left <= 1e-9:
-            return Send(count)
-        return Wait(left)
+            return SendBatch(count)
+        return WaitForItems(left)
 
     def _fit(self, sizes: Sequence[int]) -> int:
         total = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serverless.types import FaultKind, InfraFault
 
-__all__ = ["Breaker", "BreakerPolicy", "BreakerState", "counts"]
+__all__ = ["CircuitBreaker", "BreakerPolicy", "BreakerState", "is_provider_failure"]
 
 
 class BreakerState(enum.StrEnum):
@@ -36,7 +36,7 @@ class BreakerPolicy:
     trials: int = 3
 
 
-def counts(fault: InfraFault, *, alone: bool = False) -> bool | None:
+def is_provider_failure(fault: InfraFault, *, alone: bool = False) -> bool | None:
     """Whether a call's fault is a failure of the provider (True), shows that it works (False), or says nothing about it
     (None): a refusal is load, a deadline is the caller's, what cannot be sent or read is the item's.
 
@@ -50,7 +50,7 @@ def counts(fault: InfraFault, *, alone: bool = False) -> bool | None:
     return True
 
 
-class Breaker:
+class CircuitBreaker:
     """One function on one provider.
 
     CLOSED calls go; OPEN none goes until `until`; HALF_OPEN one trial goes: its answer closes, its failure opens again.

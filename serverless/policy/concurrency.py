@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from serverless.types import InfraFault, Throttle
 
-__all__ = ["Window", "WindowPolicy"]
+__all__ = ["ConcurrencyWindow", "ConcurrencyPolicy"]
 
 _FAST = 0.9
 """Up to this share of the window that the last refusal left, one answer makes room for one call more; beyond it a whole
@@ -32,7 +32,7 @@ _PROBE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPolicy:
+class ConcurrencyPolicy:
     """`most` is the function's concurrency. `wait_s` and `max_wait_s` bound the jittered waits after refusals in a row
     for which the provider asked no wait of its own. `latency_factor` None: latency is not looked at."""
 
@@ -42,7 +42,7 @@ class WindowPolicy:
     latency_factor: float | None = 2.0
 
 
-class Window:
+class ConcurrencyWindow:
     """Calls in flight that are allowed now: starts at `most` (a burst is what functions are for) and stays in 1..most.
 
     A refusal says what to do:
@@ -56,7 +56,7 @@ class Window:
     so that about one call in c + 1 is refused, and no more than one or two per `retry_after_s`.
     """
 
-    def __init__(self, policy: WindowPolicy) -> None:
+    def __init__(self, policy: ConcurrencyPolicy) -> None:
         self._policy = policy
         self._size = float(policy.most)
         self._accepted = float(policy.most)

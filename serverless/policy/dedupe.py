@@ -9,7 +9,7 @@ from serverless.keys import canonical
 from serverless.types import InfraFault, Outcome, Scored
 from serverless.wire import WireItem
 
-__all__ = ["cacheable", "item_key", "own"]
+__all__ = ["cacheable", "item_key", "copy_outcome"]
 
 
 def item_key(version: str, item: WireItem) -> bytes | None:
@@ -29,6 +29,6 @@ def cacheable(outcome: Outcome) -> bool:
     return not isinstance(outcome, InfraFault)
 
 
-def own(outcome: Outcome) -> Outcome:
+def copy_outcome(outcome: Outcome) -> Outcome:
     """The same outcome, sharing nothing that its receiver could change."""
     return replace(outcome, metrics=dict(outcome.metrics)) if isinstance(outcome, Scored) else outcome

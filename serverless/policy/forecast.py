@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Expected", "Forecast", "workers_for"]
+__all__ = ["ExpectedCalls", "Forecast", "workers_for"]
 
 KEPT = 512
 """Durations kept per kind: a quantile of 0.99 needs some hundred; older ones are of another policy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedCalls:
     """Calls within a horizon: their mean and variance (each live trajectory is one independent chance)."""
 
     mean: float
@@ -48,20 +48,20 @@ class Forecast:
         if len(recent) > self._kept:
             del ordered[bisect.bisect_left(ordered, recent.popleft())]
 
-    def within(self, horizon_s: float, live: Iterable[tuple[str, float]]) -> Expected:
+    def within(self, horizon_s: float, live: Iterable[tuple[str, float]]) -> ExpectedCalls:
         """Calls expected in the next `horizon_s` seconds from live trajectories of (kind, age in seconds)."""
         mean = variance = 0.0
         for kind, age in live:
             p = self.chance(kind, age, horizon_s)
             mean += p
             variance += p * (1.0 - p)
-        return Expected(mean, variance)
+        return ExpectedCalls(mean, variance)
 
     def seen(self, kind: str) -> int:
         """Durations that are known of a kind."""
         return len(self._sorted.get(kind, ()))
 
-    def among(self, kind: str, began: Sequence[float], now: float, horizon_s: float) -> Expected:
+    def among(self, kind: str, began: Sequence[float], now: float, horizon_s: float) -> ExpectedCalls:
         """`within` for all of one kind, given when they began, earliest first: O(kept * log(live)).
 
         The chance of an ending only changes at an age that is one of the durations, or the horizon short of one:
@@ -69,7 +69,7 @@ class Forecast:
         """
         ordered = self._sorted.get(kind)
         if not ordered or not began:
-            return Expected(0.0, 0.0)
+            return ExpectedCalls(0.0, 0.0)
         if len(began) < len(ordered) // 4:
             return self.within(horizon_s, ((kind, now - t) for t in began))
         # (age, whether it is passed or comes within reach there); what comes within reach at once first
@@ -87,7 +87,7 @@ class Forecast:
                 break
             passed += end
             reached += 1 - end
-        return Expected(mean + older, variance)
+        return ExpectedCalls(mean + older, variance)
 
     def chance(self, kind: str, age: float, horizon_s: float) -> float:
         """That a trajectory of this age ends within the horizon. Older than any that was seen: it is overdue, and the

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from serverless.keys import canonical, sha256
 from serverless.types import Item, Scored
 
-__all__ = ["Anchors", "LimitPolicy", "prompt_key"]
+__all__ = ["AnchorTimes", "LimitPolicy", "prompt_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def prompt_key(item: Item) -> str:
         return ""
 
 
-class Anchors:
+class AnchorTimes:
     """The slowest correct answer by prompt. Bounds: an anchor never falls, so a limit never does, and an answer no
     slower than a correct one to the same prompt is never cut (factor >= 1), up to `max_s`.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from serverless.types import FaultKind, InfraFault, Invocation
 
-__all__ = ["RetryBudget", "RetryPolicy", "lost"]
+__all__ = ["RetryBudget", "RetryPolicy", "is_outcome_unknown"]
 
 
-def lost(fault: InfraFault, bill: Invocation | None) -> bool:
+def is_outcome_unknown(fault: InfraFault, bill: Invocation | None) -> bool:
     """Whether a call was sent and nobody knows what became of it: it may have been executed, or still be.
 
     A backend gives a bill for a call that may have reached a worker, and a provider that answered has a name for it

@@ -44,7 +44,7 @@ _OUTPUT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
+class _TestVerdict:
     """Of one test. `result`: the program came to one, right or wrong."""
 
     passed: bool
@@ -76,7 +76,7 @@ class CodeTests:
         program = extract(item.completion)
         if program is None:
             return ModelFault(0.0, "the completion has no ```python block")
-        verdicts: list[_Verdict] = []
+        verdicts: list[_TestVerdict] = []
         spent = 0.0
         try:
             for test in tests:
@@ -119,7 +119,7 @@ def _is_test(test: object) -> bool:
     )
 
 
-def _test(box: Box, program: str, test: Mapping[str, Any], limits: Limits) -> _Verdict:
+def _test(box: Box, program: str, test: Mapping[str, Any], limits: Limits) -> _TestVerdict:
     if "assert" in test:
         # Printed last, so that a program that ends the process before its tests does not pass them.
         token = secrets.token_hex(16)
@@ -132,7 +132,7 @@ def _test(box: Box, program: str, test: Mapping[str, Any], limits: Limits) -> _V
         ran = box.run(program, test.get("stdin", ""), limits)
         passed, result = ran.ok and _lines(ran.stdout) == _lines(test["stdout"]), ran.ok
         reason = _reason(ran.status, ran.stderr)
-    return _Verdict(passed, result, ran.wall_s, "" if passed else reason)
+    return _TestVerdict(passed, result, ran.wall_s, "" if passed else reason)
 
 
 def _reason(status: Status, stderr: str) -> str:
@@ -146,7 +146,7 @@ def _reason(status: Status, stderr: str) -> str:
     }.get(status, last or str(status))
 
 
-def _outcome(verdicts: list[_Verdict], tests: int, share: bool) -> Outcome:
+def _outcome(verdicts: list[_TestVerdict], tests: int, share: bool) -> Outcome:
     passed = sum(v.passed for v in verdicts)
     if not any(v.result for v in verdicts):
         return ModelFault(0.0, f"the program failed: {verdicts[0].reason}")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.core import Core, Exit, Io, Receive, Send
+from serverless.sandbox.core import ExitStep, Io, ReceiveStep, SandboxProcess, SendStep
 from serverless.sandbox.launch import LADDER, UNSAFE
 from serverless.sandbox.values import Limits, Ran, Rung
 
@@ -57,7 +57,7 @@ def detect() -> list[Rung]:
     found = []
     for rung in (*LADDER, UNSAFE):
         try:
-            with Box(Core(rung, limits=Limits(), preload=(), allow_unsafe=True), quiet=True) as box:
+            with Box(SandboxProcess(rung, limits=Limits(), preload=(), allow_unsafe=True), quiet=True) as box:
                 ran = box.run("print(6 * 7)")
             why = "" if ran.stdout == "42\n" else f"a program ended with {ran.status}: {ran.stderr[-200:]}"
             found.append(Rung(rung, not why, why))
@@ -85,7 +85,7 @@ class Sandbox:
         self._entered.close()
 
     async def __aenter__(self) -> AsyncBox:
-        boxes = AsyncBox([Core(self._rung, **self._settings) for _ in range(self._size)])
+        boxes = AsyncBox([SandboxProcess(self._rung, **self._settings) for _ in range(self._size)])
         return await self._entered_async.enter_async_context(boxes)
 
     async def __aexit__(self, *exc: object) -> None:
@@ -93,7 +93,7 @@ class Sandbox:
 
     def box(self) -> Box:
         """The blocking form for whoever keeps it until the process ends, as the reward of a worker does."""
-        return Box(Core(self._rung, **self._settings))
+        return Box(SandboxProcess(self._rung, **self._settings))
 
 
 class Box:
@@ -103,7 +103,7 @@ class Box:
     this process, and with the thread that started it (a rule of the kernel): the next program then starts another.
     """
 
-    def __init__(self, core: Core, *, quiet: bool = False) -> None:
+    def __init__(self, core: SandboxProcess, *, quiet: bool = False) -> None:
         self._core = core
         self._quiet = quiet
         self._turn = threading.Lock()
@@ -152,9 +152,9 @@ class AsyncBox:
     program and its sandbox; the next one starts anew.
     """
 
-    def __init__(self, cores: list[Core]) -> None:
+    def __init__(self, cores: list[SandboxProcess]) -> None:
         self._cores = cores
-        self._idle: asyncio.LifoQueue[Core] = asyncio.LifoQueue()
+        self._idle: asyncio.LifoQueue[SandboxProcess] = asyncio.LifoQueue()
 
     @property
     def rung(self) -> str:
@@ -190,7 +190,7 @@ class AsyncBox:
                 core.discard()
 
 
-def _warn(core: Core) -> None:
+def _warn(core: SandboxProcess) -> None:
     if core.way is not None and core.way.rung == UNSAFE:
         _log.warning("UNSAFE: generated programs run without isolation and can read and send whatever this user can")
 
@@ -227,13 +227,13 @@ async def _drive_async(work: Io[T]) -> T:
         return result
 
 
-def _perform(step: Send | Receive | Exit) -> Any:
-    if isinstance(step, Exit):
+def _perform(step: SendStep | ReceiveStep | ExitStep) -> Any:
+    if isinstance(step, ExitStep):
         with contextlib.suppress(subprocess.TimeoutExpired):
             step.process.wait(step.seconds)
         return None
     channel = step.launched.socket
-    if isinstance(step, Send):
+    if isinstance(step, SendStep):
         channel.settimeout(step.seconds)
         return _sent(channel, step.data)
     parts = bytearray()
@@ -258,15 +258,15 @@ def _sent(channel: socket.socket, data: bytes) -> bool:
     return True
 
 
-async def _perform_async(step: Send | Receive | Exit) -> Any:
+async def _perform_async(step: SendStep | ReceiveStep | ExitStep) -> Any:
     loop = asyncio.get_running_loop()
-    if isinstance(step, Exit):
+    if isinstance(step, ExitStep):
         await _ended(step)
         return None
     channel = step.launched.socket
     channel.setblocking(False)
     async with asyncio.timeout(step.seconds):
-        if isinstance(step, Send):
+        if isinstance(step, SendStep):
             try:
                 await loop.sock_sendall(channel, step.data)
             except ConnectionError:
@@ -284,7 +284,7 @@ async def _perform_async(step: Send | Receive | Exit) -> Any:
         return bytes(parts)
 
 
-async def _ended(step: Exit) -> None:
+async def _ended(step: ExitStep) -> None:
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     pidfd = os.pidfd_open(step.process.pid)

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.launch import UNSAFE, Launched, Refused, Way, ways
+from serverless.sandbox.launch import UNSAFE, Launched, LaunchMethod, RungUnavailable, launch_methods
 from serverless.sandbox.values import Limits, Ran, Status
 
-__all__ = ["Core", "Exit", "Io", "Receive", "Send"]
+__all__ = ["SandboxProcess", "ExitStep", "Io", "ReceiveStep", "SendStep"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _ESCAPED = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendStep:
     """Answered with whether it could be sent; TimeoutError after `seconds`."""
 
     launched: Launched
@@ -41,7 +41,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class ReceiveStep:
     """Answered with `count` bytes, or None at the end of the stream; TimeoutError after `seconds`."""
 
     launched: Launched
@@ -50,17 +50,17 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ExitStep:
     """Answered when the process has ended, or after `seconds`."""
 
     process: subprocess.Popen[bytes]
     seconds: float
 
 
-Io: TypeAlias = Generator[Send | Receive | Exit, Any, T]
+Io: TypeAlias = Generator[SendStep | ReceiveStep | ExitStep, Any, T]
 
 
-class Core:
+class SandboxProcess:
     """Owns the process of one sandbox, and starts another one after its end. One job at a time.
 
     A process that was forked from its owner's starts its own.
@@ -73,13 +73,13 @@ class Core:
         if rung == UNSAFE and not allow_unsafe:
             raise SandboxUnavailable("the rung 'unsafe' isolates nothing", remedy="pass allow_unsafe=True to accept it")
         self._limits = limits
-        self._ways = ways(rung, limits=limits, preload=preload)
+        self._ways = launch_methods(rung, limits=limits, preload=preload)
         if rung is None and allow_unsafe:
-            self._ways += ways(UNSAFE, limits=limits, preload=preload)
+            self._ways += launch_methods(UNSAFE, limits=limits, preload=preload)
         self._ways = [way for way in self._ways if only in ("", way.name)]
         self._launched: Launched | None = None
         self._owner = os.getpid()
-        self.way: Way | None = None
+        self.way: LaunchMethod | None = None
 
     @property
     def pid(self) -> int | None:
@@ -97,7 +97,7 @@ class Core:
             try:
                 self._launched = way.start()
                 yield from self._handshake(self._launched)
-            except (Refused, TimeoutError) as refused:
+            except (RungUnavailable, TimeoutError) as refused:
                 reasons.append(f"{way.rung} ({way.name}): {refused or 'not ready in time'}")
                 self.discard()
                 continue
@@ -134,7 +134,7 @@ class Core:
         if launched is not None and self._owner == os.getpid():
             try:
                 launched.hang_up()
-                yield Exit(launched.process, _STOP_S)
+                yield ExitStep(launched.process, _STOP_S)
             finally:
                 launched.end()
 
@@ -146,17 +146,17 @@ class Core:
 
     def _handshake(self, launched: Launched) -> Io[None]:
         answer = None
-        if (yield Send(launched, _frame(launched.config), _START_S)):
+        if (yield SendStep(launched, _frame(launched.config), _START_S)):
             answer = yield from _message(launched, _START_S, 1 << 16)
         if answer is None:
-            raise Refused(launched.complaint() or "it ended before it was ready")
+            raise RungUnavailable(launched.complaint() or "it ended before it was ready")
         if answer.get("ready") is not True:
-            raise Refused(str(answer.get("error"))[:1000])
+            raise RungUnavailable(str(answer.get("error"))[:1000])
 
     def _exchange(self, launched: Launched, order: bytes, limits: Limits) -> Io[Ran | None]:
         """One job; None if the sandbox was dead before it began."""
         seconds = limits.wall_s + _GRACE_S
-        sent = yield Send(launched, order, seconds)
+        sent = yield SendStep(launched, order, seconds)
         started = (yield from _message(launched, seconds, 1 << 16)) if sent else None
         if started is None:
             return None
@@ -187,13 +187,13 @@ def _ran(answer: dict[str, Any]) -> Ran | None:
 
 def _message(launched: Launched, seconds: float, most: int) -> Io[dict[str, Any] | None]:
     """One frame, or None at the end of the stream and for what is no frame."""
-    head = yield Receive(launched, 4, seconds)
+    head = yield ReceiveStep(launched, 4, seconds)
     if head is None:
         return None
     (size,) = struct.unpack(">I", head)
     if size > most:
         return None
-    body = yield Receive(launched, size, seconds)
+    body = yield ReceiveStep(launched, size, seconds)
     try:
         message = json.loads(body) if body is not None else None
     except ValueError:

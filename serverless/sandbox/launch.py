@@ -26,7 +26,18 @@ from serverless.sandbox import seccomp
 from serverless.sandbox.inside.scratch import empty
 from serverless.sandbox.values import Limits
 
-__all__ = ["LADDER", "UNSAFE", "Launched", "Refused", "Seen", "Way", "own_uid", "provider", "seen", "ways"]
+__all__ = [
+    "LADDER",
+    "UNSAFE",
+    "Launched",
+    "RungUnavailable",
+    "VisiblePaths",
+    "LaunchMethod",
+    "unused_uid",
+    "hosting_provider",
+    "visible_paths",
+    "launch_methods",
+]
 
 LADDER = ("provider", "bubblewrap", "landlock")
 UNSAFE = "unsafe"
@@ -56,7 +67,7 @@ _FIRST_UID = 1_900_000_000
 processes count for it alone."""
 
 
-class Refused(Exception):
+class RungUnavailable(Exception):
     """Why a way cannot be taken here."""
 
 
@@ -94,26 +105,26 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to take a rung: it may raise `Refused`, and what it launched may still fail to get ready."""
+class LaunchMethod:
+    """One way to take a rung: it may raise `RungUnavailable`, and what it launched may still fail to get ready."""
 
     rung: str
     name: str
     start: Callable[[], Launched]
 
 
-def ways(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[Way]:
+def launch_methods(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[LaunchMethod]:
     """How to take a rung, or (None) every rung but `unsafe`, best first."""
-    view = _View(limits, tuple(preload))
+    view = _SandboxView(limits, tuple(preload))
     root = os.geteuid() == 0
     known = [
-        Way("provider", "provider", lambda: _on_provider(view)),
-        *([Way("bubblewrap", "as root", lambda: _bubblewrap(view, user_namespace=False))] if root else []),
-        Way("bubblewrap", "with a user namespace", lambda: _bubblewrap(view, user_namespace=True)),
-        *([Way("landlock", "as root", lambda: _landlock(view, user_namespace=False))] if root else []),
-        Way("landlock", "with a user namespace", lambda: _landlock(view, user_namespace=True)),
-        Way("landlock", "without namespaces", lambda: _landlock_alone(view)),
-        Way(UNSAFE, "limits only", lambda: _unsafe(view)),
+        LaunchMethod("provider", "provider", lambda: _on_provider(view)),
+        *([LaunchMethod("bubblewrap", "as root", lambda: _bubblewrap(view, user_namespace=False))] if root else []),
+        LaunchMethod("bubblewrap", "with a user namespace", lambda: _bubblewrap(view, user_namespace=True)),
+        *([LaunchMethod("landlock", "as root", lambda: _landlock(view, user_namespace=False))] if root else []),
+        LaunchMethod("landlock", "with a user namespace", lambda: _landlock(view, user_namespace=True)),
+        LaunchMethod("landlock", "without namespaces", lambda: _landlock_alone(view)),
+        LaunchMethod(UNSAFE, "limits only", lambda: _unsafe(view)),
     ]
     chosen = [way for way in known if (way.rung == rung if rung else way.rung != UNSAFE)]
     if not chosen:
@@ -121,7 +132,7 @@ def ways(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[Wa
     return chosen
 
 
-def provider(environment: Mapping[str, str], *, release: str, root_is_read_only: bool) -> str:
+def hosting_provider(environment: Mapping[str, str], *, release: str, root_is_read_only: bool) -> str:
     """'lambda' or 'modal' if we are inside one, else ''.
 
     Variables alone prove nothing, as test harnesses set them too: Lambda's root is read-only, and Modal's kernel is
@@ -135,7 +146,7 @@ def provider(environment: Mapping[str, str], *, release: str, root_is_read_only:
 
 
 @dataclass(frozen=True)
-class _View:
+class _SandboxView:
     """What of this machine a sandbox gets to see."""
 
     limits: Limits
@@ -199,10 +210,10 @@ class _View:
         return [self.python, "-s", "-S", "-P", "-c", code, str(fd)]
 
 
-def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
+def _bubblewrap(view: _SandboxView, *, user_namespace: bool) -> Launched:
     binary = shutil.which("bwrap")
     if binary is None:
-        raise Refused("bwrap is not installed")
+        raise RungUnavailable("bwrap is not installed")
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     arguments += ["--cap-drop", "ALL"]
@@ -225,7 +236,7 @@ def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
     arguments += ["--symlink", f"{view.scratch}/shm", "/dev/shm"]
     arguments += ["--perms", "0777", "--size", str(view.limits.files_mb * 2**20), "--tmpfs", view.scratch]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
-    config = view.config(uid=None if user_namespace else own_uid(), job_filter=_uncounted(user_namespace))
+    config = view.config(uid=None if user_namespace else unused_uid(), job_filter=_uncounted(user_namespace))
     # bwrap reads the filter from a descriptor, to its end.
     with tempfile.TemporaryFile() as rules:
         rules.write(_filter())
@@ -234,9 +245,9 @@ def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
         return _launch(head, view, "zygote", config, pass_fds=[rules.fileno()])
 
 
-def _landlock(view: _View, *, user_namespace: bool) -> Launched:
+def _landlock(view: _SandboxView, *, user_namespace: bool) -> Launched:
     code = _filter().hex()
-    uid = None if user_namespace else own_uid()
+    uid = None if user_namespace else unused_uid()
     config = view.config(
         landlock="must",
         user_namespace=user_namespace,
@@ -247,28 +258,28 @@ def _landlock(view: _View, *, user_namespace: bool) -> Launched:
     return _launch([], view, "confine", config)
 
 
-def _landlock_alone(view: _View) -> Launched:
+def _landlock_alone(view: _SandboxView) -> Launched:
     """Version 3 is the first that guards files against being truncated."""
     changes = {"landlock": "must", "landlock_version": 3, "job_filter": _filter(single=True).hex()}
     return _without_namespaces(view, mode="single", **changes)
 
 
-def _on_provider(view: _View) -> Launched:
-    where = provider(os.environ, release=os.uname().release, root_is_read_only=_root_is_read_only())
+def _on_provider(view: _SandboxView) -> Launched:
+    where = hosting_provider(os.environ, release=os.uname().release, root_is_read_only=_root_is_read_only())
     if not where:
-        raise Refused("not inside AWS Lambda or Modal")
-    with contextlib.suppress(Refused):
+        raise RungUnavailable("not inside AWS Lambda or Modal")
+    with contextlib.suppress(RungUnavailable):
         return _without_namespaces(view, mode="single", landlock="try", job_filter=_filter(single=True).hex())
     return _without_namespaces(view, mode="open", landlock="try")
 
 
-def _unsafe(view: _View) -> Launched:
+def _unsafe(view: _SandboxView) -> Launched:
     return _without_namespaces(view, mode="open")
 
 
-def _without_namespaces(view: _View, **changes: Any) -> Launched:
+def _without_namespaces(view: _SandboxView, **changes: Any) -> Launched:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="rollart-sandbox-")).resolve()
-    uid = own_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
+    uid = unused_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
     others = 0 if uid else _threads_of(os.geteuid())
     if uid:
         os.chown(scratch, uid, uid)
@@ -283,7 +294,7 @@ def _without_namespaces(view: _View, **changes: Any) -> Launched:
 
 
 def _launch(
-    head: list[str], view: _View, entry: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()
+    head: list[str], view: _SandboxView, entry: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()
 ) -> Launched:
     ours, theirs = socket.socketpair()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `Launched` closes it
@@ -302,14 +313,14 @@ def _launch(
     except OSError as error:
         ours.close()
         log.close()
-        raise Refused(str(error)) from None
+        raise RungUnavailable(str(error)) from None
     return Launched(process, ours, config, log)
 
 
 def _filter(*, single: bool = False) -> bytes:
     machine = os.uname().machine
     if machine not in seccomp.ARCHITECTURES:
-        raise Refused(f"no seccomp filter for {machine}, only for {', '.join(seccomp.ARCHITECTURES)}")
+        raise RungUnavailable(f"no seccomp filter for {machine}, only for {', '.join(seccomp.ARCHITECTURES)}")
     return seccomp.program(machine, single=single)
 
 
@@ -318,7 +329,7 @@ def _uncounted(user_namespace: bool) -> str:
     return _filter(single=True).hex() if user_namespace and os.geteuid() == 0 else ""
 
 
-def own_uid() -> int:
+def unused_uid() -> int:
     """Unlike that of any sandbox that lives now: process ids are."""
     global _sandboxes
     _sandboxes += 1
@@ -329,16 +340,16 @@ _sandboxes = 0
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisiblePaths:
     paths: list[str]
     links: list[tuple[str, str]]
 
 
-def seen(more: Sequence[str]) -> Seen:
+def visible_paths(more: Sequence[str]) -> VisiblePaths:
     """Of this machine: its libraries, Python with its installed packages, and `more`."""
-    view = _View(Limits(), ("every package",))
+    view = _SandboxView(Limits(), ("every package",))
     paths = [*view.binds(), *map(os.path.realpath, more)]
-    return Seen([p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])], view.links())
+    return VisiblePaths([p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])], view.links())
 
 
 def _within(path: str, parent: str) -> bool:

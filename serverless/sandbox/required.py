@@ -35,15 +35,15 @@ def enter(channel: socket.socket, package: str, scratch: str) -> None:
     """Put this single-threaded process behind the wall. Returns in a child of it: the caller's own process stays
     outside, only to end with the child. OSError where the machine refuses."""
     from serverless.sandbox.inside import confine, zygote
-    from serverless.sandbox.launch import own_uid, seen
+    from serverless.sandbox.launch import unused_uid, visible_paths
 
     root = os.geteuid() == 0
-    uid = own_uid() if root else None
+    uid = unused_uid() if root else None
     if root:
         # Whatever the umask was; its parents go on shutting out others.
         for path in (pathlib.Path(package), *pathlib.Path(package).rglob("*")):
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-    binds = seen([str(pathlib.Path(__file__).parents[1]), sys.prefix, package])
+    binds = visible_paths([str(pathlib.Path(__file__).parents[1]), sys.prefix, package])
     config = {
         "user_namespace": not root,
         "binds": binds.paths,
@@ -88,14 +88,14 @@ def _works() -> bool:
 
 def _probe() -> None:
     from serverless.sandbox.box import Box
-    from serverless.sandbox.core import Core
+    from serverless.sandbox.core import SandboxProcess
     from serverless.sandbox.values import Limits
 
     directory = sys.argv[1]
     ours, theirs = socket.socketpair()
     with ours, theirs:
         enter(theirs, directory, f"{directory}/scratch")
-    with Box(Core(None, limits=Limits(), preload=(), allow_unsafe=False), quiet=True) as box:
+    with Box(SandboxProcess(None, limits=Limits(), preload=(), allow_unsafe=False), quiet=True) as box:
         way = box.way
         if box.run("print(6 * 7)").stdout == "42\n" and way not in ("", "without namespaces"):
             print("namespaces", flush=True)

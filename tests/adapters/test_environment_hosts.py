@@ -15,10 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.adapters.envs.front import Front
+from rollart.adapters.envs.front import EnvironmentHostServer
 from rollart.adapters.envs.hosts import HostConnection
-from rollart.adapters.envs.seats import Maker
-from rollart.adapters.envs.wire import Answer, Ask, Op, Told, pack, read_frame, unpack, write_frame
+from rollart.adapters.envs.seats import DomainFactory
+from rollart.adapters.envs.wire import (
+    CallStatus,
+    HostOperation,
+    HostRequest,
+    HostResponse,
+    pack,
+    read_frame,
+    unpack,
+    write_frame,
+)
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
 
@@ -44,7 +53,7 @@ def test_plain_values_arrive_as_they_were(value: Any) -> None:
 
 @given(st.recursive(plain, lambda inner: st.dictionaries(st.sampled_from(["$", "of", "a"]), inner, max_size=3)))
 def test_whatever_a_frame_holds_it_is_a_value_or_a_value_error(frame: Any) -> None:
-    for read in (unpack, Answer.from_json, Ask.from_json):
+    for read in (unpack, HostResponse.from_json, HostRequest.from_json):
         try:
             read(frame)
         except ValueError:
@@ -54,15 +63,15 @@ def test_whatever_a_frame_holds_it_is_a_value_or_a_value_error(frame: Any) -> No
 class Liar:
     """A host that answers each request but the greeting as it is told."""
 
-    def __init__(self, lie: Callable[[Ask], Any]) -> None:
+    def __init__(self, lie: Callable[[HostRequest], Any]) -> None:
         self._lie = lie
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                ask = Ask.from_json(await read_frame(reader))
-                if ask.op is Op.HELLO:
-                    write_frame(writer, Answer(ask.id, "", Told.OK, [7, {}, []]).to_json())
+                ask = HostRequest.from_json(await read_frame(reader))
+                if ask.op is HostOperation.HELLO:
+                    write_frame(writer, HostResponse(ask.id, "", CallStatus.OK, [7, {}, []]).to_json())
                     continue
                 said = self._lie(ask)
                 if isinstance(said, bytes):
@@ -75,7 +84,7 @@ class Liar:
             writer.close()
 
 
-def lied(lie: Callable[[Ask], Any], scenario: Callable[[HostConnection], Awaitable[None]]) -> None:
+def lied(lie: Callable[[HostRequest], Any], scenario: Callable[[HostConnection], Awaitable[None]]) -> None:
     async def main() -> None:
         server = await asyncio.start_server(Liar(lie).serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -97,14 +106,17 @@ STEP = [["text", None, None], 1.0, False, None, {}]
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        (lambda ask: Answer(99, ask.episode, Told.OK, STEP).to_json(), "an answer to a request that nobody made"),
-        (lambda ask: Answer(ask.id, "another", Told.OK, STEP).to_json(), "an answer of episode 'another'"),
+        (
+            lambda ask: HostResponse(99, ask.episode, CallStatus.OK, STEP).to_json(),
+            "an answer to a request that nobody made",
+        ),
+        (lambda ask: HostResponse(ask.id, "another", CallStatus.OK, STEP).to_json(), "an answer of episode 'another'"),
         (lambda ask: [1, 2], "a frame that is no answer"),
         (lambda ask: b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
         (lambda ask: b"\x00\x00\x00\x02{]", "it sent"),
     ],
 )
-def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[Ask], Any], words: str) -> None:
+def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[HostRequest], Any], words: str) -> None:
     """Its other calls end with the same cause, and so do those that come later."""
 
     async def scenario(connection: HostConnection) -> None:
@@ -157,21 +169,21 @@ def test_an_answer_that_is_no_step_is_its_episodes_fault_alone(value: Any, words
         assert (fault.value.host, fault.value.incident) == ("environment-0", "")
         assert connection.alive
 
-    lied(lambda ask: Answer(ask.id, ask.episode, Told.OK, value).to_json(), scenario)
+    lied(lambda ask: HostResponse(ask.id, ask.episode, CallStatus.OK, value).to_json(), scenario)
 
 
 @pytest.mark.slow  # sockets
 def test_an_answer_that_comes_too_late_is_nobodys() -> None:
     """A call that was cancelled may still be answered: that is no lie, and reaches no other call."""
-    late: list[Ask] = []
+    late: list[HostRequest] = []
 
-    def lie(ask: Ask) -> Any:
-        if ask.op is Op.STEP and ask.value == "hang":
+    def lie(ask: HostRequest) -> Any:
+        if ask.op is HostOperation.STEP and ask.value == "hang":
             late.append(ask)
             return None
-        if ask.op is Op.CANCEL:
-            return Answer(late[0].id, late[0].episode, Told.OK, STEP).to_json()
-        return Answer(ask.id, ask.episode, Told.OK, STEP).to_json()
+        if ask.op is HostOperation.CANCEL:
+            return HostResponse(late[0].id, late[0].episode, CallStatus.OK, STEP).to_json()
+        return HostResponse(ask.id, ask.episode, CallStatus.OK, STEP).to_json()
 
     async def scenario(connection: HostConnection) -> None:
         hanging = asyncio.get_running_loop().create_task(connection.step("e", "hang"))
@@ -200,11 +212,11 @@ class Slow:
         return None
 
 
-def fronted(scenario: Callable[[Front, str], Awaitable[None]]) -> None:
+def fronted(scenario: Callable[[EnvironmentHostServer, str], Awaitable[None]]) -> None:
     """A host's own front, on this loop."""
 
     async def main() -> None:
-        front = Front({"slow": Maker(Slow)}, asyncio.get_running_loop(), "word")
+        front = EnvironmentHostServer({"slow": DomainFactory(Slow)}, asyncio.get_running_loop(), "word")
         server = await asyncio.start_server(front.serve, "127.0.0.1", 0)
         try:
             async with asyncio.timeout(60):
@@ -217,7 +229,7 @@ def fronted(scenario: Callable[[Front, str], Awaitable[None]]) -> None:
 
 @pytest.mark.slow  # sockets
 def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_them() -> None:
-    async def scenario(front: Front, address: str) -> None:
+    async def scenario(front: EnvironmentHostServer, address: str) -> None:
         connection = await HostConnection.open("environment-0", address, "word")
         try:
             for number in range(50):
@@ -258,7 +270,7 @@ def test_who_does_not_greet_is_not_listened_to_for_long(
 ) -> None:
     monkeypatch.setattr("rollart.adapters.envs.front.GREETING_S", 0.05)
 
-    async def scenario(front: Front, address: str) -> None:
+    async def scenario(front: EnvironmentHostServer, address: str) -> None:
         port = int(address.rpartition(":")[2])
         for said in (b"", b"\x00\x00", b"\x00\x10\x00\x00" + b"x" * 64):  # nothing, half a length, a megabyte
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

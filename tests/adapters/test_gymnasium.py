@@ -200,8 +200,8 @@ def test_a_step_that_hangs_holds_up_neither_the_loop_nor_its_close() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_of
+    from rollart.compose.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.gymnasium:GymnasiumText", environment_args=arguments)
     with pytest.raises(SpecError, match=message):
-        environment_of(spec)
+        environment_factory(spec)

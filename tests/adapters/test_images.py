@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rollart.adapters.envs.front import Front
+from rollart.adapters.envs.front import EnvironmentHostServer
 from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
-from rollart.adapters.envs.seats import Maker
-from rollart.adapters.envs.wire import Ask, Op
+from rollart.adapters.envs.seats import DomainFactory
+from rollart.adapters.envs.wire import HostOperation, HostRequest
 
 
 class Shelf:
@@ -159,13 +159,15 @@ def test_an_image_that_is_being_removed_is_brought_once_it_is_gone() -> None:
 def test_a_host_holds_no_images_for_an_episode_that_gave_up_waiting_for_them() -> None:
     async def play() -> None:
         shelf = Shelf()
-        front = Front({"tale": Maker(None, images=lambda seed: ["a"])}, asyncio.get_running_loop(), hook=shelf)
+        front = EnvironmentHostServer(
+            {"tale": DomainFactory(None, images=lambda seed: ["a"])}, asyncio.get_running_loop(), hook=shelf
+        )
         async with asyncio.TaskGroup() as tasks:
             front.images = ImageCache(shelf, tasks)
-            pull = tasks.create_task(front._do(Ask(1, Op.PULL, "tale-0", ["tale", 0])))
+            pull = tasks.create_task(front._do(HostRequest(1, HostOperation.PULL, "tale-0", ["tale", 0])))
             await shelf.under_way.wait()
-            await front._do(Ask(2, Op.CANCEL, "tale-0", 1))
-            await front._do(Ask(3, Op.CLOSE, "tale-0", None))
+            await front._do(HostRequest(2, HostOperation.CANCEL, "tale-0", 1))
+            await front._do(HostRequest(3, HostOperation.CLOSE, "tale-0", None))
             shelf.go.set()
             await asyncio.gather(pull, return_exceptions=True)
             assert (front.held, front.calls) == ({}, {})

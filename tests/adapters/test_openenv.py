@@ -13,7 +13,7 @@ from aiohttp import WSMsgType, web
 
 from rollart.adapters.envs.openenv import OpenEnv
 from rollart.adapters.envs.openenv_wire import endpoints
-from rollart.adapters.envs.openenv_words import encoder, only_field
+from rollart.adapters.envs.openenv_words import action_encoder, sole_text_field
 from rollart.errors import EnvironmentFault, SpecError
 from rollart.model import Step
 from rollart.spec.run_parts import DomainSpec
@@ -149,11 +149,11 @@ def test_legal_actions_come_from_the_observation() -> None:
 
 def test_several_fields_without_a_name_are_a_fault() -> None:
     with pytest.raises(EnvironmentFault, match=r"fields \['a', 'b'\].*`action`"):
-        only_field({"properties": {"a": {}, "b": {}}}, "host")
+        sole_text_field({"properties": {"a": {}, "b": {}}}, "host")
 
 
 def test_an_action_is_a_mapping() -> None:
-    encode = encoder("json")
+    encode = action_encoder("json")
     assert encode is not None
     with pytest.raises(ValueError, match="mapping"):
         encode("[1]")
@@ -173,8 +173,8 @@ def test_addresses() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_of
+    from rollart.compose.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.openenv:OpenEnv", environment_args=arguments)
     with pytest.raises(SpecError, match=message):
-        environment_of(spec)
+        environment_factory(spec)

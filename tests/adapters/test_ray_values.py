@@ -14,8 +14,8 @@ import rollart
 from rollart.adapters.clusters import ray_link
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import health_settings
-from rollart.adapters.clusters.ray_handle import RayHandle, _Life
-from rollart.adapters.clusters.ray_host import Host, pack, unpack
+from rollart.adapters.clusters.ray_handle import RayHandle, _Incarnation
+from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
 from rollart.errors import LeaseExpired, PartDied, ProviderError, RunFailed, UsageError
 from rollart.ports import ActorSpec
 
@@ -47,7 +47,7 @@ def test_a_tensor_is_refused_wherever_it_is() -> None:
 
 def test_a_host_answers_with_values_and_errors() -> None:
     async def main() -> None:
-        host = Host()
+        host = RayActorHost()
         host._instance = Thing(1)
         assert unpack((await host.call("add", pack(((2,), {}))))[1]) == 3
         fine, error = await host.call("expire", pack(((), {})))
@@ -69,12 +69,12 @@ def test_a_node_of_another_version_refuses_its_actors(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         init = pack(((1,), {}))
-        fine, error, node = await Host().boot(f"{__name__}:Thing", init, "0.0.1")
+        fine, error, node = await RayActorHost().boot(f"{__name__}:Thing", init, "0.0.1")
         assert (fine, node) == (False, "0123456789abcdef")
         said = unpack(error)
         assert isinstance(said, UsageError)
         assert f"node 0123456789ab has rollart {rollart.__version__} and the controller 0.0.1" in str(said)
-        assert (await Host().boot(f"{__name__}:Thing", init, rollart.__version__))[0]
+        assert (await RayActorHost().boot(f"{__name__}:Thing", init, rollart.__version__))[0]
 
     asyncio.run(main())
 
@@ -93,9 +93,9 @@ class Stopping(RayHandle):
 
     async def boot(self) -> None:
         self.starts += 1
-        self._life = _Life(None, "n0", "id0")
+        self._life = _Incarnation(None, "n0", "id0")
 
-    async def _stop(self, life: _Life) -> None:
+    async def _stop(self, life: _Incarnation) -> None:
         await asyncio.sleep(0.01)
 
 
@@ -149,7 +149,7 @@ def test_a_connection_that_ray_never_ends_is_given_up(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         async with asyncio.timeout(30.0):
-            await ray_link.connected("127.0.0.1:6379")
+            await ray_link.connect_in_thread("127.0.0.1:6379")
 
     try:
         with pytest.raises(ProviderError, match=r"does not answer Ray's client within 0\.1 s.*runtime\.address"):

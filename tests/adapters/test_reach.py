@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.reach import Reached
+from rollart.adapters.clusters.reach import ReachabilityCheckedHandle
 from rollart.errors import PartDied, ProviderError
 
 
@@ -36,13 +36,13 @@ def test_an_address_that_answers_is_handed_on() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"http://127.0.0.1:{server.getsockname()[1]}"
-            handle = Reached(Says(address))
+            handle = ReachabilityCheckedHandle(Says(address))
             assert await handle.call("start", []) == address
             assert (handle.name, handle.node) == ("engine-0", "n1")
         with pytest.raises(PartDied, match=r"127.0.0.1:\d+ on node n1 refuses connections.*open the nodes' ports"):
             await handle.call("ready")
         assert await handle.call("wait") == address, "no address that it serves at"
-        assert await Reached(Says("there")).call("start") == "there"
+        assert await ReachabilityCheckedHandle(Says("there")).call("start") == "there"
 
     asyncio.run(main())
 
@@ -53,11 +53,11 @@ def test_one_that_is_out_of_reach_ends_the_run_the_first_time(monkeypatch: pytes
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            known = Reached(Says(f"http://127.0.0.1:{server.getsockname()[1]}"))
+            known = ReachabilityCheckedHandle(Says(f"http://127.0.0.1:{server.getsockname()[1]}"))
             await known.call("start")
         monkeypatch.setattr(asyncio, "open_connection", unreachable)
         with pytest.raises(ProviderError, match=r"engine-0 serves at http://.* does not reach: No route.*launch where"):
-            await Reached(Says("http://10.9.9.9:1")).call("start")
+            await ReachabilityCheckedHandle(Says("http://10.9.9.9:1")).call("start")
         with pytest.raises(PartDied, match=r"nothing answers at .*No route"):
             await known.call("start")
 

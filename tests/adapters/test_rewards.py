@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, Pays, RewardTerm, combine, item_of
+from rollart.adapters.rewards.offload import (
+    CreditAssignment,
+    DomainRewards,
+    OffloadRewarder,
+    RewardTerm,
+    combine,
+    item_of,
+)
 from rollart.errors import UsageError
 from rollart.model import (
     GroupId,
@@ -30,7 +37,7 @@ from serverless.pipeline import Offload
 from serverless.types import FaultKind, Item
 from tests.serverless.support import package
 
-LAST, STEPS = Pays.LAST, Pays.STEPS
+LAST, STEPS = CreditAssignment.LAST, CreditAssignment.STEPS
 
 
 def trajectory(tokens: tuple[int, ...] = (2, 1), env: tuple[float, ...] = (), **metadata: Any) -> Trajectory:
@@ -138,7 +145,7 @@ def test_what_is_paid_adds_up_to_the_value(data: Any, tokens: tuple[int, ...]) -
     number = st.floats(-10.0, 10.0)
     terms, outcomes = [], []
     for n in range(data.draw(st.integers(0, 3))):
-        pays = data.draw(st.sampled_from(Pays))
+        pays = data.draw(st.sampled_from(CreditAssignment))
         length = data.draw(st.sampled_from([len(tokens), sum(tokens)]))
         terms.append(RewardTerm(f"f{n}", data.draw(number), pays))
         outcomes.append(Scored(data.draw(number), {}, tuple(data.draw(number) for _ in range(length))))

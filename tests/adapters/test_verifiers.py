@@ -139,20 +139,20 @@ def test_signals_stay_ours() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_of
+    from rollart.compose.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.verifiers:VerifiersText", environment_args=arguments)
     with pytest.raises(SpecError, match=message):
-        environment_of(spec)
+        environment_factory(spec)
 
 
 def test_as_a_harness_it_asks_the_capture_proxy(tmp_path: Path) -> None:
     """Through the real client of OpenAI that verifiers uses, with the model's own chat template."""
     from rollart.adapters.envs.verifiers import episode
     from rollart.adapters.proxy.chat import ChatFormat
-    from rollart.adapters.proxy.harness import Harnesses
+    from rollart.adapters.proxy.harness import HarnessRunner
     from rollart.adapters.proxy.server import Proxy
-    from rollart.compose.proxy import listening
+    from rollart.compose.proxy import serve_app
     from tests.proxy.scripted import spelling
 
     spelling(tmp_path)
@@ -164,8 +164,8 @@ def test_as_a_harness_it_asks_the_capture_proxy(tmp_path: Path) -> None:
         arguments = {"env": f"{WORLDS}:load_environment", "success_at": 0.0}
         async with (
             asyncio.timeout(120),
-            listening(proxy.app(), host="127.0.0.1", port=0) as url,
-            Harnesses(proxy, url, context=256) as harnesses,
+            serve_app(proxy.app(), host="127.0.0.1", port=0) as url,
+            HarnessRunner(proxy, url, context=256) as harnesses,
         ):
             begun = harnesses.factory(episode, arguments)("one", 5)
             wanted = await begun.wanted()

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.vllm import ANEW_S, VllmEngine
+from rollart.adapters.engines.vllm import RESTART_CHECK_AFTER_S, VllmEngine
 from rollart.errors import EngineError
-from rollart.model import EngineId, GenerateRequest, Piece, Sampling, WeightsRef
+from rollart.model import CompletionChunk, EngineId, GenerateRequest, Sampling, WeightsRef
 
 pytestmark = pytest.mark.asyncio
 
@@ -107,9 +107,9 @@ async def test_one_that_answered_just_now_is_not_asked_again() -> None:
 async def test_another_server_under_its_address_generates_nothing_for_us() -> None:
     async with loaded() as (server, engine):
         await engine.generate(TURN)
-        engine._heard -= ANEW_S
+        engine._heard -= RESTART_CHECK_AFTER_S
         server.version = "default"
-        read: list[Piece] = []
+        read: list[CompletionChunk] = []
         told = GenerateRequest("r", "s", (1, 2), Sampling(2), told=read.append)
         with pytest.raises(EngineError, match="started anew: its weights are 'default', not v3") as refused:
             await engine.generate(told)

@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.events import Events
+from rollart.adapters.engines.events import CompletionAssembler
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import EngineError
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
-from rollart.model import Completion, EngineId, GenerateRequest, Piece, Sampling, WeightsRef
+from rollart.model import Completion, CompletionChunk, EngineId, GenerateRequest, Sampling, WeightsRef
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 
@@ -81,14 +81,14 @@ class Asked:
     """A turn under way, and what was read of it. `told` is set by every token that the engine tells."""
 
     def __init__(self) -> None:
-        self.read: list[Piece] = []
+        self.read: list[CompletionChunk] = []
         self.news = asyncio.Event()
 
     @property
     def ids(self) -> list[int]:
         return [t for piece in self.read for t in piece.token_ids]
 
-    def hear(self, piece: Piece) -> None:
+    def hear(self, piece: CompletionChunk) -> None:
         self.read.append(piece)
         self.news.set()
 
@@ -109,7 +109,7 @@ class Watched(VllmEngine):
         told = request.told
         assert told is not None
 
-        def both(piece: Piece) -> None:
+        def both(piece: CompletionChunk) -> None:
             told(piece)
             self.came.hear(piece)
 
@@ -222,7 +222,7 @@ async def test_a_proxy_of_its_own_cannot_know_and_says_so() -> None:
 
 
 def test_an_end_that_nobody_knows_is_an_engines_error() -> None:
-    events = Events("http://e", 0, None, lambda: 0)
+    events = CompletionAssembler("http://e", 0, None, lambda: 0)
     with pytest.raises(EngineError, match="repetition"):
         events.add(json.dumps({"choices": [{"token_ids": [], "finish_reason": "repetition"}]}).encode())
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.adapters.envs.seats import Maker, Seat
-from rollart.adapters.envs.warm import Kept, WarmPool, started
+from rollart.adapters.envs.seats import DomainFactory, EnvironmentLoop
+from rollart.adapters.envs.warm import IdleEnvironment, WarmPool, start_environment
 from tests.contracts.warm_worlds import Again, Once
 
 
@@ -23,7 +23,7 @@ async def settled(pool: WarmPool) -> None:
 
 def pool_of(make: Callable[[], Once], *, size: int, reuse: int = 1) -> WarmPool:
     loop = asyncio.get_running_loop()
-    return WarmPool("lake", Maker(make), lambda name: Seat(loop), size, reuse)
+    return WarmPool("lake", DomainFactory(make), lambda name: EnvironmentLoop(loop), size, reuse)
 
 
 @given(
@@ -35,7 +35,7 @@ def pool_of(make: Callable[[], Once], *, size: int, reuse: int = 1) -> WarmPool:
 def test_bounds_hold_whatever_happens(size: int, reuse: int, again: bool, moves: list[tuple[str, int]]) -> None:
     async def play() -> None:
         kind = Again if again else Once
-        playing: list[Kept] = []
+        playing: list[IdleEnvironment] = []
         failed: list[object] = []
         async with asyncio.TaskGroup() as tasks:
             pool = pool_of(kind, size=size, reuse=reuse)
@@ -44,8 +44,8 @@ def test_bounds_hold_whatever_happens(size: int, reuse: int, again: bool, moves:
                 if move == "begin":
                     kept = pool.take()
                     if kept is None:  # as a host does: the episode makes its own
-                        made = await started(kind)
-                        kept = Kept(Seat(asyncio.get_running_loop()), made)
+                        made = await start_environment(kind)
+                        kept = IdleEnvironment(EnvironmentLoop(asyncio.get_running_loop()), made)
                         pool.began(made)
                     assert kept.environment not in [other.environment for other in playing]
                     assert all(kept.environment is not one for one in failed)
@@ -109,7 +109,7 @@ def test_what_cannot_be_made_is_not_tried_for_ever() -> None:
             await settled(pool)
             assert (len(tries), len(pool.kept), pool.failing) == (3, 0, True)
             assert pool.take() is None
-            made = await started(broken)  # an episode's own try, which goes well
+            made = await start_environment(broken)  # an episode's own try, which goes well
             pool.began(made)
             await settled(pool)
             assert (len(tries), len(pool.kept)) == (7, 3)
@@ -127,5 +127,5 @@ def test_what_fails_half_way_is_closed() -> None:
             raise OSError("no container")
 
     with pytest.raises(OSError, match="no container"):
-        asyncio.run(started(Half))
+        asyncio.run(start_environment(Half))
     assert [one.closed for one in Half.made] == [True]

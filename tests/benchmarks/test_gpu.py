@@ -18,7 +18,7 @@ from benchmarks import gpu, gpu_engine
 from placement.constants import Calibration
 from placement.types import Device
 from rollart.engine.cache import KvCache
-from rollart.engine.decoding import Decoder
+from rollart.engine.decoding import GraphDecoder
 from rollart.engine.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monk
             device=network.device,
             dtype=network.dtype,
         )
-        runner.decoder = Decoder(network, runner.cache, capture=False)
+        runner.decoder = GraphDecoder(network, runner.cache, capture=False)
         return runner
 
     monkeypatch.setattr(gpu_engine, "serving", with_decoder)
@@ -112,7 +112,7 @@ def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monk
     made = bench(tmp_path)
     made.size = dataclasses.replace(made.size, slots=3, context=32, decode=((2, 5), (3, 9)))
     found = gpu_engine.decode(made)
-    assert found["operations"] == "Plain"
+    assert found["operations"] == "TorchOperations"
     assert found["why"] == "fused kernels are for CUDA devices, this is cpu"
     assert all(s["device_ms"] > 0 for s in found["settings"])
     assert found["kernels"] == "there is no GPU to profile"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import raylet
+from rollart.adapters.clusters.ray_cluster import raylet_pid
 from rollart.ports import Node
 from tests.contracts.ray_fixture import ray_cluster_of
 from tests.e2e.harness import Home, Launched, events, processes, sound, tiny, wait
@@ -55,7 +55,7 @@ def test_a_run_on_ray_survives_its_controller_and_a_node(home: Home) -> None:
     run = home.resume()
     run.until(lambda: run.step() >= 3, "step 3 is committed", LIMIT_S)
     before, served = placed(run)["engine-0"][-1], starts(run, "engine-0")
-    os.kill(raylet(run.directory / "ray", before), signal.SIGKILL)
+    os.kill(raylet_pid(run.directory / "ray", before), signal.SIGKILL)
     run.until(lambda: placed(run)["engine-0"][-1] != before, "the engine's actor is elsewhere", LIMIT_S)
     run.until(lambda: starts(run, "engine-0") > served, "the engine serves again", LIMIT_S)
     gate.touch()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import raylet
+from rollart.adapters.clusters.ray_cluster import raylet_pid
 from tests.chaos.test_ray import ancestors, parents, placed
 from tests.e2e.harness import GROUP_SIZE, GROUPS, STEPS, Home, Launched, events, ledger, sound, tiny
 
@@ -70,7 +70,7 @@ def test_a_node_dies_under_function_calls(home: Home) -> None:
     under = {host: [pid for pid in marks(gate) if below(pid, run, node)] for host, node in hosts.items()}
     assert {host: len(pids) for host, pids in under.items()} == {"reward-0": 2, "reward-1": 2}
 
-    os.kill(raylet(run.directory / "ray", hosts["reward-1"]), signal.SIGKILL)
+    os.kill(raylet_pid(run.directory / "ray", hosts["reward-1"]), signal.SIGKILL)
     run.until(lambda: placed(run)["reward-1"][-1] == hosts["reward-0"], "the host's actor is elsewhere", LIMIT_S)
     run.until(lambda: starts(run, "reward-1") >= 2, "it serves again", LIMIT_S)
     run.until(lambda: len(marks(gate)) >= 6, "the calls that were lost are made again", LIMIT_S)
@@ -102,7 +102,7 @@ def marks(gate: Path) -> list[int]:
 
 
 def below(pid: int, run: Launched, node: str) -> bool:
-    return raylet(run.directory / "ray", node) in ancestors(pid, parents())
+    return raylet_pid(run.directory / "ray", node) in ancestors(pid, parents())
 
 
 def starts(run: Launched, host: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import TOKEN, add_node, auth, raylet
+from rollart.adapters.clusters.ray_cluster import TOKEN, add_node, auth_environment, raylet_pid
 from rollart.ports import Node
 from tests.chaos.test_ray import placed
 from tests.e2e.harness import Home, Launched, events, sound, tiny
@@ -75,7 +75,7 @@ def test_the_plan_follows_nodes_that_join_and_leave(home: Home) -> None:
     run.until(lambda: len(events(run.directory, "engine_drained")) == 1, "its engine is drained", LIMIT_S)
     assert [e["subject"] for e in events(run.directory, "node_leaving")] == ["h20-1"]
 
-    os.kill(raylet(ray, "h20-0"), signal.SIGKILL)
+    os.kill(raylet_pid(ray, "h20-0"), signal.SIGKILL)
     run.until(lambda: len(events(run.directory, "engine_given_up")) == 1, "its engine fits nowhere", LIMIT_S)
     run.until(lambda: "h20-1" in lost(run), "Ray ends the drained node, which is empty", LIMIT_S)
     add_node(ray, joining("h20-2"))
@@ -113,8 +113,8 @@ def status(home: Home) -> dict[str, str]:
 
 
 def drain(directory: Path, node: str) -> None:
-    command = Path(f"/proc/{raylet(directory, node)}/cmdline").read_bytes().decode().split("\0")
+    command = Path(f"/proc/{raylet_pid(directory, node)}/cmdline").read_bytes().decode().split("\0")
     (address,) = [word.partition("=")[2] for word in command if word.startswith("--gcs-address=")]
-    env = {**os.environ, **auth(directory / TOKEN)}
+    env = {**os.environ, **auth_environment(directory / TOKEN)}
     done = subprocess.run([sys.executable, "-c", DRAIN, address, node], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

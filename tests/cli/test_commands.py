@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from rollart.cli import pidfile
-from rollart.cli.logs import _new
+from rollart.cli.logs import _new_lines
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 
 Call = Callable[..., Any]
 
@@ -119,7 +119,7 @@ class TestLaunch:
         assert done.code == 0
         assert "this resume changes training.lr: 1e-05 -> 0.001" in done.err
         assert "this resume changes cluster.engines.max_slots: " in done.err
-        with Reader(Path("runs/mine")) as reader:
+        with LedgerReader(Path("runs/mine")) as reader:
             rates = [config["run"]["training"]["lr"] for config in reader.configs()]
         assert rates == [1e-5, 1e-3]
 
@@ -370,10 +370,10 @@ class TestLogs:
 def test_following_shows_lines_once_they_are_whole(tmp_path: Path) -> None:
     path, seen = tmp_path / "engine-0.log", dict[Path, int]()
     path.write_text("one\ntw")
-    assert list(_new(path, seen)) == ["one"]
-    assert list(_new(path, seen)) == []
+    assert list(_new_lines(path, seen)) == ["one"]
+    assert list(_new_lines(path, seen)) == []
     path.write_text("one\ntwo\n")
-    assert list(_new(path, seen)) == ["two"]
+    assert list(_new_lines(path, seen)) == ["two"]
 
 
 @pytest.mark.slow  # a process

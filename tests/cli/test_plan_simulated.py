@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from placement.types import Deployment, Objective, Placement, Prices, Role
-from rollart.cli.plan_simulated import beside
+from placement.types import Deployment, DualPrices, Objective, Placement, Role
+from rollart.cli.plan_simulated import comparison_table
 from tests.cli.conftest import Result
 from tests.compose.test_simulate import CLUSTER, RUN
 from tests.report.test_simulation_page import found
@@ -30,13 +30,13 @@ PLAN = Placement(
     ),
     flows=(),
     rewards=(),
-    prices=Prices(),
+    prices=DualPrices(),
     binds=(),
 )
 
 
 def rows(plan: Placement, *findings: Any, publish_s: float | None = None) -> dict[str, dict[str, Any]]:
-    table = beside(plan, 64, publish_s, findings)
+    table = comparison_table(plan, 64, publish_s, findings)
     named = [dict(zip((c.name for c in table.columns), row, strict=True)) for row in table.rows]
     return {str(row["figure"]): row for row in named}
 

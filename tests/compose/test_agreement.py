@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from rollart.adapters.engines.vllm import PROBE
+from rollart.adapters.engines.vllm import PROBE_FILE
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.parts import TrainerProgram
 from rollart.model import TrainSample, WeightsRef
@@ -78,7 +78,7 @@ def test_a_version_that_is_written_beside_the_next_step_has_the_probe_of_its_own
         await program.publish(2)
 
     asyncio.run(body())
-    said = {v: json.loads((tmp_path / f"v{v}" / PROBE).read_text()) for v in (0, 1, 2)}
+    said = {v: json.loads((tmp_path / f"v{v}" / PROBE_FILE).read_text()) for v in (0, 1, 2)}
     assert {v: set(probe["logprobs"]) for v, probe in said.items()} == {0: {0.0}, 1: {1.0}, 2: {2.0}}
-    assert [f.name for f in (tmp_path / "v1").iterdir()] == [PROBE], "nothing is left beside it"
+    assert [f.name for f in (tmp_path / "v1").iterdir()] == [PROBE_FILE], "nothing is left beside it"
     assert tuple(said[1]["token_ids"]) == sample.token_ids

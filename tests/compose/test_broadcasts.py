@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.trainers.http import Sent
-from rollart.compose.broadcasts import ASKED_S, Broadcasts, backend_of
-from rollart.compose.dry import commands
+from rollart.adapters.trainers.http import BroadcastResult
+from rollart.compose.broadcasts import JOIN_TIMEOUT_S, WeightBroadcaster, collective_backend
+from rollart.compose.dry import dry_run_lines
 from rollart.errors import EngineError, SpecError, TrainerError
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import RunEvent
@@ -76,20 +76,20 @@ class Trainer:
     async def meet(self) -> tuple[str, int]:
         return "there:1", 2
 
-    async def send(self, order: Mapping[str, Any], *, bucket_bytes: int) -> Sent:
+    async def send(self, order: Mapping[str, Any], *, bucket_bytes: int) -> BroadcastResult:
         self.orders.append(order)
         if self.hangs:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         has = {member: (100, 0.5) for member in range(1, order["size"]) if member not in self.fails}
-        return Sent(200, 0.5, has, self.fails)
+        return BroadcastResult(200, 0.5, has, self.fails)
 
 
 class Bench:
     def __init__(self, *engines: Engine) -> None:
         self.events, self.trainer, self.engines = Events(), Trainer(), engines
-        self.broadcasts = Broadcasts(
+        self.broadcasts = WeightBroadcaster(
             Leases(self.events),
             self.events,
             backend="gloo",
@@ -149,7 +149,7 @@ def test_others_meet_in_groups_of_their_own(change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mood", "why"), [("gone", "one is gone"), ("hangs", f"it has not answered for {ASKED_S:g} s")]
+    ("mood", "why"), [("gone", "one is gone"), ("hangs", f"it has not answered for {JOIN_TIMEOUT_S:g} s")]
 )
 def test_an_engine_that_does_not_say_it_takes_part_is_left_out(mood: str, why: str) -> None:
     async def test(b: Bench) -> None:
@@ -283,10 +283,10 @@ def test_nccl_is_for_gpus_on_both_sides(
         with pytest.raises(
             SpecError, match=r"backend is nccl, and \S+ runs on cores of pool 'here' \(rule: GPUs on both"
         ):
-            backend_of(made)
+            collective_backend(made)
     else:
-        assert backend_of(made) == backend
-        assert f"weights: broadcast over {backend}" in list(commands(made))
+        assert collective_backend(made) == backend
+        assert f"weights: broadcast over {backend}" in list(dry_run_lines(made))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import engine_actor, hosts, trainer_actor
-from rollart.compose.clusters import _joined, gang, joining, placed, tell
+from rollart.compose.actors import engine_actor, host_nodes, trainer_actor
+from rollart.compose.clusters import _wait_for_nodes, join_commands, place_actor, plan_bundles, record_cluster_events
 from rollart.errors import SpecError, UsageError
 from rollart.ports import ActorSpec, Node
 from rollart.sim import loop as virtual
@@ -26,13 +26,13 @@ def fake() -> Resolved:
 
 
 def test_every_host_of_a_pool_is_a_node_and_the_head_has_plain_cores(fake: Resolved) -> None:
-    assert [(n.id, dict(n.total)) for n in hosts(fake)] == [
+    assert [(n.id, dict(n.total)) for n in host_nodes(fake)] == [
         ("cores-0", {"CPU": 1.0}),
         ("h800-0", {"CPU": 1.0}),
         ("h20-0", {"CPU": 1.0}),
         ("h20-1", {"CPU": 1.0}),
     ]
-    assert dict(hosts(fake)[1].labels) == {"pool": "h800", "device": "compute-rich", "gpu": "H800"}
+    assert dict(host_nodes(fake)[1].labels) == {"pool": "h800", "device": "compute-rich", "gpu": "H800"}
 
 
 def test_parts_ask_for_the_labels_of_their_pools(fake: Resolved, tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_local_clusters_are_as_they_were(tmp_path: Path) -> None:
 def test_a_part_that_finds_no_room_is_named(fake: Resolved, tmp_path: Path) -> None:
     async def main() -> None:
         engine, _ = (engine_actor(fake, tmp_path, a) for a in fake.plan.of(Role.ENGINE))
-        runtime = LocalRuntime([n for n in hosts(fake) if n.id != "h20-1"])
+        runtime = LocalRuntime([n for n in host_nodes(fake) if n.id != "h20-1"])
         loop = asyncio.get_running_loop()
-        await placed(fake, runtime, replace(engine, name="of-somebody-else"))
+        await place_actor(fake, runtime, replace(engine, name="of-somebody-else"))
         began = loop.time()
         with pytest.raises(UsageError, match=r"no room for engine-0 \(pool 'h20'\): \{'CPU': 1.0\} on a node with"):
-            await placed(fake, runtime, engine)
+            await place_actor(fake, runtime, engine)
         assert loop.time() - began == pytest.approx(120.0)
         await runtime.close()
 
@@ -68,20 +68,20 @@ def test_a_part_that_finds_no_room_is_named(fake: Resolved, tmp_path: Path) -> N
 
 def test_a_plan_is_reserved_whole_and_a_part_that_ends_gives_its_room_back(fake: Resolved, tmp_path: Path) -> None:
     async def main() -> None:
-        runtime, found = LocalRuntime(hosts(fake)), gang(fake)
+        runtime, found = LocalRuntime(host_nodes(fake)), plan_bundles(fake)
         assert [group.name for group in found] == [a.name for a in fake.plan.assignments]
         await runtime.reserve(found, wait_s=0.0)
         free = {n.id: n.free["CPU"] for n in runtime.nodes()}
         assert free == {"cores-0": 0.0, "h800-0": 0.0, "h20-0": 0.0, "h20-1": 1.0}
         engine = engine_actor(fake, tmp_path, fake.plan.of(Role.ENGINE)[0])
-        handle = await placed(fake, runtime, engine)
+        handle = await place_actor(fake, runtime, engine)
         assert {n.id: n.free["CPU"] for n in runtime.nodes()} == free
-        await placed(fake, runtime, replace(engine, name="one-more"))
+        await place_actor(fake, runtime, replace(engine, name="one-more"))
         await handle.kill()
         await runtime.release(engine.name)
         assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0
         with pytest.raises(UsageError, match="it cannot be made"):
-            await placed(fake, runtime, replace(engine, factory="tests.compose.test_clusters:Unmade"))
+            await place_actor(fake, runtime, replace(engine, factory="tests.compose.test_clusters:Unmade"))
         assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0, "nothing is held for what did not start"
         await runtime.close()
 
@@ -94,7 +94,7 @@ class Unmade:
 
 
 def test_hosts_are_told_how_to_join(fake: Resolved) -> None:
-    told = dict(joining(fake, "10.0.0.1:6379", Path("/runs/a b/token")))
+    told = dict(join_commands(fake, "10.0.0.1:6379", Path("/runs/a b/token")))
     assert list(told) == ["on 1 host of pool 'cores'", "on 1 host of pool 'h800'", "on 2 hosts of pool 'h20'"]
     assert told["on 2 hosts of pool 'h20'"] == (
         "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH='/runs/a b/token' ray start --address=10.0.0.1:6379 "
@@ -104,12 +104,12 @@ def test_hosts_are_told_how_to_join(fake: Resolved) -> None:
 
 def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:
     async def main() -> None:
-        runtime = LocalRuntime([n for n in hosts(fake) if n.id != "h800-0"])
+        runtime = LocalRuntime([n for n in host_nodes(fake) if n.id != "h800-0"])
         began = asyncio.get_running_loop().time()
         with pytest.raises(UsageError, match=r"pool 'h800' needs 1 CPU on nodes with \{'gpu': 'H800'\}, there are 0"):
-            await _joined(fake, runtime)
+            await _wait_for_nodes(fake, runtime)
         assert asyncio.get_running_loop().time() - began == pytest.approx(60.0)
-        await _joined(fake, LocalRuntime(hosts(fake)))
+        await _wait_for_nodes(fake, LocalRuntime(host_nodes(fake)))
 
     virtual.run(main())
 
@@ -119,7 +119,9 @@ def test_what_happens_to_the_cluster_is_told() -> None:
         runtime = LocalRuntime([Node("n0", {}, {"CPU": 1.0}, {})])
         told: list[tuple[str, str, dict[str, str]]] = []
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(tell(runtime, lambda kind, subject, **f: told.append((kind, subject, f))))
+            watch = tasks.create_task(
+                record_cluster_events(runtime, lambda kind, subject, **f: told.append((kind, subject, f)))
+            )
             await runtime.start()
             spec = ActorSpec("a", "tests.contracts.test_runtime:Counter", max_restarts=1)
             await (await runtime.spawn(spec)).kill(restart=True)
@@ -180,16 +182,16 @@ def test_a_token_is_found_beside_the_cluster_file() -> None:
 
 def test_a_part_that_takes_no_device_waits_for_a_node_of_its_pool(fake: Resolved) -> None:
     """The plan itself may use nothing of the pool that hosts run on, so that nobody else waits for it."""
-    runtime = Growing([n for n in hosts(fake) if n.id == "h800-0"])
+    runtime = Growing([n for n in host_nodes(fake) if n.id == "h800-0"])
     light = ActorSpec("reward-0", "tests.compose.test_clusters:Nothing", labels={"pool": "cores"})
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(20.0, runtime.join, hosts(fake)[0])
-        handle = await placed(fake, runtime, light)
+        loop.call_later(20.0, runtime.join, host_nodes(fake)[0])
+        handle = await place_actor(fake, runtime, light)
         assert (handle.node, loop.time() // 20.0) == ("cores-0", 1.0)
         with pytest.raises(UsageError, match=r"nowhere"):
-            await placed(fake, runtime, replace(light, name="reward-1", labels={"pool": "nowhere"}))
+            await place_actor(fake, runtime, replace(light, name="reward-1", labels={"pool": "nowhere"}))
         assert loop.time() >= 20.0 + fake.cluster.runtime.wait_s
         await runtime.close()
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from placement.types import Role
-from rollart.compose.actors import engine_actor, engine_command, engine_needs, engine_tolerance
-from rollart.compose.dry import commands
+from rollart.compose.actors import engine_actor, engine_command, engine_tolerance, required_vllm_options
+from rollart.compose.dry import dry_run_lines
 from rollart.compose.prepare import trainer_config
 from rollart.engine.__main__ import _arguments
 from rollart.errors import SpecError
@@ -60,7 +60,7 @@ def test_what_the_spec_leaves_open_follows_the_device(
     told = engine_of(run, tmp_path)
     assert (told.dtype, told.device) == (served, "cpu" if engines == "cpu" else "cuda")
     assert trainer_of(run, tmp_path) == trained
-    lines = list(commands(run))
+    lines = list(dry_run_lines(run))
     assert (f"engine-0: computes in {served} on cuda" in lines) == (engines != "cpu")
     assert (f"trainer-0: computes in {trained} on cuda" in lines) == (trainer != "cpu")
     assert bool(lines) == ((engines, served, trained) != ("cpu", "float32", "float32"))
@@ -96,7 +96,7 @@ def test_vllm_takes_its_own_dtype_or_that_of_all_engines() -> None:
         engine = run.plan.of(Role.ENGINE)[0]
         args = engine_command(run, engine).args
         assert args[args.index("--dtype") + 1] == dtype
-        assert engine_needs(run, engine).dtype == dtype
+        assert required_vllm_options(run, engine).dtype == dtype
     with pytest.raises(SpecError, match=r"dtype float16 and vllm\.dtype float32 \(rule: one of them"):
         resolve_files(None, VLLM, ["cluster.engines.dtype=float16"])
 

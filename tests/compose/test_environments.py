@@ -11,9 +11,9 @@ import pytest
 from placement.types import Assignment, Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose import environments
-from rollart.compose.actors import nodes
-from rollart.compose.environments import environment_fleet, host_actor, host_count, on_hosts
-from rollart.compose.weights import stall_seconds
+from rollart.compose.actors import pool_nodes
+from rollart.compose.environments import environment_fleet, environment_host_names, host_actor, host_count
+from rollart.compose.weights import stall_limit_s
 from rollart.errors import SpecError
 from rollart.ledger.memory import MemoryRecorder
 from rollart.policy.hosting import BUSY, hosts_for
@@ -38,11 +38,11 @@ def with_cores(run: Resolved, count: int) -> Resolved:
 
 def test_without_workers_there_are_no_hosts(tmp_path: Path) -> None:
     run = resolved()
-    assert (host_count(run), on_hosts(run)) == (0, frozenset())
+    assert (host_count(run), environment_host_names(run)) == (0, frozenset())
 
     async def main() -> None:
         recorder = MemoryRecorder()
-        runtime = LocalRuntime(nodes(run))
+        runtime = LocalRuntime(pool_nodes(run))
         assert environment_fleet(run, tmp_path, runtime, Leases(recorder), recorder, used=frozenset()) is None
 
     virtual.run(main())
@@ -63,7 +63,7 @@ def test_hosts_run_beside_what_the_plan_placed_on_the_pool_of_cores(tmp_path: Pa
 def test_cores_of_the_plan_go_to_hosts_first_and_are_paid_by_them(tmp_path: Path) -> None:
     run = with_cores(resolved("workers=auto"), 2)
     assert host_count(run) == 2
-    assert on_hosts(run) == {"environment-0", "environment-1"}
+    assert environment_host_names(run) == {"environment-0", "environment-1"}
     three = with_cores(resolved("workers=3"), 2)
     file = tmp_path / "environments.json"
     cores = {a.name: a for a in three.plan.of(Role.ENVIRONMENT)}
@@ -71,7 +71,7 @@ def test_cores_of_the_plan_go_to_hosts_first_and_are_paid_by_them(tmp_path: Path
     taken = [dict(host_actor(three, tmp_path, n, file, "", given=cores.get(n)).resources) for n in names]
     assert taken == [{"CPU": 1.0}, {"CPU": 1.0}, {}]
     one = with_cores(resolved("workers=1"), 2)
-    assert on_hosts(one) == {"environment-0"}
+    assert environment_host_names(one) == {"environment-0"}
 
 
 def test_auto_is_what_profiles_ask_for_and_room_for_every_trajectory() -> None:
@@ -112,7 +112,7 @@ def test_hosts_that_come_later_have_names_that_nobody_had(tmp_path: Path) -> Non
     async def main() -> None:
         recorder = MemoryRecorder()
         leases = Leases(recorder)
-        runtime = LocalRuntime(nodes(run))
+        runtime = LocalRuntime(pool_nodes(run))
         fleet = environment_fleet(
             run, tmp_path, runtime, leases, recorder, used=frozenset({"environment-4", "engine-9"})
         )
@@ -124,12 +124,12 @@ def test_hosts_that_come_later_have_names_that_nobody_had(tmp_path: Path) -> Non
 
 
 def test_a_run_is_not_stalled_while_its_hosts_may_start_or_bring_images() -> None:
-    before = stall_seconds(resolved())
-    assert stall_seconds(resolved("workers=0", "pull_s=7200", "start_s=7200")) == before, "nothing is waited for"
-    assert stall_seconds(resolved("workers=2", "start_s=7200")) == 14400
+    before = stall_limit_s(resolved())
+    assert stall_limit_s(resolved("workers=0", "pull_s=7200", "start_s=7200")) == before, "nothing is waited for"
+    assert stall_limit_s(resolved("workers=2", "start_s=7200")) == 14400
     images = "images=rollart.adapters.envs.images:TarImages"
-    assert stall_seconds(resolved("workers=auto", images, "pull_s=3600")) == 7200
-    assert stall_seconds(resolved("workers=2", images)) == before
+    assert stall_limit_s(resolved("workers=auto", images, "pull_s=3600")) == 7200
+    assert stall_limit_s(resolved("workers=2", images)) == before
 
 
 def test_a_controller_that_grows_says_so_and_again_at_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollart.compose.extras import needs, refuse_missing
+from rollart.compose.extras import refuse_missing, requirements
 from rollart.errors import SpecError
 from rollart.spec.resolve import resolve_files
 
@@ -64,6 +64,6 @@ def test_machines_of_others_have_what_runs_there(monkeypatch: pytest.MonkeyPatch
 def test_a_chat_template_is_not_always_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = "domains.frozen_lake.environment={harness: tests.proxy.agents:two_answers}"
     resolved = resolve_files(overrides=[harness, "domains.frozen_lake.environment_args={}"])
-    assert ("jinja2", False) in {(need.module, need.needed) for need in needs(resolved)}
+    assert ("jinja2", False) in {(need.module, need.needed) for need in requirements(resolved)}
     without(monkeypatch, "jinja2")
     refuse_missing(resolved)

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from rollart.cli.main import cli
-from rollart.compose.faults import parts_of
+from rollart.compose.faults import fault_targets
 from rollart.compose.simulate import simulate
-from rollart.compose.simulations import Task, found_in, simulate_all
+from rollart.compose.simulations import SimulationTask, simulate_all, simulation_finding
 from rollart.errors import FaultRateExceeded, RollartError, SpecError
-from rollart.ledger.intervals import State, tears
-from rollart.ledger.reader import Reader
-from rollart.report.faults import FaultCost, TroubleSeen, faults_table
-from rollart.report.simulation import Finding
+from rollart.ledger.intervals import ResourceState, find_tiling_errors
+from rollart.ledger.reader import LedgerReader
+from rollart.report.faults import FaultCost, ObservedFaults, faults_table
+from rollart.report.simulation import SimulationFigures
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.load import load_faults
 from rollart.spec.resolve import Resolved, forecast, read_specs
@@ -39,8 +39,8 @@ def planned(**plan: Any) -> FaultPlanSpec:
     return FaultPlanSpec.model_validate(plan)
 
 
-def played(resolved: Resolved, directory: Path, plan: FaultPlanSpec | None, *, steps: int = STEPS) -> Finding:
-    return found_in(simulate(resolved, directory, steps=steps, faults=plan))
+def played(resolved: Resolved, directory: Path, plan: FaultPlanSpec | None, *, steps: int = STEPS) -> SimulationFigures:
+    return simulation_finding(simulate(resolved, directory, steps=steps, faults=plan))
 
 
 def test_a_plan_without_trouble_changes_nothing(resolved: Resolved, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_plan_without_trouble_changes_nothing(resolved: Resolved, tmp_path: Pa
 
 
 def test_parts_have_the_names_of_the_plan(resolved: Resolved) -> None:
-    parts = parts_of(resolved)
+    parts = fault_targets(resolved)
     names = [a.name for a in resolved.plan.assignments]
     assert set(names) <= set(parts)
     assert all(set(parts[name]) <= set(names) for name in parts if name.startswith("machine-"))
@@ -83,8 +83,8 @@ def test_engines_that_die_are_down_paid_and_come_back(resolved: Resolved, tmp_pa
     assert cost.down_usd > 0
     assert found.seconds > calm.seconds + 20, "nothing could be generated for 30 s"
     assert found.steps == STEPS
-    with Reader(tmp_path / "run") as reader:
-        assert not tears(reader.intervals()), "every second of every device is in one state"
+    with LedgerReader(tmp_path / "run") as reader:
+        assert not find_tiling_errors(reader.intervals()), "every second of every device is in one state"
 
 
 def test_a_trainer_waits_for_its_devices(resolved: Resolved, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_trainer_waits_for_its_devices(resolved: Resolved, tmp_path: Path) -> 
     found = played(resolved, tmp_path / "run", plan)
     assert found.faults is not None
     assert found.faults.trouble.down_s == {"trainer": pytest.approx(40.0)}
-    with Reader(tmp_path / "run") as reader:
-        down = [i for i in reader.intervals() if i.role == "trainer" and i.state == State.DOWN]
+    with LedgerReader(tmp_path / "run") as reader:
+        down = [i for i in reader.intervals() if i.role == "trainer" and i.state == ResourceState.DOWN]
     assert sum(i.seconds for i in down) > 10
     assert max(i.t1 for i in down) == pytest.approx(41.0), "it goes on as soon as they are back"
 
@@ -101,7 +101,7 @@ def test_a_trainer_waits_for_its_devices(resolved: Resolved, tmp_path: Path) -> 
 def test_a_trainer_that_is_gone_for_good_ends_the_run(resolved: Resolved, tmp_path: Path) -> None:
     plan = planned(outages=[{"parts": ["trainer-0"], "at_s": 1}])
     with pytest.raises(RollartError, match="start"):
-        simulate_all([Task(resolved, "rollart", 0, STEPS, tmp_path, faults=plan)])
+        simulate_all([SimulationTask(resolved, "rollart", 0, STEPS, tmp_path, faults=plan)])
 
 
 def test_hosts_take_their_environments_with_them(resolved: Resolved, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_hosts_take_their_environments_with_them(resolved: Resolved, tmp_path: P
 def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolved: Resolved, tmp_path: Path) -> None:
     environments = resolved.cluster.environments.model_copy(update={"workers": 4})
     hosted = replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
-    assert {f"environment-{n}" for n in range(4)} <= set(parts_of(hosted))
+    assert {f"environment-{n}" for n in range(4)} <= set(fault_targets(hosted))
     plan = planned(outages=[{"parts": ["environment-0", "environment-1"], "at_s": 3, "seconds": 4}])
     found = played(hosted, tmp_path / "run", plan)
     assert found.faults is not None
@@ -126,22 +126,22 @@ def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolv
     assert sum(found.lags.values()) == STEPS * 16, "what broke was begun again"
     (tmp_path / "faults.yaml").write_text("outages:\n  - {parts: [host-0], at_s: 1}\n")
     with pytest.raises(SpecError, match=r"names 'host-0' .rule: a part of this run"):
-        load_faults(tmp_path / "faults.yaml", list(parts_of(hosted)))
+        load_faults(tmp_path / "faults.yaml", list(fault_targets(hosted)))
 
 
 def test_hosts_of_function_workers_go_down_and_no_reward_is_lost(resolved: Resolved, tmp_path: Path) -> None:
     local = resolved.cluster.functions.local.model_copy(update={"hosts": 2})
     functions = resolved.cluster.functions.model_copy(update={"local": local})
     hosted = replace(resolved, cluster=resolved.cluster.model_copy(update={"functions": functions}))
-    assert {"reward-0", "reward-1"} <= set(parts_of(hosted))
-    assert not {"reward-0", "reward-1"} & set(parts_of(resolved)), "on one machine workers are the controller's"
+    assert {"reward-0", "reward-1"} <= set(fault_targets(hosted))
+    assert not {"reward-0", "reward-1"} & set(fault_targets(resolved)), "on one machine workers are the controller's"
     assert played(hosted, tmp_path / "calm", None).trace == played(resolved, tmp_path / "none", None).trace
     plan = planned(rates=[{"parts": ["reward-*"], "every_s": 3.0, "seconds": 1.0}])
     found = played(hosted, tmp_path / "run", plan)
     assert found.faults is not None
     assert found.faults.trouble.outages["reward"] > 2
     assert sum(found.lags.values()) == STEPS * 16
-    with Reader(tmp_path / "run") as reader:
+    with LedgerReader(tmp_path / "run") as reader:
         calls = [(c.status, c.cause) for c in reader.calls()]
     assert ("crash", "call") in calls
     assert ("ok", "retry") in calls
@@ -152,7 +152,7 @@ def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path
     strict = forecast_with(resolved, max_rate=0.05, min_count=5)
     plan = planned(resets={"fail": 0.5})
     with pytest.raises(FaultRateExceeded, match="the container of host-0 did not start"):
-        simulate_all([Task(strict, "rollart", 0, STEPS, tmp_path, faults=plan)])
+        simulate_all([SimulationTask(strict, "rollart", 0, STEPS, tmp_path, faults=plan)])
 
 
 def test_a_simulated_host_that_ends_is_one_fault_and_its_episodes_are_begun_again(
@@ -161,9 +161,9 @@ def test_a_simulated_host_that_ends_is_one_fault_and_its_episodes_are_begun_agai
     """As in a run: by the product's own fleet. The only host is waited for; nobody is at fault for that."""
     strict = forecast_with(resolved, max_rate=0.05, min_count=2)
     plan = planned(outages=[{"parts": ["host-0"], "at_s": 3, "seconds": 1000}])
-    found = found_in(simulate(strict, tmp_path / "one", steps=STEPS, faults=plan))
+    found = simulation_finding(simulate(strict, tmp_path / "one", steps=STEPS, faults=plan))
     assert sum(found.lags.values()) == STEPS * 16
-    with Reader(tmp_path / "one") as reader:
+    with LedgerReader(tmp_path / "one") as reader:
         (lost,) = reader.events("host_lost")
         faults = reader.events("infra_fault")
         (down,) = [i for i in reader.intervals() if i.role == "environment" and i.cause == "host_restart"]
@@ -178,7 +178,7 @@ def test_a_simulated_host_that_ends_is_one_fault_and_its_episodes_are_begun_agai
     ends = planned(hosts=2, rates=[{"parts": ["host-*"], "every_s": 2, "seconds": 1}])
     strict = forecast_with(resolved, max_rate=0.5, max_attempts_per_group=99, min_count=5)
     with pytest.raises(FaultRateExceeded, match="trajectories were lost with 3 ends of environment hosts"):
-        simulate_all([Task(strict, "rollart", 0, STEPS, tmp_path, faults=ends)])
+        simulate_all([SimulationTask(strict, "rollart", 0, STEPS, tmp_path, faults=ends)])
 
 
 def forecast_with(resolved: Resolved, **faults: float) -> Resolved:
@@ -200,7 +200,7 @@ def test_functions_fail_and_start_as_the_plan_says(resolved: Resolved, tmp_path:
     found = played(resolved, tmp_path / "run", plan)
     assert found.faults is not None
     assert set(found.faults.failed_calls) == {"throttled", "crash"}
-    with Reader(tmp_path / "run") as reader:
+    with LedgerReader(tmp_path / "run") as reader:
         calls = reader.calls()
     assert max(c.cold_start_s for c in calls) == pytest.approx(3.0)
     moments = sorted([(c.t0, 1) for c in calls] + [(c.t1, -1) for c in calls])
@@ -218,7 +218,7 @@ def test_resets_that_stall_make_steps_longer(resolved: Resolved, tmp_path: Path)
 
 
 def test_the_table_is_a_mean_over_seeds() -> None:
-    costs = [FaultCost(TroubleSeen({"engine": n}, {"engine": 3600.0 * n}, n, 0)) for n in (1, 3)]
+    costs = [FaultCost(ObservedFaults({"engine": n}, {"engine": 3600.0 * n}, n, 0)) for n in (1, 3)]
     rows = {row[0]: row[2] for row in faults_table({"sync": costs}).rows}
     assert rows["engine outages"] == 2
     assert rows["engine down"] == pytest.approx(2.0)

@@ -13,15 +13,15 @@ import yaml
 
 from placement.types import Device, Pool, Role
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import nodes, part_clock
-from rollart.compose.adopted import Start, start_from
+from rollart.compose.actors import part_clock, pool_nodes
+from rollart.compose.adopted import RunStart, resolve_start
 from rollart.compose.devices import free_devices
-from rollart.compose.fleet import LocalSite
-from rollart.compose.routing import seats
+from rollart.compose.fleet import ClusterEngineSite
+from rollart.compose.routing import engine_placements
 from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole
-from rollart.ledger.intervals import tears
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import find_tiling_errors
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId
 from rollart.ports import RunEvent
@@ -86,8 +86,8 @@ def test_devices_are_paid_by_who_holds_them(tmp_path: Path) -> None:
     async def main() -> tuple[list[float], list[str]]:
         now = asyncio.get_running_loop().time
         with Ledger(tmp_path, clock=now, inline=True) as ledger:
-            runtime = LocalRuntime(nodes(run))
-            site = LocalSite(run, tmp_path, ledger, runtime, names=["engine-9", "trainer-0"])
+            runtime = LocalRuntime(pool_nodes(run))
+            site = ClusterEngineSite(run, tmp_path, ledger, runtime, names=["engine-9", "trainer-0"])
             await site.open()
             trainer = part_clock(run, ledger, run.plan.of(Role.TRAINER)[0])
             assert dict(site.free()) == {"train": 0, "left": 0, "right": 1}
@@ -113,10 +113,10 @@ def test_devices_are_paid_by_who_holds_them(tmp_path: Path) -> None:
     spent, left = loop.run(main())
     assert "engine-0" in left
     assert spent == pytest.approx([5.0, 9.0, 13.0, 17.0]), "two rented, later one; two and the trainer's always"
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         intervals = reader.intervals()
     assert sum(interval.usd for interval in intervals) == pytest.approx(17.0)
-    assert tears(intervals, tolerance=1e-6) == []
+    assert find_tiling_errors(intervals, tolerance=1e-6) == []
     hours = {i.resource: 0.0 for i in intervals}
     for interval in intervals:
         hours[interval.resource] += interval.seconds * interval.units / 3600
@@ -128,7 +128,7 @@ def test_devices_are_paid_by_who_holds_them(tmp_path: Path) -> None:
 def test_a_resume_starts_the_engines_that_ran_under_their_names(tmp_path: Path) -> None:
     run = resolved(tmp_path)
     adopt(tmp_path, run, [*MOVED[:2], ("engine-7", "right", "engine", 1)])
-    start = start_from(run, tmp_path)
+    start = resolve_start(run, tmp_path)
     assert start.moved, start.why_not
     plan = start.resolved.plan
     placed = {a.name: (a.pool, a.devices) for a in plan.assignments if a.role is Role.ENGINE}
@@ -147,9 +147,9 @@ def test_roles_that_engines_were_given_are_kept(tmp_path: Path) -> None:
     cluster = {**POOLS, "links": [{"a": "right", "b": "right", "gb_per_s": 1.0}]}
     run = resolved(tmp_path, "placement.prefill_decode=auto", "placement.rate=10", cluster=cluster)
     adopt(tmp_path, run, [MOVED[0], ("engine-2", "right", "prefill", 1), MOVED[2]])
-    start = start_from(run, tmp_path)
+    start = resolve_start(run, tmp_path)
     assert start.moved, start.why_not
-    roles = {name: seat.role for name, seat in seats(start.resolved, start.roles).items()}
+    roles = {name: seat.role for name, seat in engine_placements(start.resolved, start.roles).items()}
     assert roles == {"engine-1": EngineRole.ENGINE, "engine-2": EngineRole.PREFILL, "engine-7": EngineRole.DECODE}
 
 
@@ -157,7 +157,7 @@ def test_a_resume_that_asks_for_something_else_starts_from_its_specs(tmp_path: P
     run = resolved(tmp_path)
     adopt(tmp_path, run, MOVED)
     other = resolved(tmp_path, "placement.utilisation=0.9")
-    start = start_from(other, tmp_path)
+    start = resolve_start(other, tmp_path)
     assert (start.moved, start.resolved) == (False, other)
     assert start.why_not == "placement changed since it was adopted"
     assert start.names
@@ -166,11 +166,11 @@ def test_a_resume_that_asks_for_something_else_starts_from_its_specs(tmp_path: P
 def test_engines_that_do_not_fit_any_more_are_told(tmp_path: Path) -> None:
     run = resolved(tmp_path)
     adopt(tmp_path, run, [("engine-1", "left", "engine", 1), ("engine-2", "gone", "engine", 1)])
-    assert start_from(run, tmp_path).why_not == "engine-2 does not fit into pool 'gone'"
+    assert resolve_start(run, tmp_path).why_not == "engine-2 does not fit into pool 'gone'"
 
 
 def test_a_run_that_never_moved_starts_as_it_did(tmp_path: Path) -> None:
     run = resolved(tmp_path)
-    assert start_from(run, tmp_path) == Start(run), "no ledger yet"
+    assert resolve_start(run, tmp_path) == RunStart(run), "no ledger yet"
     Ledger(tmp_path, clock=lambda: 0.0, config=run.to_dict(), inline=True).close()
-    assert start_from(run, tmp_path) == Start(run)
+    assert resolve_start(run, tmp_path) == RunStart(run)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollart.compose.metering import CallsToLedger, offload_events, record_offload
+from rollart.compose.metering import LedgerMeter, offload_events, record_offload
 from rollart.ledger.memory import MemoryRecorder
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.report.rows import collect
 from rollart.report.summarize import cost
@@ -30,7 +30,7 @@ def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         with Ledger(tmp_path, clock=clock, inline=True) as ledger:
-            meter = CallsToLedger(ledger)
+            meter = LedgerMeter(ledger)
 
             class Both(Books):
                 def invocation(self, invocation: Any) -> None:
@@ -49,7 +49,7 @@ def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
 
     virtual.run(main())
     usage = books.usage["behave"]
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         run = collect(reader, "r")
         queued = [call.queued_s for call in reader.calls()]
     assert {w.state: w.seconds for w in run.workers} == pytest.approx(
@@ -99,7 +99,7 @@ def test_faults_are_told_by_kind() -> None:
 
 def test_a_span_without_length_is_left_out() -> None:
     books = MemoryRecorder()
-    meter = CallsToLedger(books)
+    meter = LedgerMeter(books)
     meter.worker(WorkerSpan("f", "local", "w", 1.0, 1.0, WorkerState.IDLE, 512))
     meter.worker(WorkerSpan("f", "local", "w", 1.0, 2.0, WorkerState.IDLE, 512))
     assert [span.t1 for span in books.spans] == [2.0]

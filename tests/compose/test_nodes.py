@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.elastic import fitting
-from rollart.compose.faults import machines_of, parts_of
-from rollart.compose.simulate import Simulated, simulate
+from rollart.compose.elastic import fit_to_devices
+from rollart.compose.faults import cluster_machines, fault_targets
+from rollart.compose.simulate import SimulationResult, simulate
 from rollart.errors import SpecError, UsageError
-from rollart.ledger.intervals import tears
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import find_tiling_errors
+from rollart.ledger.reader import LedgerReader
 from rollart.ports import RunEvent
 from rollart.spec.faults import FaultPlanSpec, fault_problems
 from rollart.spec.resolve import Resolved, forecast, read_specs
-from rollart.spec.rules import Problem
+from rollart.spec.rules import RuleViolation
 from tests.compose.test_simulate import RUN
 
 CLUSTER = """\
@@ -74,13 +74,13 @@ def given(specs: Path) -> Resolved:
     return made(specs, "cluster.engines.count=6", "cluster.engines.device=H20", "cluster.trainer.device=H800")
 
 
-def played(resolved: Resolved, directory: Path, *outages: dict[str, object], steps: int = 5) -> Simulated:
+def played(resolved: Resolved, directory: Path, *outages: dict[str, object], steps: int = 5) -> SimulationResult:
     return simulate(resolved, directory, steps=steps, faults=FaultPlanSpec.model_validate({"outages": outages}))
 
 
 def told(directory: Path, *kinds: str) -> list[RunEvent]:
-    with Reader(directory) as reader:
-        assert tears(reader.intervals(), tolerance=1e-6) == []
+    with LedgerReader(directory) as reader:
+        assert find_tiling_errors(reader.intervals(), tolerance=1e-6) == []
         return sorted((event for kind in kinds for event in reader.events(kind)), key=lambda event: event.t)
 
 
@@ -143,8 +143,8 @@ def test_the_same_plan_and_seed_do_the_same(given: Resolved, tmp_path: Path) -> 
 
 
 def test_every_machine_has_a_name_and_the_trainer_goes_with_its_own(given: Resolved) -> None:
-    parts = parts_of(given)
-    machines = machines_of(given)
+    parts = fault_targets(given)
+    machines = cluster_machines(given)
     assert {name: m.devices for name, m in machines.items()} == {
         "machine-big-0": 2,
         "machine-wide-0": 2,
@@ -157,17 +157,17 @@ def test_every_machine_has_a_name_and_the_trainer_goes_with_its_own(given: Resol
 
 
 def test_a_run_begins_with_the_parts_that_fit(given: Resolved) -> None:
-    assert fitting(given, {"big": 2, "wide": 6}) is given
-    begun = fitting(given, {"big": 2, "wide": 3})
+    assert fit_to_devices(given, {"big": 2, "wide": 6}) is given
+    begun = fit_to_devices(given, {"big": 2, "wide": 3})
     assert [a.name for a in begun.plan.assignments if a.pool == "wide"] == ["engine-0", "engine-1", "engine-2"]
     assert begun.plan.idle == {"big": 1, "wide": 3}
     with pytest.raises(UsageError, match="no engine of the plan fits"):
-        fitting(given, {"big": 2})
+        fit_to_devices(given, {"big": 2})
 
 
 def test_only_machines_give_notice() -> None:
     plan = FaultPlanSpec.model_validate({"outages": [{"parts": ["engine-0"], "at_s": 9, "warning_s": 5}]})
-    (problem,) = fault_problems(plan, Problem, ["engine-0"])
+    (problem,) = fault_problems(plan, RuleViolation, ["engine-0"])
     assert problem.message == "outages.0.warning_s is 5 for 'engine-0' (rule: machines alone)"
 
 

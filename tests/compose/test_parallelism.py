@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.parallelism import refuse_lending, reshard_settings, served_settings
+from rollart.compose.parallelism import launch_reshard_settings, refuse_lending, reshard_settings
 from rollart.compose.simulate import simulate
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind, EngineRole
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.spec.resolve import Resolved, forecast, read_specs
 
 CLUSTER = """\
@@ -68,7 +68,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 def test_engines_grow_where_they_preempt_and_every_device_is_billed_once(resolved: Make, tmp_path: Path) -> None:
     done = simulate(resolved(), tmp_path / "sim", steps=4)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         changed = [(e.fields["before"], e.fields["after"]) for e in reader.events("parallelism_changed")]
         intervals = reader.intervals()
     assert changed[0] == (1, 2)
@@ -80,7 +80,7 @@ def test_engines_grow_where_they_preempt_and_every_device_is_billed_once(resolve
 
 
 def test_the_embedded_engine_refuses_what_it_cannot_be(resolved: Make) -> None:
-    settings = served_settings(resolved())
+    settings = launch_reshard_settings(resolved())
     assert settings is not None
     assert "has no tensor parallelism" in settings.refuses(EngineKind("big", EngineRole.ENGINE, 2))
     assert settings.refuses(EngineKind("big", EngineRole.ENGINE, 1)) == ""
@@ -89,7 +89,7 @@ def test_the_embedded_engine_refuses_what_it_cannot_be(resolved: Make) -> None:
 def test_vllm_engines_may_be_of_any_size_that_the_host_allows(resolved: Make) -> None:
     run = resolved()
     engines = run.cluster.engines.model_copy(update={"kind": "vllm"})
-    settings = served_settings(replace(run, cluster=run.cluster.model_copy(update={"engines": engines})))
+    settings = launch_reshard_settings(replace(run, cluster=run.cluster.model_copy(update={"engines": engines})))
     assert settings is not None
     assert settings.refuses(EngineKind("big", EngineRole.ENGINE, 2)) == ""
 
@@ -125,7 +125,7 @@ LENDING = (
 
 def test_lent_seconds_are_training_and_every_device_is_billed_once(resolved: Make, tmp_path: Path) -> None:
     done = simulate(resolved(LENDING), tmp_path / "sim", steps=4)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         lent, back = reader.events("engines_lent"), reader.events("engines_returned")
         intervals = reader.intervals()
     assert lent

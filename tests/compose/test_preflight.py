@@ -19,12 +19,12 @@ import pytest
 import yaml
 
 from rollart.cli.main import run as rollart
-from rollart.compose.preflight import decided, environment_problems, refuse_files
+from rollart.compose.preflight import decide_workers, environment_problems, refuse_files
 from rollart.compose.prepare import prepare_tokenizer
 from rollart.errors import SpecError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import read_specs, resolve_files
-from rollart.spec.where import Where
+from rollart.spec.where import SpecSources
 from tests.e2e.harness import CLUSTER, ROOT, changed, tiny
 
 EXTRA = pytest.mark.slow
@@ -82,7 +82,7 @@ def written(directory: Path, environment: str, arguments: dict[str, Any], **host
 
 def refused(run: Path, cluster: Path) -> pytest.ExceptionInfo[SpecError]:
     with pytest.raises(SpecError) as told:
-        refuse_files(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_files(read_specs(run, cluster), SpecSources.files(run, cluster))
     return told
 
 
@@ -140,7 +140,7 @@ def test_what_an_environment_has_started_is_not_waited_for(tmp_path: Path) -> No
     note = tmp_path / "pid"
     run, cluster = written(tmp_path, "worlds:Serves", {"note": str(note)}, workers=1, start_s=60.0)
     try:
-        refuse_files(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_files(read_specs(run, cluster), SpecSources.files(run, cluster))
     finally:
         os.kill(int(note.read_text()), signal.SIGKILL)  # it is there: it has the look's stdout and stderr still
 
@@ -283,7 +283,7 @@ def test_environments_live_on_hosts_unless_they_declare_themselves_quick(
 ) -> None:
     arguments = {"dataset": "chain_sum"} if "reasoning" in environment else {}
     run, cluster = written(tmp_path, environment, arguments, workers="unless_quick")
-    assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == workers
+    assert decide_workers(resolve_files(run, cluster, [])).cluster.environments.workers == workers
 
 
 def test_hosts_import_from_where_the_controller_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +294,9 @@ def test_hosts_import_from_where_the_controller_does(tmp_path: Path, monkeypatch
     for module in tmp_path.glob("*.py"):
         module.rename(elsewhere / module.name)
     with pytest.raises(SpecError, match="there is no module"):
-        decided(resolve_files(run, cluster, []))
+        decide_workers(resolve_files(run, cluster, []))
     monkeypatch.syspath_prepend(str(elsewhere))
-    assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == "auto"
+    assert decide_workers(resolve_files(run, cluster, [])).cluster.environments.workers == "auto"
 
 
 QWEN = {

@@ -8,20 +8,20 @@ import sys
 
 import pytest
 
-from rollart.compose.probe import cpu_of, cpu_of_reaped
+from rollart.compose.probe import process_cpu_s, reaped_children_cpu_s
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass"
 
 
 @pytest.mark.slow  # a process that computes for 0.3 s
 def test_the_work_of_children_that_ended_is_not_lost() -> None:
-    before, own = cpu_of_reaped(os.getpid()), cpu_of(os.getpid())
+    before, own = reaped_children_cpu_s(os.getpid()), process_cpu_s(os.getpid())
     subprocess.run([sys.executable, "-c", BURN], check=True)
-    assert cpu_of_reaped(os.getpid()) - before >= 0.28  # in ticks of a hundredth
-    assert cpu_of(os.getpid()) - own < 0.28
+    assert reaped_children_cpu_s(os.getpid()) - before >= 0.28  # in ticks of a hundredth
+    assert process_cpu_s(os.getpid()) - own < 0.28
 
 
 def test_a_process_that_is_gone_has_spent_nothing() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
-    assert cpu_of(child.pid) == cpu_of_reaped(child.pid) == 0.0
+    assert process_cpu_s(child.pid) == reaped_children_cpu_s(child.pid) == 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.providers import Trials, backend, packages_in, ready
+from rollart.compose.providers import TrialMeter, backend, check_providers, packages_in
 from rollart.errors import ProviderError, SpecError, UsageError
 from rollart.ledger.prices import PriceBook
 from rollart.spec.cluster import ClusterFunctions
@@ -38,7 +38,7 @@ def test_local_workers_play_a_provider_when_told() -> None:
 )
 def test_settings_are_refused_before_anything_starts(functions: dict[str, object], expected: str) -> None:
     with pytest.raises(SpecError, match=expected):
-        ready(ClusterFunctions.model_validate(functions))
+        check_providers(ClusterFunctions.model_validate(functions))
 
 
 def test_a_secret_that_is_not_set_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_a_secret_that_is_not_set_is_told_before_anything_starts(monkeypatch: py
     )
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     with pytest.raises(ProviderError, match="JUDGE_TOKEN is not set"):
-        ready(functions)
+        check_providers(functions)
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
-    ready(functions)
+    check_providers(functions)
 
 
 def test_urls_of_a_caller_are_checked_as_those_of_a_file() -> None:
@@ -60,7 +60,7 @@ def test_urls_of_a_caller_are_checked_as_those_of_a_file() -> None:
 
 
 def test_trials_are_priced_by_the_list() -> None:
-    trials = Trials(PriceBook(load_prices(builtin("prices.yaml"))))
+    trials = TrialMeter(PriceBook(load_prices(builtin("prices.yaml"))))
     trials.invocation(
         Invocation(
             function="f",

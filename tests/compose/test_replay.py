@@ -9,17 +9,17 @@ import pytest
 from click.testing import CliRunner
 
 from rollart.cli.main import cli, run
-from rollart.compose.recording import fitted_speed, read_recording
-from rollart.compose.replay import Prepared, check, of_a_run, of_a_spec
+from rollart.compose.recording import fit_trainer_speed, read_recording
+from rollart.compose.replay import PreparedReplay, check_replay, prepare_from_run, prepare_from_spec
 from rollart.compose.simulate import simulate
 from rollart.errors import UsageError
-from rollart.ledger.intervals import State
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval, RunEvent
-from rollart.report.check import Check, Observed
+from rollart.report.check import RunTotals, SimulationCheck
 from rollart.report.rows import collect
 from rollart.sim import loop as virtual
 from rollart.spec.resolve import Resolved, read_specs, resolve_files
@@ -71,15 +71,15 @@ async def write(directory: Path, resolved: Resolved, *, starts: int = 1) -> None
             ledger.interval(Interval(role, name, t0, t1, state, "", 1.0, usd))
             return t1
 
-        spent("engine", "engine-0", 0.0, STARTUP_S, State.STARTUP)
-        spent("trainer", "trainer-0", 0.0, STARTUP_S, State.STARTUP)
-        at = spent("trainer", "trainer-0", STARTUP_S, STARTUP_S + FIRST_S, State.IDLE)
-        engine = spent("engine", "engine-0", STARTUP_S, STARTUP_S + BATCH * ENGINE_S, State.BUSY)
+        spent("engine", "engine-0", 0.0, STARTUP_S, ResourceState.STARTUP)
+        spent("trainer", "trainer-0", 0.0, STARTUP_S, ResourceState.STARTUP)
+        at = spent("trainer", "trainer-0", STARTUP_S, STARTUP_S + FIRST_S, ResourceState.IDLE)
+        engine = spent("engine", "engine-0", STARTUP_S, STARTUP_S + BATCH * ENGINE_S, ResourceState.BUSY)
         for step in range(STEPS):
-            trained = spent("trainer", "trainer-0", at, at + TRAIN_S, State.BUSY)
-            ends = spent("trainer", "trainer-0", trained, trained + PUBLISH_S, State.SYNC)
-            engine = spent("engine", "engine-0", engine, ends - LOAD_S, State.IDLE)
-            engine = spent("engine", "engine-0", engine, ends, State.SYNC)
+            trained = spent("trainer", "trainer-0", at, at + TRAIN_S, ResourceState.BUSY)
+            ends = spent("trainer", "trainer-0", trained, trained + PUBLISH_S, ResourceState.SYNC)
+            engine = spent("engine", "engine-0", engine, ends - LOAD_S, ResourceState.IDLE)
+            engine = spent("engine", "engine-0", engine, ends, ResourceState.SYNC)
             ledger.invocation(
                 Invocation("exact", "local", "w", at - 0.5, at - 0.38, 0.0, 0.1, 1024, BATCH, "ok", Cause.CALL)
             )
@@ -88,8 +88,8 @@ async def write(directory: Path, resolved: Resolved, *, starts: int = 1) -> None
             fields = {"train_s": ends - at, "waited_s": FIRST_S if step == 0 else 0.0}
             ledger.event(RunEvent(ends, "step", "training", fields))
             at = ends
-        spent("engine", "engine-0", engine, at + END_S, State.IDLE)
-        spent("trainer", "trainer-0", at, at + END_S, State.IDLE)
+        spent("engine", "engine-0", engine, at + END_S, ResourceState.IDLE)
+        spent("trainer", "trainer-0", at, at + END_S, ResourceState.IDLE)
         await ledger.flush()
 
 
@@ -153,8 +153,8 @@ def recorded(home: Path, resolved: Resolved) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepared(recorded: Path) -> Prepared:
-    return of_a_run(recorded)
+def prepared(recorded: Path) -> PreparedReplay:
+    return prepare_from_run(recorded)
 
 
 def make(tmp_path: Path, resolved: Resolved, *, starts: int = 1) -> Path:
@@ -184,8 +184,8 @@ def test_what_a_ledger_says_of_its_machine(recorded: Path, resolved: Resolved) -
     assert seen.seen.loop_usd == pytest.approx(usd_per_s * loop_s)
 
 
-def test_a_run_bound_by_its_trainer_is_predicted(prepared: Prepared) -> None:
-    found = check(prepared)
+def test_a_run_bound_by_its_trainer_is_predicted(prepared: PreparedReplay) -> None:
+    found = check_replay(prepared)
     assert prepared.replay.pace > 0
     assert found.simulated.train_s == pytest.approx(STEPS * TRAIN_S)
     assert found.simulated.publish_s == pytest.approx(STEPS * PUBLISH_S)
@@ -196,9 +196,9 @@ def test_a_run_bound_by_its_trainer_is_predicted(prepared: Prepared) -> None:
     assert abs(found.wall_error) < abs(found.loop_error), "what lies around the loop is as recorded"
 
 
-def test_functions_are_called_as_they_were(prepared: Prepared, tmp_path: Path) -> None:
+def test_functions_are_called_as_they_were(prepared: PreparedReplay, tmp_path: Path) -> None:
     done = simulate(prepared.resolved, tmp_path / "run", steps=3, replay=prepared.replay)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         (calls,) = collect(reader, "run").invocations
     assert (calls.function, calls.status, calls.memory_mb) == ("exact", "ok", 1024)
     assert calls.items == 3 * BATCH
@@ -206,29 +206,29 @@ def test_functions_are_called_as_they_were(prepared: Prepared, tmp_path: Path) -
 
 
 def test_deviations_are_of_the_run_and_of_its_loop() -> None:
-    recorded = Observed(
+    recorded = RunTotals(
         10, wall_s=30.0, loop_s=20.0, usd=3.0, loop_usd=2.0, waited_s=1, train_s=1, publish_s=1, engine_busy_s=1
     )
-    simulated = Observed(
+    simulated = RunTotals(
         10, wall_s=22.0, loop_s=22.0, usd=2.4, loop_usd=2.4, waited_s=1, train_s=1, publish_s=1, engine_busy_s=1
     )
-    found = Check(recorded, simulated)
+    found = SimulationCheck(recorded, simulated)
     assert (found.loop_error, found.loop_usd_error) == (pytest.approx(0.1), pytest.approx(0.2))
     assert (found.wall_s, found.usd) == (pytest.approx(32.0), pytest.approx(3.4))
     assert (found.wall_error, found.usd_error) == (pytest.approx(1 / 15), pytest.approx(0.4 / 3))
 
 
 def test_steps_of_two_sizes_show_what_does_not_depend_on_tokens() -> None:
-    found = fitted_speed([100, 200, 100, 200], [0.6, 0.7, 0.6, 0.7])
+    found = fit_trainer_speed([100, 200, 100, 200], [0.6, 0.7, 0.6, 0.7])
     assert (found.seconds_per_step, found.seconds_per_token) == (pytest.approx(0.5), pytest.approx(0.001))
-    alike = fitted_speed([100, 101, 99], [0.5, 0.7, 0.9])
+    alike = fit_trainer_speed([100, 101, 99], [0.5, 0.7, 0.9])
     assert alike.seconds_per_step == 0, "three batches of a size show no line"
     assert alike.step_s([300]) == pytest.approx(2.1), "the sum is kept"
-    falling = fitted_speed([100, 200, 300], [0.9, 0.7, 0.5])
+    falling = fit_trainer_speed([100, 200, 300], [0.9, 0.7, 0.5])
     assert falling.step_s([600]) == pytest.approx(2.1), "more tokens never take less time"
 
 
-def test_another_policy_at_the_same_speeds(prepared: Prepared, tmp_path: Path) -> None:
+def test_another_policy_at_the_same_speeds(prepared: PreparedReplay, tmp_path: Path) -> None:
     ends = {
         name: simulate(prepared.resolved, tmp_path / name, schedule=name, steps=STEPS, replay=prepared.replay).seconds
         for name in ("sync_plus", "rollart")
@@ -254,18 +254,18 @@ def test_other_prices_change_dollars_and_nothing_else(recorded: Path) -> None:
 
 def test_on_other_hardware_the_plan_says_how_fast_it_is(recorded: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(GPUS)
-    elsewhere = of_a_run(recorded, tmp_path / "g.yaml")
+    elsewhere = prepare_from_run(recorded, tmp_path / "g.yaml")
     assert elsewhere.replay.machine is None
     assert "on other devices" in elsewhere.note
     done = simulate(elsewhere.resolved, tmp_path / "out", steps=2, replay=elsewhere.replay)
     assert [s.tokens for s in done.steps] == [BATCH * 44] * 2
     assert done.seconds < FIRST_S, "a model of 0.1 million parameters on H800s"
-    of_spec = of_a_spec(read_specs(home / "r.yaml", tmp_path / "g.yaml"), recorded)
+    of_spec = prepare_from_spec(read_specs(home / "r.yaml", tmp_path / "g.yaml"), recorded)
     assert of_spec.replay.recording.scripts == elsewhere.replay.recording.scripts
 
 
 def test_trajectories_may_be_drawn(recorded: Path, tmp_path: Path) -> None:
-    drawn = of_a_run(recorded, resample=True)
+    drawn = prepare_from_run(recorded, resample=True)
     assert drawn.replay.resample
     one, same = (
         simulate(drawn.resolved, tmp_path / str(n), seed=3, steps=2, replay=drawn.replay).trace for n in range(2)
@@ -301,16 +301,16 @@ def test_runs_without_a_ledger_or_a_step_are_told(tmp_path: Path, resolved: Reso
         read_recording(tmp_path / "empty")
 
 
-def test_a_simulation_is_no_recording(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_simulation_is_no_recording(prepared: PreparedReplay, tmp_path: Path) -> None:
     simulate(prepared.resolved, tmp_path / "sim", steps=1, replay=prepared.replay)
     with pytest.raises(UsageError, match="ledger of a simulation"):
         read_recording(tmp_path / "sim")
 
 
 def test_a_resumed_run_is_replayed_and_not_checked(tmp_path: Path, resolved: Resolved) -> None:
-    prepared = of_a_run(make(tmp_path, resolved, starts=2))
+    prepared = prepare_from_run(make(tmp_path, resolved, starts=2))
     with pytest.raises(UsageError, match="was started 2 times"):
-        check(prepared)
+        check_replay(prepared)
 
 
 def test_the_check_command(recorded: Path) -> None:

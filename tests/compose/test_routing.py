@@ -12,12 +12,22 @@ from pathlib import Path
 import pytest
 
 from placement.types import Role
-from rollart.compose.planner import MIN_FINISHED, PlacementPlanner, planner, rebalance_settings
-from rollart.compose.routing import SERVING, PlannedTurns, router, routes_of, seats
+from rollart.compose.planner import MIN_FINISHED, PlacementPlanner, placement_planner, rebalance_settings
+from rollart.compose.routing import SERVING_ROLES, PlannedTurnModel, engine_placements, make_router, routes_of
 from rollart.errors import RunFailed
-from rollart.fleet import DomainWork, EngineKind, EngineRole, KindLoad, MoveKind, Observed, Proposal, Routes, Seat
-from rollart.policy.pricing import RULES
-from rollart.policy.rebalancing import worth
+from rollart.fleet import (
+    DomainWork,
+    EngineKind,
+    EnginePlacement,
+    EngineRole,
+    FleetMoveKind,
+    FleetObservation,
+    KindLoad,
+    Proposal,
+    Routes,
+)
+from rollart.policy.pricing import PREFILL_RULES
+from rollart.policy.rebalancing import worth_moving
 from rollart.spec.resolve import Resolved, resolve_files
 
 Resolve = Callable[..., Resolved]
@@ -64,19 +74,19 @@ def resolve(tmp_path: Path) -> Resolve:
 
 def test_every_engine_has_a_seat_and_without_a_plan_there_are_no_prices(resolve: Resolve) -> None:
     resolved = resolve("placement.router=remote", "domains.chat.profile=", cluster=LOCAL)
-    assert seats(resolved) == {
-        "prefill-0": Seat("here", "cpu", EngineRole.PREFILL, 1),
-        "decode-0": Seat("here", "cpu", EngineRole.DECODE, 1),
+    assert engine_placements(resolved) == {
+        "prefill-0": EnginePlacement("here", "cpu", EngineRole.PREFILL, 1),
+        "decode-0": EnginePlacement("here", "cpu", EngineRole.DECODE, 1),
     }
-    made = router(resolved)
-    assert (made.routes.prices, made.rule) == (None, RULES["remote"])
-    assert planner(resolved) is None
+    made = make_router(resolved)
+    assert (made.routes.prices, made.rule) == (None, PREFILL_RULES["remote"])
+    assert placement_planner(resolved) is None
     assert rebalance_settings(resolved).baseline == {}
 
 
 def test_affinity_is_what_this_cluster_has(resolve: Resolve) -> None:
     for wanted, found in (("wide", "wide"), ("H20", "H20"), ("H100", None)):
-        made = router(resolve(f"hw_affinity={{default: {wanted}}}", "domains.chat.profile="))
+        made = make_router(resolve(f"hw_affinity={{default: {wanted}}}", "domains.chat.profile="))
         assert made.affinity.wants("chat") == found
 
 
@@ -101,7 +111,7 @@ class TestPlanned:
         found, problem = resolved.plan.placement, resolved.problem
         assert found is not None
         assert problem is not None
-        model = PlannedTurns.of(problem, found.deployments)
+        model = PlannedTurnModel.of(problem, found.deployments)
         pool = next(p for p in problem.pools if p.name == "wide")
         instance = problem.performance.instance(pool.device, 2)
         assert not isinstance(instance, str)
@@ -121,7 +131,7 @@ class TestPlanned:
 
     def test_the_planner_follows_what_serves_and_what_is_measured(self, resolve: Resolve) -> None:
         resolved = resolve("placement.in_flight=4096", "cluster.engines.max_slots=512")
-        made = planner(resolved)
+        made = placement_planner(resolved)
         assert made is not None
         found = resolved.plan.placement
         assert found is not None
@@ -130,10 +140,10 @@ class TestPlanned:
             for kind, n in (
                 (EngineKind(d.pool, EngineRole(d.role), d.tp), d.replicas)
                 for d in found.deployments
-                if d.role in SERVING
+                if d.role in SERVING_ROLES
             )
         }
-        observed = Observed(work={}, load=load, rate=1.0, seconds=30.0)
+        observed = FleetObservation(work={}, load=load, rate=1.0, seconds=30.0)
 
         async def ask(planner: PlacementPlanner) -> None:
             repriced = await planner.reprice(observed)
@@ -150,7 +160,7 @@ class TestPlanned:
                 assert longer.router_only
                 assert longer.rate_after >= longer.rate_now * (1 - 1e-4)
                 assert longer.cost == 0
-                assert all(move.kind is MoveKind.FLIP for move in longer.moves)
+                assert all(move.kind is FleetMoveKind.FLIP for move in longer.moves)
             # A kind that is down takes no flow.
             down = {kind: replace(seen, healthy=0) for kind, seen in load.items() if kind.role is EngineRole.DECODE}
             with pytest.raises(RunFailed, match="no flows"):
@@ -162,13 +172,13 @@ class TestPlanned:
         self, resolve: Resolve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         resolved = resolve()
-        made, found = planner(resolved), resolved.plan.placement
+        made, found = placement_planner(resolved), resolved.plan.placement
         assert made is not None
         assert found is not None
         other, new = replace(found, rate=2 * found.rate), Routes(shares={"chat": {"far": 1.0}})
         proposal = Proposal((), new, found.rate, other.rate)
         monkeypatch.setattr(made, "_replan", lambda observed: (proposal, other, new))
-        observed = Observed(work={}, load={}, rate=1.0, seconds=30.0)
+        observed = FleetObservation(work={}, load={}, rate=1.0, seconds=30.0)
 
         async def ask() -> None:
             before = await made.reprice(observed)
@@ -183,44 +193,44 @@ class TestPlanned:
         asyncio.run(ask())
 
     def test_no_plan_at_all_is_an_error(self, resolve: Resolve) -> None:
-        made = planner(resolve())
+        made = placement_planner(resolve())
         assert made is not None
         with pytest.raises(RunFailed, match="no plan for this work"):
-            asyncio.run(made.replan(Observed(work={}, load={}, rate=0.0, seconds=0.0), "all pools are down"))
+            asyncio.run(made.replan(FleetObservation(work={}, load={}, rate=0.0, seconds=0.0), "all pools are down"))
 
     def test_where_plans_are_to_be_cheap_a_proposal_says_what_it_saves(self, resolve: Resolve) -> None:
         prices = CLUSTER.replace("count: 8", "count: 8, price: 2")
         resolved = resolve("placement.objective=min_cost", "placement.rate=0.5", cluster=prices)
-        made, found = planner(resolved), resolved.plan.placement
+        made, found = placement_planner(resolved), resolved.plan.placement
         assert made is not None
         assert found is not None
-        planned = [d for d in found.deployments if d.role in SERVING]
+        planned = [d for d in found.deployments if d.role in SERVING_ROLES]
         load = {
             EngineKind(d.pool, EngineRole(d.role), d.tp): KindLoad(d.replicas, d.replicas, 0.0, 1.0) for d in planned
         }
         load[EngineKind("far", EngineRole.ENGINE, 2)] = KindLoad(2, 2, 0.0, 1.0)  # more than the plan needs
-        observed = Observed(work={}, load=load, rate=1.0, seconds=30.0, movable=True)
+        observed = FleetObservation(work={}, load=load, rate=1.0, seconds=30.0, movable=True)
         cheaper = asyncio.run(made.replan(observed, "price change"))
         assert cheaper is not None
         assert cheaper.usd_per_hour is not None
         now, after = cheaper.usd_per_hour
         assert after < now
-        assert any(move.kind is MoveKind.DRAIN for move in cheaper.moves)
-        assert worth(cheaper, 36000.0)[0], worth(cheaper, 36000.0)
+        assert any(move.kind is FleetMoveKind.DRAIN for move in cheaper.moves)
+        assert worth_moving(cheaper, 36000.0)[0], worth_moving(cheaper, 36000.0)
 
     def test_a_solve_that_nobody_waits_for_is_not_joined_by_another(
         self, resolve: Resolve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        made = planner(resolve())
+        made = placement_planner(resolve())
         assert made is not None
         begun, end = threading.Semaphore(0), threading.Event()
 
-        def slow(observed: Observed) -> None:
+        def slow(observed: FleetObservation) -> None:
             begun.release()
             assert end.wait(60.0)
 
         monkeypatch.setattr(made, "_replan", slow)
-        observed = Observed(work={}, load={}, rate=1.0, seconds=30.0)
+        observed = FleetObservation(work={}, load={}, rate=1.0, seconds=30.0)
 
         async def ask() -> None:
             first = asyncio.ensure_future(made.replan(observed, "drift"))
@@ -240,19 +250,19 @@ class TestPlanned:
 
     def test_too_few_trajectories_change_no_profile(self, resolve: Resolve) -> None:
         resolved = resolve()
-        made = planner(resolved)
+        made = placement_planner(resolved)
         assert made is not None
         seen = DomainWork(1.0, 16.0, 5, 1, 2, 0.0, MIN_FINISHED - 1)
-        observed = Observed(work={"chat": seen}, load={}, rate=0.0, seconds=0.0)
+        observed = FleetObservation(work={"chat": seen}, load={}, rate=0.0, seconds=0.0)
         assert resolved.problem is not None
         assert made._updated(observed).domains == resolved.problem.domains
 
     def test_rebalancing_may_be_off(self, resolve: Resolve) -> None:
-        assert planner(resolve("placement.rebalance={reprice_s: 0, flows_s: 0}")) is None
+        assert placement_planner(resolve("placement.rebalance={reprice_s: 0, flows_s: 0}")) is None
         settings = rebalance_settings(resolve("placement.rebalance.drift=0.3"))
         assert (settings.drift, settings.baseline["chat"].turns) == (0.3, 4)
 
 
 def test_roles_of_engines() -> None:
-    assert {str(role) for role in SERVING} == {str(role) for role in EngineRole}
-    assert Role.TRAINER not in SERVING
+    assert {str(role) for role in SERVING_ROLES} == {str(role) for role in EngineRole}
+    assert Role.TRAINER not in SERVING_ROLES

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.rewards.offload import DomainRewards, RewardTerm
-from rollart.compose.scaling import RollingDemand, prices, scaler, scaling_settings
+from rollart.compose.scaling import TrajectoryDemand, make_scaler, scaling_prices, scaling_settings
 from rollart.errors import SpecError
 from rollart.model import GroupId, Purpose, TrajectoryId
 from rollart.ports import RunEvent
@@ -21,7 +21,7 @@ from rollart.spec.resolve import read_specs, resolve_specs
 from serverless.backends.simulated import SimulatedBackend
 from serverless.meter import Meter
 from serverless.pipeline import Offload
-from serverless.scaling_seen import Seen
+from serverless.scaling_seen import StatisticsMeter
 from serverless.spec import FunctionSpec
 from serverless.types import Item
 from tests.serverless.support import package
@@ -56,7 +56,7 @@ def test_a_wrong_setting_is_said_in_one_line(given: dict[str, Any], said: str) -
 
 def test_trajectories_that_roll_out_are_known_by_domain_until_they_ask() -> None:
     rolling = Rolling()
-    demand = RollingDemand(rolling, PLAN)
+    demand = TrajectoryDemand(rolling, PLAN)
     ones = [live("m1", "math", 1.0), live("c1", "code", 2.0), live("m2", "math", 3.0), live("m3", "math", 4.0)]
     for one in ones:
         rolling.begin(one)
@@ -74,13 +74,13 @@ def test_trajectories_that_roll_out_are_known_by_domain_until_they_ask() -> None
 
 def test_a_trajectory_that_waits_costs_its_share_of_the_devices_and_a_worker_a_core() -> None:
     resolved = resolve_specs(read_specs())
-    found = prices(resolved, lambda: 8)
+    found = scaling_prices(resolved, lambda: 8)
     core = max(resolved.usd_per_device_hour.values()) / 3600.0
     assert core > 0.0
     assert found.idle(FunctionSpec(name="f", source="f.py"), "local") == pytest.approx(core)
     assert found.idle(FunctionSpec(name="f", source="f.py", cpu=4.0), "local") == pytest.approx(4.0 * core)
     assert found.waiting() == pytest.approx(resolved.plan.usd_per_hour / 3600.0 / 8)
-    assert prices(resolved, lambda: 0).waiting() == pytest.approx(resolved.plan.usd_per_hour / 3600.0)
+    assert scaling_prices(resolved, lambda: 0).waiting() == pytest.approx(resolved.plan.usd_per_hour / 3600.0)
 
 
 def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
@@ -95,7 +95,7 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
     resolved = resolve_specs(read_specs())
 
     async def main() -> int:
-        seen = Seen(Meter())
+        seen = StatisticsMeter(Meter())
         one = package(concurrency=8)
         async with (
             SimulatedBackend({"behave": lambda sample: 1.0}, meter=seen) as backend,
@@ -108,7 +108,7 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
                 rolling.ask(done, 1000.0)
             for n in range(2000):
                 rolling.begin(live(f"c{n}", "code", -990.0))
-            async with scaler(
+            async with make_scaler(
                 resolved,
                 offload,
                 [backend],

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from rollart.cli.main import cli
-from rollart.compose.simulate import shape_of, simulate
-from rollart.compose.simulations import Task, found_in, simulate_all
-from rollart.compose.window import in_time, recommended
+from rollart.compose.simulate import simulate, workload_shape
+from rollart.compose.simulations import SimulationTask, simulate_all, simulation_finding
+from rollart.compose.window import fresh_group_shares, recommended_staleness
 from rollart.errors import FaultRateExceeded, RunFailed, SpecError
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.rows import collect
 from rollart.report.simulation import simulation
@@ -87,7 +87,7 @@ def test_same_spec_and_seed_same_trace(made: Make, tmp_path: Path) -> None:
 def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_path: Path) -> None:
     resolved = made()
     done = simulate(resolved, tmp_path / "run", steps=3)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         rows = collect(reader, "run")
     hours = {i.resource: 0.0 for i in rows.intervals}
     for i in rows.intervals:
@@ -103,7 +103,7 @@ def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_
 
 def test_figures_add_up(made: Make, tmp_path: Path) -> None:
     done = simulate(made(), tmp_path / "run", schedule="one_off", steps=6)
-    found = found_in(done)
+    found = simulation_finding(done)
     parts = found.waited_s + found.train_s + found.publish_s
     assert found.step_s == pytest.approx(parts, rel=1e-9), "a step is its waiting, its training and its publish"
     assert set(found.lags) <= {0, 1}
@@ -117,7 +117,7 @@ def test_a_streamed_step_adds_up_too(made: Make, tmp_path: Path) -> None:
     done = simulate(made("training.stream=true"), tmp_path / "run", schedule="sync_plus", steps=4)
     assert any(s.train_s > s.trained - s.began for s in done.steps), "some of it was before"
     assert all(s.began <= s.trained <= s.ended for s in done.steps)
-    found = found_in(done)
+    found = simulation_finding(done)
     assert found.step_s == pytest.approx(found.waited_s + found.train_s + found.publish_s, rel=1e-9)
 
 
@@ -130,7 +130,7 @@ def test_every_schedule_runs_under_shuffled_ties(made: Make, tmp_path: Path, sch
 
 def test_lengths_are_tokens_and_not_pieces(made: Make, tmp_path: Path) -> None:
     done = simulate(made(), tmp_path / "run", steps=2)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         rows = collect(reader, "run")
     per_turn = sum(c.action_tokens for c in rows.charges) / sum(c.turns for c in rows.charges)
     assert 100 < per_turn < 350, "about 200 tokens an answer"
@@ -139,7 +139,7 @@ def test_lengths_are_tokens_and_not_pieces(made: Make, tmp_path: Path) -> None:
 def test_a_profile_becomes_the_distribution_that_has_its_quantiles(made: Make) -> None:
     problem = made().problem
     assert problem is not None
-    shape = shape_of(problem.domains[0], 16_384)
+    shape = workload_shape(problem.domains[0], 16_384)
     assert isinstance(shape.turns, LogNormal)
     assert shape.turns.median == 4
     assert math.exp(1.2816 * shape.turns.sigma) * 4 == pytest.approx(7)
@@ -155,7 +155,7 @@ def test_a_published_shape_may_stand_for_the_profile(made: Make, tmp_path: Path)
 def test_what_the_spec_forbids_ends_the_simulation_too(made: Make, tmp_path: Path) -> None:
     """A lease that is too short for the work is met here first, instead of on the cluster."""
     with pytest.raises(FaultRateExceeded, match=r"waited 0\.2 s"):
-        simulate_all([Task(made("leases.generate_s=0.2", "faults.min_count=5"), "rollart", 0, 2)])
+        simulate_all([SimulationTask(made("leases.generate_s=0.2", "faults.min_count=5"), "rollart", 0, 2)])
 
 
 def test_a_cluster_of_unknown_speed_is_refused(tmp_path: Path) -> None:
@@ -211,22 +211,25 @@ LARGE = ("batch.trajectories=16384", "placement.prefill_decode=off", "cluster.en
 
 @pytest.mark.slow  # some twenty plans: about two seconds
 def test_the_recommended_staleness_follows_from_the_tail_and_not_from_the_specs_own(made: Make) -> None:
-    short, long = recommended(made("schedule=paced", *LARGE)), recommended(made("schedule=paced", *LARGE, TAIL))
+    short, long = (
+        recommended_staleness(made("schedule=paced", *LARGE)),
+        recommended_staleness(made("schedule=paced", *LARGE, TAIL)),
+    )
     assert short is not None
     assert long is not None
     assert long.staleness > short.staleness > 0
     for stated in ("schedule=rollart", f"staleness={long.staleness}"), ("schedule=paced", "staleness=8"):
-        asked = recommended(made(*stated, *LARGE, TAIL))
+        asked = recommended_staleness(made(*stated, *LARGE, TAIL))
         assert asked is not None
         assert asked.staleness == long.staleness
-    assert recommended(made("schedule=sync")) is None
+    assert recommended_staleness(made("schedule=sync")) is None
 
 
 def test_a_plan_for_batches_that_wait_leaves_long_groups_their_time(made: Make) -> None:
-    (waits,) = in_time(made("schedule=paced", "staleness=0", TAIL))
-    (aborts,) = in_time(made("schedule=rollart", "staleness=0", TAIL))
+    (waits,) = fresh_group_shares(made("schedule=paced", "staleness=0", TAIL))
+    (aborts,) = fresh_group_shares(made("schedule=rollart", "staleness=0", TAIL))
     assert waits.share >= 0.99 > aborts.share
-    assert in_time(made("schedule=sync")) == ()
+    assert fresh_group_shares(made("schedule=sync")) == ()
 
 
 def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:
@@ -244,26 +247,26 @@ def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_p
     """With a mean pass rate of one half and prompts that differ, most groups of 4 are all right or all wrong."""
     resolved = made(FILTER, "rollout.filter.max_additional_running_prompts=4", "domains.chat.profile.solved=0.5")
     done = simulate(resolved, tmp_path / "run", steps=4)
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         rows = collect(reader, "run")
         filtered = reader.events("group_filtered")
     assert rows.facts.trained_samples == 4 * 16
     assert {e.fields["reward"] for e in filtered} == {0.0, 1.0}
     assert sum(c.trajectories for c in rows.charges if c.outcome == "filtered") == 4 * len(filtered) > 0
-    assert any(cause == "engine: trajectory filtered" for cause in found_in(done).waste)
+    assert any(cause == "engine: trajectory filtered" for cause in simulation_finding(done).waste)
     assert {e.subject for e in rows.filtered} >= {"tokens", "difficulty", "reward"}
 
 
 def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="all 40 groups of domain chat since its last step"):
-        simulate_all([Task(made(FILTER), "rollart", 0, steps=2, keep=tmp_path / "run")], workers=1)
+        simulate_all([SimulationTask(made(FILTER), "rollart", 0, steps=2, keep=tmp_path / "run")], workers=1)
 
 
 def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: Make, tmp_path: Path) -> None:
     """A slow trainer and a slow push: in turn they make the step, beside each other the longer of them does."""
     base = ("placement.train.seconds_per_step=6.0", "staleness=3")
     wait, beside = (
-        found_in(simulate(made(*base, f"weights.overlap={flag}"), tmp_path / flag, steps=10))
+        simulation_finding(simulate(made(*base, f"weights.overlap={flag}"), tmp_path / flag, steps=10))
         for flag in ("false", "true")
     )
     assert beside.step_s < wait.step_s - 0.5 * wait.publish_s
@@ -276,7 +279,7 @@ def test_shares_of_domains_and_their_drift_are_reported(specs: tuple[Path, Path]
     text = f"{head}  - name: chat{entry}  - name: slow{slow}rollout: {{fairness: {{slack: 0.25}}}}\n"
     (tmp_path / "r.yaml").write_text(text)
     resolved = forecast(read_specs(tmp_path / "r.yaml", specs[1], ()))
-    found = simulate_all([Task(resolved, "rollart", 0, steps=12, keep=tmp_path / "run")], workers=1)
+    found = simulate_all([SimulationTask(resolved, "rollart", 0, steps=12, keep=tmp_path / "run")], workers=1)
     seen = found[0].shares
     assert sum(s.trained for s in seen.values()) == pytest.approx(1.0)
     assert seen["slow"].wanted == pytest.approx(2 / 3)
@@ -285,6 +288,6 @@ def test_shares_of_domains_and_their_drift_are_reported(specs: tuple[Path, Path]
         assert share.trained == pytest.approx(share.wanted, abs=4 / (12 * 4) + 1e-9)
     (shown,) = [t for t in simulation("r", found).tables if t.name == "shares"]
     assert [row[0] for row in shown.rows] == ["chat", "slow"]
-    with Reader(tmp_path / "run") as reader:
+    with LedgerReader(tmp_path / "run") as reader:
         table = next(t for t in utilization(collect(reader, "run")).tables if t.name == "shares")
     assert [(row[0], row[3]) for row in table.rows] == [("chat", seen["chat"].wanted), ("slow", seen["slow"].wanted)]

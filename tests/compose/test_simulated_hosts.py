@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from placement.types import Assignment, Role
-from rollart.compose.faults import Trouble, machines_of
+from rollart.compose.faults import SimulationFaults, cluster_machines
 from rollart.compose.simulate import simulate
-from rollart.compose.simulated_hosts import modelled_hosts
-from rollart.ledger.reader import Reader
+from rollart.compose.simulated_hosts import simulated_environment_hosts
+from rollart.ledger.reader import LedgerReader
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.resolve import Resolved, forecast, read_specs
 from tests.compose.test_nodes import CLUSTER, WORK, played, told
@@ -54,7 +54,7 @@ def test_hosts_follow_machines_through_a_run(on_cores: Resolved, tmp_path: Path)
     faults = told(tmp_path, "infra_fault")
     assert faults, "episodes ended with the machine"
     assert all(e.t >= 25.0 and "its machine went down" in str(e.fields["detail"]) for e in faults)
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert reader.facts().trained_samples == 3 * 16, "each once"
 
 
@@ -68,8 +68,8 @@ def test_the_same_plan_and_seed_do_the_same(on_cores: Resolved, tmp_path: Path) 
 def test_without_elastic_machines_take_no_host(on_cores: Resolved, tmp_path: Path) -> None:
     runtime = on_cores.cluster.runtime.model_copy(update={"elastic": None})
     still = replace(on_cores, cluster=on_cores.cluster.model_copy(update={"runtime": runtime}))
-    trouble = Trouble(FaultPlanSpec(), still, 0)
-    hosts = modelled_hosts(still, trouble, still)
+    trouble = SimulationFaults(FaultPlanSpec(), still, 0)
+    hosts = simulated_environment_hosts(still, trouble, still)
     assert hosts is not None
     assert (hosts.room, hosts.count, trouble.machines) == (None, None, None)
     simulate(still, tmp_path, steps=1)
@@ -77,7 +77,7 @@ def test_without_elastic_machines_take_no_host(on_cores: Resolved, tmp_path: Pat
 
 
 def test_what_hosts_have_on_machines_they_take_themselves(on_cores: Resolved) -> None:
-    assert [m.taken for name, m in machines_of(on_cores).items() if "cores" in name] == [0, 0, 0]
+    assert [m.taken for name, m in cluster_machines(on_cores).items() if "cores" in name] == [0, 0, 0]
     environments = on_cores.cluster.environments.model_copy(update={"workers": 0})
     without = replace(on_cores, cluster=on_cores.cluster.model_copy(update={"environments": environments}))
-    assert [m.taken for name, m in machines_of(without).items() if "cores" in name] == [2, 2, 2]
+    assert [m.taken for name, m in cluster_machines(without).items() if "cores" in name] == [2, 2, 2]

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from rollart.cli.progress import ProgressLines, tidy
+from rollart.cli.progress import ProgressLines, strip_log_prefix
 from rollart.compose.parts import EngineProgram
 from rollart.compose.starts import (
-    PATIENCE,
-    QUIET_S,
+    LOG_SILENCE_S,
     START_S,
+    VLLM_START_FACTOR,
     VLLM_START_S,
-    Starting,
     StartLimits,
-    engine_start,
-    trainer_start,
+    StartWatcher,
+    engine_start_limits,
+    trainer_start_s,
 )
 from rollart.errors import PartDied, SpecError
 from rollart.model import EngineId, WeightsRef
@@ -41,18 +41,18 @@ def resolved(tmp_path: Path, *overrides: str, cluster: str = VLLM) -> Resolved:
 
 def test_by_itself_it_follows_the_kind_of_engine_and_the_size_of_the_model(tmp_path: Path) -> None:
     small = resolve_files(None, builtin("clusters/local.yaml"))
-    assert engine_start(small) == StartLimits(START_S, START_S)
-    assert trainer_start(small) == START_S
-    assert engine_start(resolved(tmp_path)) == StartLimits(VLLM_START_S, PATIENCE * VLLM_START_S)
+    assert engine_start_limits(small) == StartLimits(START_S, START_S)
+    assert trainer_start_s(small) == START_S
+    assert engine_start_limits(resolved(tmp_path)) == StartLimits(VLLM_START_S, VLLM_START_FACTOR * VLLM_START_S)
     large = resolve_files(builtin("runs/agentic-math-32b.yaml"), builtin("clusters/rollart-96h800-32h20.yaml"))
-    assert 200 < engine_start(large).seconds - START_S < 400, "32e9 parameters of 4 bytes at 0.5 GB/s"
-    assert trainer_start(large) == engine_start(large).seconds
+    assert 200 < engine_start_limits(large).seconds - START_S < 400, "32e9 parameters of 4 bytes at 0.5 GB/s"
+    assert trainer_start_s(large) == engine_start_limits(large).seconds
 
 
 def test_a_number_is_the_limit_whatever_a_log_says(tmp_path: Path) -> None:
     given = resolved(tmp_path, "leases.engine_start_s=77")
-    assert engine_start(given) == StartLimits(77.0, 77.0)
-    assert trainer_start(given) == 77.0
+    assert engine_start_limits(given) == StartLimits(77.0, 77.0)
+    assert trainer_start_s(given) == 77.0
     for wrong in ("0", "soon"):
         with pytest.raises(SpecError, match="engine_start_s"):
             resolved(tmp_path, f"leases.engine_start_s={wrong}")
@@ -84,7 +84,7 @@ def started(program: Program, limits: StartLimits = LIMITS) -> tuple[float, Even
 
     async def body() -> tuple[float, PartDied | None]:
         made: Any = program
-        part = EngineProgram(EngineId("engine-0"), made, starting=Starting(limits, events))  # type: ignore[arg-type]
+        part = EngineProgram(EngineId("engine-0"), made, starting=StartWatcher(limits, events))  # type: ignore[arg-type]
         loop, failed = asyncio.get_running_loop(), None
         began = loop.time()
         try:
@@ -119,7 +119,7 @@ def test_one_that_goes_on_telling_gets_longer() -> None:
     [
         (Program(5000.0, 0.0), LIMITS, 300.0),
         (Program(5000.0, 100.0), LIMITS, 300.0),
-        (Program(5000.0, 500.0), LIMITS, 500.0 + QUIET_S),
+        (Program(5000.0, 500.0), LIMITS, 500.0 + LOG_SILENCE_S),
         (Program(5000.0, 5000.0), LIMITS, 1200.0),
         (Program(5000.0, 5000.0), StartLimits(33.0, 33.0), 33.0),
     ],
@@ -150,5 +150,5 @@ def test_a_person_reads_the_words_of_the_line(capsys: pytest.CaptureFixture[str]
     line = "(EngineCore pid=77) INFO 11-22 18:30:12 [core.py:109] Loading weights took 4.2 s"
     ProgressLines(colour=False)(RunEvent(0.0, "engine_starting", "engine-0", {"seconds": 40.2, "said": line}))
     assert capsys.readouterr().err == "   0.0s  engine-0 starts (40 s): Loading weights took 4.2 s\n"
-    assert tidy("Loading shards: 50% | 1/2 [00:01<00:01]") == "Loading shards: 50% | 1/2 [00:01<00:01]"
-    assert len(tidy("x" * 500)) == 120
+    assert strip_log_prefix("Loading shards: 50% | 1/2 [00:01<00:01]") == "Loading shards: 50% | 1/2 [00:01<00:01]"
+    assert len(strip_log_prefix("x" * 500)) == 120

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.adapters.weights.buckets import BucketPusher, Progress
-from rollart.adapters.weights.hosts import Place
-from rollart.adapters.weights.objects import FileObjects
+from rollart.adapters.weights.buckets import BucketPusher, PullProgress
+from rollart.adapters.weights.hosts import WeightStoreLocation
+from rollart.adapters.weights.objects import FileObjectStore
 from rollart.architecture import stamp_of
-from rollart.compose.stored import STALL_S, StoredWeights
+from rollart.compose.stored import PULL_STALL_S, SharedWeightStore
 from rollart.errors import EngineError, StorageFailed
 from rollart.model import WeightsRef
 from rollart.ports import ActorSpec, Handle, Node, RunEvent
@@ -42,9 +42,9 @@ class Bench:
 
     def __init__(self, root: Path, *, ahead: bool = True) -> None:
         self.root = root
-        self.place = Place("files", str(root / "store"), str(root / "host"))
+        self.place = WeightStoreLocation("files", str(root / "store"), str(root / "host"))
         self.events = Events()
-        self.stored = StoredWeights(
+        self.stored = SharedWeightStore(
             root / "weights",
             self.place,
             Leases(self.events),
@@ -188,7 +188,7 @@ def test_without_ahead_nothing_is_pulled_before_an_engine_loads_and_nothing_by_t
     bench(tmp_path / "second", gone)
 
 
-class Gate(FileObjects):
+class Gate(FileObjectStore):
     """Takes a bucket after the first only once it is let, and nothing once it is broken."""
 
     def __init__(self, root: Path) -> None:
@@ -261,7 +261,7 @@ class Hung:
         if method == "arrived":
             return None
         if method == "pulling" and not self.silent:
-            return Progress(0, 0.0, 1)
+            return PullProgress(0, 0.0, 1)
         return await asyncio.Event().wait()
 
 
@@ -279,6 +279,6 @@ def test_a_host_that_hangs_is_named_soon_and_holds_nobody_up_for_long(tmp_path: 
         assert (name, why in str(said)) == ("engine-9", True)
         with pytest.raises(EngineError, match=why):
             await b.stored.local(hung, weights)
-        assert asyncio.get_running_loop().time() - began < 4 * STALL_S
+        assert asyncio.get_running_loop().time() - began < 4 * PULL_STALL_S
 
     bench(tmp_path, test)

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from rollart.compose.actors import trainer_actors, trainer_shares
-from rollart.compose.clusters import gang
+from rollart.compose.actors import trainer_actors, trainer_host_parts
+from rollart.compose.clusters import plan_bundles
 from rollart.compose.parts import TrainerProgram
-from rollart.compose.trainer_hosts import TrainerHosts
+from rollart.compose.trainer_hosts import MultiHostTrainer
 from rollart.engine.checkpoint import read_tensors
 from rollart.errors import PartDied, SpecError, TrainerError
 from rollart.ledger.clock import ResourceClock
@@ -54,7 +54,7 @@ def test_each_host_is_told_its_ranks_and_asks_for_its_devices(tmp_path: Path) ->
     assert first.args[2] == [*config, "--rank", "0", "--here", "4"]
     assert second.args[2] == [*config, "--rank", "4", "--here", "4"]
     assert first.args[3] != second.args[3], "a log each"
-    groups = {g.name: dict(g.bundles[0].resources) for g in gang(run) if g.name.startswith("trainer")}
+    groups = {g.name: dict(g.bundles[0].resources) for g in plan_bundles(run) if g.name.startswith("trainer")}
     assert groups == {"trainer-0": {"GPU": 4.0}, "trainer-0-host-1": {"GPU": 4.0}}, "reserved before any of them starts"
 
 
@@ -80,9 +80,9 @@ def test_cores_of_several_hosts_have_a_rank_each_or_more(
     del trainer["device"]
     path = resolved_on_cores(tmp_path, trainer | ({} if ranks is None else {"ranks": ranks}), pool)
     if shares is not None:
-        assert [(s.first, s.ranks) for s in trainer_shares(path)] == shares
+        assert [(s.first, s.ranks) for s in trainer_host_parts(path)] == shares
         return
-    found = trainer_shares(path)
+    found = trainer_host_parts(path)
     assert [s.ranks for s in found] == [1, 2]
     assert [s.first for s in found] == [0, 1]
 
@@ -121,7 +121,7 @@ class Away:
 def test_a_start_that_is_given_up_waits_for_no_host_that_never_comes_back() -> None:
     async def scenario() -> None:
         leader, gone, other = Away(there=True), Away(there=False), Away(there=True)
-        hosts = TrainerHosts([cast(Handle, host) for host in (leader, gone, other)])
+        hosts = MultiHostTrainer([cast(Handle, host) for host in (leader, gone, other)])
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(60):
@@ -174,13 +174,13 @@ def test_two_ranks_on_two_nodes_learn_what_one_learns_and_outlive_a_node(tmp_pat
     async def scenario() -> None:
         runtime = cluster.runtime()
         await runtime.start()
-        hosts: TrainerHosts | None = None
+        hosts: MultiHostTrainer | None = None
         trainer: TrainerProgram | None = None
         try:
             first = await runtime.spawn(program("trainer-0", config, "--rank", "0", "--here", "1"))
             second = await runtime.spawn(program("trainer-0-host-1", config, "--rank", "1", "--here", "1"))
             assert first.node != second.node
-            hosts = TrainerHosts([first, second])
+            hosts = MultiHostTrainer([first, second])
             recorder = MemoryRecorder()
             clock = ResourceClock(
                 role="trainer", resource="trainer-0", recorder=recorder, clock=asyncio.get_running_loop().time
@@ -196,7 +196,7 @@ def test_two_ranks_on_two_nodes_learn_what_one_learns_and_outlive_a_node(tmp_pat
             assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-6)
             at.append(await trainer.publish(1))
             assert close(read_tensors(at[-1].path), weights(one), CLOSE)
-            checkpoint.publish(one, tmp_path / "one", 1, ())
+            checkpoint.publish_version(one, tmp_path / "one", 1, ())
             cluster.kill_node(second.node)
             async with asyncio.timeout(240):
                 assert re.search("the trainer's host 1: |lost each other", await refused(trainer))
@@ -231,7 +231,7 @@ def test_a_host_that_cannot_start_ends_the_others_and_says_why(tmp_path: Path) -
             first = await runtime.spawn(replace(program("trainer-0", config, "--rank", "0"), factory=here))
             second = await runtime.spawn(replace(program("trainer-1", config, "--rank", "2"), factory=here))
             with pytest.raises(PartDied, match=r"trainer-1: .*--rank 2: the config has parallel.ranks 2"):
-                await asyncio.wait_for(TrainerHosts([first, second]).call("start", []), 120)
+                await asyncio.wait_for(MultiHostTrainer([first, second]).call("start", []), 120)
             assert "SIGTERM" in await first.call("wait"), "rank 0 waits for nobody"
         finally:
             await runtime.close()

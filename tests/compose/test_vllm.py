@@ -12,11 +12,11 @@ import pytest
 
 from placement.types import Role
 from rollart.adapters.engines.vllm_options import wrong_options
-from rollart.adapters.engines.vllm_server import environment
-from rollart.compose.actors import engine_actor, engine_needs
-from rollart.compose.dry import commands
+from rollart.adapters.engines.vllm_server import server_environment
+from rollart.compose.actors import engine_actor, required_vllm_options
+from rollart.compose.dry import dry_run_lines
 from rollart.compose.vllm import vllm_command
-from rollart.compose.vllm_home import VllmHome, refuse_dead_servers, refuse_without_vllm
+from rollart.compose.vllm_home import VllmInstallation, refuse_dead_servers, refuse_without_vllm
 from rollart.errors import SpecError, UsageError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import Resolved, resolve_files
@@ -70,12 +70,13 @@ def test_engines_that_hand_kv_over_have_a_connector(role: Role, cpu: bool) -> No
 
 def test_kv_is_asked_for_at_the_address_of_the_engines_own_node() -> None:
     made = vllm_command(VllmSpec(), role=Role.DECODE, context=64, slots=8)
-    env = environment("10.0.0.7", 5600, {**made.env, "PYTHONPATH": "/ours"})
+    env = server_environment("10.0.0.7", 5600, {**made.env, "PYTHONPATH": "/ours"})
     assert (env["VLLM_NIXL_SIDE_CHANNEL_HOST"], env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("10.0.0.7", "5600")
     assert "PYTHONPATH" not in env
     said = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.0.7"}
     assert (
-        environment("10.0.0.7", 5600, vllm_command(VllmSpec(env=said), context=64, slots=8).env).items() >= said.items()
+        server_environment("10.0.0.7", 5600, vllm_command(VllmSpec(env=said), context=64, slots=8).env).items()
+        >= said.items()
     )
 
 
@@ -103,13 +104,13 @@ def test_vllm_must_be_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
-    lines = list(commands(resolved(tmp_path, "prefill: 1, decode: 1, threads: 2")))
+    lines = list(dry_run_lines(resolved(tmp_path, "prefill: 1, decode: 1, threads: 2")))
     assert [line.split(":")[0] for line in lines] == ["prefill-0", "decode-0", "trainer-0"]
     assert all("vllm serve MODEL" in line and "--tensor-parallel-size 2" in line for line in lines[:2])
     urls = "[http://one:8000, http://two:8000]"
-    attached = list(commands(resolved(tmp_path, f"count: 2, attach: {urls}")))
+    attached = list(dry_run_lines(resolved(tmp_path, f"count: 2, attach: {urls}")))
     assert attached[1].startswith("engine-1: http://two:8000, which runs already, started with VLLM_SERVER_DEV_MODE=1")
-    assert list(commands(resolve_files(None, builtin("clusters/local.yaml")))) == []
+    assert list(dry_run_lines(resolve_files(None, builtin("clusters/local.yaml")))) == []
 
 
 def test_servers_that_cannot_be_are_told_of_before_anything_is_made(
@@ -158,14 +159,14 @@ def test_an_attached_server_of_another_model_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("home", "engines", "said"),
     [
-        (VllmHome("", False, False), "count: 1", "has no vLLM"),
-        (VllmHome("0.32.0", False, True), "count: 1", "without rollart's plugin"),
-        (VllmHome("0.32.0", True, False), "prefill: 1, decode: 1", "has no nixl"),
-        (VllmHome("0.32.0", True, False), "count: 2", ""),
+        (VllmInstallation("", False, False), "count: 1", "has no vLLM"),
+        (VllmInstallation("0.32.0", False, True), "count: 1", "without rollart's plugin"),
+        (VllmInstallation("0.32.0", True, False), "prefill: 1, decode: 1", "has no nixl"),
+        (VllmInstallation("0.32.0", True, False), "count: 2", ""),
     ],
 )
 def test_what_is_not_installed_beside_vllm_is_named(
-    home: VllmHome, engines: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: VllmInstallation, engines: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollart.compose.vllm_home.vllm_home", lambda python: home)
     run = resolved(tmp_path, engines + ", vllm: {python: /opt/vllm/bin/python}")
@@ -175,7 +176,7 @@ def test_what_is_not_installed_beside_vllm_is_named(
 
 def test_a_server_is_held_to_the_options_that_its_engine_would_be_started_with(tmp_path: Path) -> None:
     run = resolved(tmp_path, "prefill: 1, decode: 1, threads: 2, vllm: {dtype: bfloat16, block_size: 64}")
-    needed = engine_needs(run, run.plan.of(Role.DECODE)[0])
+    needed = required_vllm_options(run, run.plan.of(Role.DECODE)[0])
     told = {
         "model_config": {"max_model_len": 4, "logprobs_mode": "raw_logprobs", "dtype": "torch.float16"},
         "scheduler_config": {"max_num_seqs": 1},

@@ -8,10 +8,10 @@ import pytest
 
 from placement.types import Role
 from placement.workload import DomainProfile, Quantity
-from rollart.compose.engine_fit import fitted_publish
-from rollart.compose.planner import measured
+from rollart.compose.engine_fit import fit_publish
+from rollart.compose.planner import with_measured_work
 from rollart.compose.simulate import simulate
-from rollart.compose.window import sustained
+from rollart.compose.window import sustained_slots
 from rollart.errors import SpecError
 from rollart.fleet import DomainWork
 from rollart.ledger.store import Ledger
@@ -64,7 +64,7 @@ def published_s(tmp_path: Path, transport: str, gb_per_s: float) -> tuple[float,
     """By the plan's table, and of the first version of a simulation that all engines waited for."""
     asked = resolved(tmp_path, gb_per_s, *TRANSPORTS[transport])
     assert {a.pool for a in asked.plan.of(Role.ENGINE)} == {"wide"}
-    (held,) = sustained(asked)
+    (held,) = sustained_slots(asked)
     done = simulate(asked, tmp_path / f"{transport}-{gb_per_s}", steps=2)
     one = next(m for m in done.moved if m.version == 1)
     return held.publish_s, one.push_s + max(one.exposed_s.values())
@@ -88,13 +88,13 @@ def test_a_papers_constants_are_a_preset(tmp_path: Path) -> None:
     preset = resolved(tmp_path, 1000, "cluster.publish.preset=rollart", *TRANSPORTS["store"])
     fast = resolved(tmp_path, 1000, "cluster.publish={preset: rollart, push_gb_per_s: 100}", *TRANSPORTS["store"])
     free = resolved(tmp_path, 1000, *TRANSPORTS["store"])
-    (a,), (b,), (c,) = (sustained(each) for each in (preset, fast, free))
+    (a,), (b,), (c,) = (sustained_slots(each) for each in (preset, fast, free))
     assert a.publish_s > 8 / 0.45 > b.publish_s > c.publish_s
 
 
 def test_a_link_to_the_store_is_declared_like_one_between_pools(tmp_path: Path) -> None:
     slow = resolved(tmp_path, 1000, "cluster.links=[{a: big, b: store, gb_per_s: 0.5}]", *TRANSPORTS["store"])
-    (held,) = sustained(slow)
+    (held,) = sustained_slots(slow)
     assert held.publish_s > 16
 
 
@@ -103,7 +103,7 @@ def test_what_was_measured_is_as_varied_as_the_profile() -> None:
         "d", Quantity(2.0), Quantity(0.0), Quantity(1000.0, 700.0, 2000.0), first_tokens=Quantity(10.0)
     )
     work = DomainWork(share=1.0, turns=3.0, first_tokens=10, new_tokens=0, output_tokens=500, wait_s=0.0, finished=99)
-    (found,) = measured([domain], {"d": work})
+    (found,) = with_measured_work([domain], {"d": work})
     assert found.output_tokens == Quantity(500.0, 350.0, 1000.0)
     assert found.turns == Quantity(3.0)
 
@@ -111,8 +111,8 @@ def test_what_was_measured_is_as_varied_as_the_profile() -> None:
 def test_measured_speeds_come_from_a_calibration_file_and_the_spec_goes_before_it(tmp_path: Path) -> None:
     (tmp_path / "speeds.json").write_text('[{"publish": {"push_gb_per_s": 0.5, "load_gb_per_s": 100}}]')
     named = ("cluster.calibration=[speeds.json]", *TRANSPORTS["store"])
-    (measured_s,) = sustained(resolved(tmp_path, 1000, *named))
-    (stated_s,) = sustained(resolved(tmp_path, 1000, "cluster.publish={push_gb_per_s: 1}", *named))
+    (measured_s,) = sustained_slots(resolved(tmp_path, 1000, *named))
+    (stated_s,) = sustained_slots(resolved(tmp_path, 1000, "cluster.publish={push_gb_per_s: 1}", *named))
     assert 16 < measured_s.publish_s < 17
     assert 8 < stated_s.publish_s < 9
     (tmp_path / "speeds.json").write_text('[{"publish": {"push": 0.5}}]')
@@ -128,6 +128,6 @@ def test_a_runs_events_say_how_fast_its_versions_moved(tmp_path: Path) -> None:
             ledger.event(RunEvent(0.0, "weights_pushed", f"v{version}", {"sent_bytes": 8 * 10**9, "seconds": 4.0}))
             ledger.event(RunEvent(0.0, "weights_pulled", "e", {"received_bytes": 8 * 10**9, "seconds": 5.0}))
             ledger.interval(Interval("engine", "e", 10.0 * version, 10.0 * version + 2.0, "sync"))
-    speeds = fitted_publish(asked, tmp_path / "run")
+    speeds = fit_publish(asked, tmp_path / "run")
     assert (speeds.push_gb_per_s, speeds.pull_gb_per_s) == (2.0, 1.6)
     assert speeds.load_gb_per_s == pytest.approx(8.04 / 2, rel=0.05)

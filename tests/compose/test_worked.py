@@ -10,7 +10,7 @@ import pytest
 
 from rollart.adapters.envs.worked import WorkedExamples
 from rollart.adapters.text import HubTokenizer
-from rollart.compose.environments import examples_of
+from rollart.compose.environments import worked_example_factory
 from rollart.compose.preflight import environment_problems, refuse_files
 from rollart.compose.prepare import warm_start_samples
 from rollart.errors import SpecError
@@ -20,7 +20,7 @@ from rollart.runtime.leases import Leases
 from rollart.sim import loop as virtual
 from rollart.spec.load import builtin
 from rollart.spec.resolve import read_specs, resolve_files
-from rollart.spec.where import Where
+from rollart.spec.where import SpecSources
 from tests.contracts.host_fixture import hosts_of
 from tests.e2e.harness import ROOT
 
@@ -68,7 +68,7 @@ def test_an_environment_without_examples_is_told_by_its_line() -> None:
     with pytest.raises(
         SpecError, match=r"FrozenLakeText' gives no worked examples \(rule: worked_example\(seed\)"
     ) as told:
-        refuse_files(specs, Where.files(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"]))
+        refuse_files(specs, SpecSources.files(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"]))
     assert told.value.where.startswith("override 'warm_start.domains=")
     (problem,) = environment_problems(specs)
     assert problem.loc == ("run", "warm_start", "domains", 1)
@@ -85,7 +85,7 @@ def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypa
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
             here = await warm_start_samples(resolved, tokenizer, None, leases)
-            there = await warm_start_samples(resolved, tokenizer, examples_of(hosts.fleet), leases)
+            there = await warm_start_samples(resolved, tokenizer, worked_example_factory(hosts.fleet), leases)
             assert there == here
             assert len(there) == 40
             assert set(hosts.fleet.faults().values()) == {0}

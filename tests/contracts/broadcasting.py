@@ -15,7 +15,7 @@ from rollart.collective import Order
 from rollart.engine.checkpoint import read_tensors
 from rollart.errors import EngineError
 from rollart.model import WeightsRef
-from rollart.train.sending import Outgoing, Sender, Sent
+from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult
 
 __all__ = ["BroadcastEngine", "BroadcastVllm", "give"]
 
@@ -24,7 +24,7 @@ NOWHERE = "/nowhere"
 
 
 class _Broadcast(HttpEngine):
-    _sender: Sender | None = None
+    _sender: BroadcastSender | None = None
     _group = ""
 
     async def close(self) -> None:
@@ -34,7 +34,10 @@ class _Broadcast(HttpEngine):
 
     async def update_weights(self, weights: WeightsRef) -> None:
         if self._sender is None:
-            self._sender, self._group = Sender(torch.device("cpu"), rank=0, host="127.0.0.1"), secrets.token_hex(4)
+            self._sender, self._group = (
+                BroadcastSender(torch.device("cpu"), rank=0, host="127.0.0.1"),
+                secrets.token_hex(4),
+            )
         stamp = secrets.token_hex(4)
         workers = await self.members()
         order = Order(self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0)
@@ -53,9 +56,9 @@ class BroadcastVllm(_Broadcast, VllmEngine):
     pass
 
 
-async def give(sender: Sender, order: Order, directory: Path, *engines: HttpEngine) -> Sent:
+async def give(sender: BroadcastSender, order: Order, directory: Path, *engines: HttpEngine) -> SendResult:
     """One broadcast of a published directory's tensors, in small buckets."""
     for number, engine in enumerate(engines, start=1):
         await engine.take_part(dataclasses.asdict(dataclasses.replace(order, first=number)))
-    what = Outgoing(read_tensors(directory), (directory / "config.json").read_text())
+    what = OutgoingVersion(read_tensors(directory), (directory / "config.json").read_text())
     return await asyncio.get_running_loop().run_in_executor(None, lambda: sender.send(order, what, bucket=4096))

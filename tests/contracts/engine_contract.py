@@ -19,11 +19,11 @@ import pytest
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import (
     Completion,
+    CompletionChunk,
     EngineStats,
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Piece,
     Sampling,
     VersionSpan,
     WeightsRef,
@@ -129,7 +129,7 @@ class EngineContract:
 
     def test_told_tokens_are_how_the_answer_begins(self) -> None:
         async def scenario(s: Subject) -> None:
-            told: list[Piece] = []
+            told: list[CompletionChunk] = []
             plain = await s.engine.generate(request("a", max_tokens=20))
             asked = dataclasses.replace(request("b", max_tokens=20), told=told.append)
             c = await s.engine.generate(asked)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from rollart.errors import RollartError
-from rollart.fleet import EngineKind, EngineRole, Move, MoveKind
+from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import Completion, EngineId, Sampling
 from rollart.ports import Fleet, RunEvent
@@ -24,8 +24,8 @@ HERE = EngineKind("here", EngineRole.ENGINE, 1)
 THERE = EngineKind("there", EngineRole.ENGINE, 1)
 """Another: its pool has two devices, both free."""
 
-START = Move(MoveKind.START, "there", 1, 1, None, EngineRole.ENGINE)
-DRAIN = Move(MoveKind.DRAIN, "there", 1, 1, EngineRole.ENGINE, None)
+START = FleetMove(FleetMoveKind.START, "there", 1, 1, None, EngineRole.ENGINE)
+DRAIN = FleetMove(FleetMoveKind.DRAIN, "there", 1, 1, EngineRole.ENGINE, None)
 
 
 @dataclass
@@ -198,8 +198,8 @@ class FleetContract:
     def test_only_single_moves_of_engines(self) -> None:
         async def scenario(s: FleetSubject) -> None:
             before = s.state()
-            flip = Move(MoveKind.FLIP, "here", 1, 1, EngineRole.ENGINE, EngineRole.DECODE)
-            two = Move(MoveKind.START, "there", 1, 2, None, EngineRole.ENGINE)
+            flip = FleetMove(FleetMoveKind.FLIP, "here", 1, 1, EngineRole.ENGINE, EngineRole.DECODE)
+            two = FleetMove(FleetMoveKind.START, "there", 1, 2, None, EngineRole.ENGINE)
             for move in (flip, two):
                 with pytest.raises(RollartError, match="not a move of the fleet"):
                     await s.fleet.apply(move)

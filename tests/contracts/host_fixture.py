@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import nodes
+from rollart.compose.actors import pool_nodes
 from rollart.compose.environments import environment_fleet
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ports import Environment, Runtime
@@ -69,7 +69,7 @@ async def hosts_of(
     resolved: Resolved, directory: Path, runtime: Runtime | None = None, wanted: Resolved | None = None
 ) -> AsyncIterator[Hosts]:
     recorder = MemoryRecorder()
-    used = runtime or LocalRuntime(nodes(resolved))
+    used = runtime or LocalRuntime(pool_nodes(resolved))
     await used.start()
     try:
         leases = Leases(recorder)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth, prepare, raylet
+from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth_environment, raylet_pid, write_cluster_files
 from rollart.ports import Node
 
 __all__ = ["IMPORTS", "RayCluster", "client_server_of", "ray_cluster_of"]
@@ -37,17 +37,17 @@ class RayCluster:
         self.pid = pid
 
     def runtime(self) -> RayRuntime:
-        return RayRuntime(self.address, env=auth(self.directory / TOKEN))
+        return RayRuntime(self.address, env=auth_environment(self.directory / TOKEN))
 
     def kill_node(self, name: str) -> None:
-        os.kill(raylet(self.directory, name), signal.SIGKILL)
+        os.kill(raylet_pid(self.directory, name), signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def ray_cluster_of(nodes: Sequence[Node], directory: Path, env: Mapping[str, str] = {}) -> Iterator[RayCluster]:
     """The first node is the head; `env`: of the nodes' processes beside this one's."""
     temporary = tempfile.mkdtemp(prefix="rollart-ray-")
-    env = {**os.environ, **env, **prepare(directory, nodes, health_s=HEALTH_S, temporary=temporary)}
+    env = {**os.environ, **env, **write_cluster_files(directory, nodes, health_s=HEALTH_S, temporary=temporary)}
     watched = "rollart.adapters.clusters.pdeathsig"
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -88,7 +88,7 @@ def client_server_of(cluster: RayCluster) -> Iterator[tuple[str, subprocess.Pope
         process = subprocess.Popen(
             [sys.executable, "-c", CLIENT_SERVER, str(first), *options],
             # Of its forks for clients some end at once in gRPC's handlers otherwise (5 of 16 on a busy machine).
-            env={**os.environ, **auth(cluster.directory / TOKEN), "GRPC_ENABLE_FORK_SUPPORT": "0"},
+            env={**os.environ, **auth_environment(cluster.directory / TOKEN), "GRPC_ENABLE_FORK_SUPPORT": "0"},
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -14,9 +14,9 @@ import torch
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.collective import Order
-from rollart.engine.handoff import Settings
+from rollart.engine.handoff import HandoffSettings
 from rollart.model import EngineId, PauseMode, WeightsRef
-from rollart.train.sending import Sender
+from rollart.train.sending import BroadcastSender
 from tests.contracts.broadcasting import BroadcastEngine, give
 from tests.contracts.engine_contract import (
     EngineContract,
@@ -110,7 +110,10 @@ class TestBroadcast(EngineContract):
     def test_what_did_not_come_is_read_from_files_and_what_came_of_another_model_is_not_kept(self) -> None:
         async def body() -> None:
             async with served(self.base) as url:
-                engine, sender = HttpEngine(EngineId("e0"), url), Sender(torch.device("cpu"), rank=0, host="127.0.0.1")
+                engine, sender = (
+                    HttpEngine(EngineId("e0"), url),
+                    BroadcastSender(torch.device("cpu"), rank=0, host="127.0.0.1"),
+                )
                 try:
                     one, other = publisher(self.base)(1), publish(self.base.parent / "llama", 2, LLAMA)
                     await to_version(engine, one)
@@ -159,7 +162,7 @@ class TestPdBySocket(PdContract):
 
     def run_pd(self, scenario: PdScenario) -> None:
         async def body() -> None:
-            handoff = Settings(shm=self.shm)
+            handoff = HandoffSettings(shm=self.shm)
             async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as mortal:
                 urls = [await s.enter_async_context(served(self.base, handoff=handoff)) for s in (mortal, stack, stack)]
                 await play_pd(urls, self.base, scenario, mortal, streaming=self.streaming, vllm=self.vllm)

@@ -173,7 +173,7 @@ def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: s
 
 @pytest.mark.slow
 def test_a_killed_host_is_started_again_and_its_time_is_in_one_state_at_a_time(stage: Stage) -> None:
-    from rollart.ledger.intervals import tears
+    from rollart.ledger.intervals import find_tiling_errors
 
     async def scenario() -> None:
         environment = stage.hosts.make("told")
@@ -194,7 +194,7 @@ def test_a_killed_host_is_started_again_and_its_time_is_in_one_state_at_a_time(s
             clock.flush()
 
     stage.play(scenario())
-    assert tears(stage.hosts.recorder.intervals) == []
+    assert find_tiling_errors(stage.hosts.recorder.intervals) == []
     assert {i.role for i in stage.hosts.recorder.intervals} == {"environment"}
     lost = {i.cause for i in stage.hosts.recorder.intervals if i.state in ("down", "startup")}
     assert lost >= {"", "host_restart"}

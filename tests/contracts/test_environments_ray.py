@@ -11,8 +11,8 @@ import pytest
 
 from placement.types import Assignment, Role
 from rollart.adapters.clusters.ray_cluster import add_node
-from rollart.compose.crews import keepers
-from rollart.compose.elastic import follow, nodes_of
+from rollart.compose.crews import host_count_keepers
+from rollart.compose.elastic import elastic_nodes, follow_nodes
 from rollart.compose.environments import host_count
 from rollart.errors import EnvironmentFault
 from rollart.ports import Node
@@ -85,11 +85,11 @@ def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest
     async def scenario() -> None:
         runtime = cluster.runtime()
         async with asyncio.timeout(LIMIT_S), hosts_of(begun, tmp_path, runtime, whole) as hosts:
-            fleet, nodes = hosts.fleet, nodes_of(whole, dict)
+            fleet, nodes = hosts.fleet, elastic_nodes(whole, dict)
             assert nodes is not None
-            (keeper,) = keepers(whole, nodes, fleet, None, hosts.recorder)
+            (keeper,) = host_count_keepers(whole, nodes, fleet, None, hosts.recorder)
             async with asyncio.TaskGroup() as tasks:
-                watching = [tasks.create_task(follow(runtime, whole, nodes)), tasks.create_task(keeper.run())]
+                watching = [tasks.create_task(follow_nodes(runtime, whole, nodes)), tasks.create_task(keeper.run())]
                 assert list(fleet.where().values()) == ["cores-0"]
                 playing = hosts.make("told")
                 await playing.reset(0)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollart.compose.adopted import Start
-from rollart.compose.wiring import Parts, wire
+from rollart.compose.adopted import RunStart
+from rollart.compose.wiring import RunContext, open_run
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
@@ -114,12 +114,12 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[WeightsRef]:
     return asyncio.run(main())
 
 
-def _wired(directory: Path) -> contextlib.AbstractAsyncContextManager[Parts]:
+def _wired(directory: Path) -> contextlib.AbstractAsyncContextManager[RunContext]:
     run, cluster = directory / "run.yaml", directory / "cluster.yaml"
     run.write_text(yaml.safe_dump(tiny()))
     cluster.write_text(yaml.safe_dump(TWO_POOLS))
     began = asyncio.get_running_loop().time()
-    return wire(Start(resolve_files(run, cluster)), directory / "run", lambda _: None, began=began)
+    return open_run(RunStart(resolve_files(run, cluster)), directory / "run", lambda _: None, began=began)
 
 
 @pytest.mark.slow  # starts up to three engines per test: about 4 s
@@ -154,7 +154,7 @@ class TestLocal(FleetContract):
         here = shutil.copytree(self.versions[number].path, self.directory / f"v{number}")
         return dataclasses.replace(self.versions[number], path=str(here))
 
-    def subject(self, parts: Parts) -> FleetSubject:
+    def subject(self, parts: RunContext) -> FleetSubject:
         gateway = parts.control.gateway
 
         async def publish(told: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import TOKEN, auth
+from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment
 from rollart.errors import PartDied, ProviderError
 from rollart.ports import Node
 from tests.contracts import test_runtime as suite
@@ -51,7 +51,7 @@ class Served:
     process: Any
 
     def runtime(self, kind: type[RayRuntime] = RayRuntime, **env: str) -> RayRuntime:
-        return kind(self.address, env={**auth(self.cluster.directory / TOKEN), **env})
+        return kind(self.address, env={**auth_environment(self.cluster.directory / TOKEN), **env})
 
 
 @pytest.fixture(scope="module")

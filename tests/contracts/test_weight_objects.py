@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rollart.adapters.weights.buckets import MANIFEST, BucketPusher, BucketWeightStore
-from rollart.adapters.weights.objects import FileObjects, MemoryObjects, Objects
+from rollart.adapters.weights.objects import FileObjectStore, MemoryObjectStore, ObjectStore
 from rollart.errors import StorageFailed
 from rollart.ports import WeightStore
 
@@ -38,20 +38,20 @@ def s3_url() -> Iterable[str]:
 @pytest_asyncio.fixture(params=KINDS)
 async def objects(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Objects]:
+) -> AsyncIterator[ObjectStore]:
     if request.param == "s3":
         import boto3
 
-        from rollart.adapters.weights.s3 import S3Objects
+        from rollart.adapters.weights.s3 import S3ObjectStore
 
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         url = request.getfixturevalue("s3_url")
         bucket = f"weights-{abs(hash(tmp_path)) % 10**9}"
         boto3.client("s3", region_name="us-east-1", endpoint_url=url).create_bucket(Bucket=bucket)
-        made: Objects = S3Objects(bucket, prefix="/run-1/", region="us-east-1", endpoint_url=url)
+        made: ObjectStore = S3ObjectStore(bucket, prefix="/run-1/", region="us-east-1", endpoint_url=url)
     else:
-        made = MemoryObjects() if request.param == "memory" else FileObjects(tmp_path / "store")
+        made = MemoryObjectStore() if request.param == "memory" else FileObjectStore(tmp_path / "store")
     yield made
     await made.aclose()
 
@@ -59,7 +59,7 @@ async def objects(
 class Counted:
     """A store that counts what goes in and out."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
         self.put_bytes = self.got_bytes = 0
 
@@ -93,7 +93,7 @@ def version(root: Path, number: int, *, changed: Iterable[int] = (), size: int =
     return directory
 
 
-async def push(objects: Objects, path: Path, number: int) -> Any:
+async def push(objects: ObjectStore, path: Path, number: int) -> Any:
     pusher = BucketPusher(objects, bucket_bytes=BUCKET)
     return await pusher.push(str(path), await pusher.prepare(number, str(path)))
 
@@ -104,7 +104,7 @@ def served(path: str | Path) -> dict[str, bytes]:
 
 
 @pytest.mark.asyncio
-async def test_blobs(objects: Objects) -> None:
+async def test_blobs(objects: ObjectStore) -> None:
     await objects.put("a/1", b"one")
     await objects.put("a/2", b"")
     await objects.put("b/1", b"three")
@@ -124,7 +124,7 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
     import boto3
     from aiobotocore.session import AioSession
 
-    from rollart.adapters.weights.s3 import S3Objects
+    from rollart.adapters.weights.s3 import S3ObjectStore
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -137,7 +137,7 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
         return create(self, service, *args, **more)
 
     monkeypatch.setattr(AioSession, "create_client", counted)
-    store = S3Objects("together", region="us-east-1", endpoint_url=s3_url)
+    store = S3ObjectStore("together", region="us-east-1", endpoint_url=s3_url)
     await asyncio.gather(*(store.put(f"{n}", b"x") for n in range(8)))
     assert await store.keys("") == set("01234567")
     await store.aclose()
@@ -146,7 +146,7 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
 
 @pytest.mark.asyncio
 async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_a_copy(
-    objects: Objects, tmp_path: Path
+    objects: ObjectStore, tmp_path: Path
 ) -> None:
     source = version(tmp_path, 3)
     counted = Counted(objects)
@@ -167,7 +167,7 @@ async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_
 
 
 @pytest.mark.asyncio
-async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: Objects, tmp_path: Path) -> None:
+async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: ObjectStore, tmp_path: Path) -> None:
     host = BucketWeightStore(objects, tmp_path / "host")
     await push(objects, version(tmp_path, 0), 0)
     await host.pull(0)
@@ -186,7 +186,7 @@ async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: Ob
 
 @pytest.mark.asyncio
 async def test_a_version_that_goes_while_another_takes_from_it_is_not_missed(tmp_path: Path) -> None:
-    objects = MemoryObjects()
+    objects = MemoryObjectStore()
     paths = [version(tmp_path, 0), version(tmp_path, 1, changed=[2])]
     for number, path in enumerate(paths):
         await push(objects, path, number)
@@ -207,7 +207,7 @@ async def test_a_version_that_goes_while_another_takes_from_it_is_not_missed(tmp
 
 
 @pytest.mark.asyncio
-async def test_pulling_begins_with_the_first_bucket(objects: Objects, tmp_path: Path) -> None:
+async def test_pulling_begins_with_the_first_bucket(objects: ObjectStore, tmp_path: Path) -> None:
     """The last buckets wait until a host has the first: a pull that waited for the whole push would wait for ever."""
     first_pulled = asyncio.Event()
 
@@ -234,7 +234,7 @@ async def test_pulling_begins_with_the_first_bucket(objects: Objects, tmp_path: 
 
 
 @pytest.mark.asyncio
-async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Objects, tmp_path: Path) -> None:
+async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: ObjectStore, tmp_path: Path) -> None:
     class Cut(Counted):
         async def put(self, key: str, data: bytes) -> None:
             if self.put_bytes >= 4 * BUCKET:
@@ -256,7 +256,7 @@ async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Obje
 
 
 @pytest.mark.asyncio
-async def test_a_damaged_bucket_is_never_seen_by_an_engine(objects: Objects, tmp_path: Path) -> None:
+async def test_a_damaged_bucket_is_never_seen_by_an_engine(objects: ObjectStore, tmp_path: Path) -> None:
     await push(objects, version(tmp_path, 6), 6)
     key = sorted(await objects.keys("buckets/"))[0]
     data = await objects.get(key)
@@ -271,7 +271,9 @@ async def test_a_damaged_bucket_is_never_seen_by_an_engine(objects: Objects, tmp
 
 
 @pytest.mark.asyncio
-async def test_old_versions_are_collected_with_the_buckets_that_no_other_has(objects: Objects, tmp_path: Path) -> None:
+async def test_old_versions_are_collected_with_the_buckets_that_no_other_has(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
     for number, changed in ((0, ()), (1, (2, 7)), (2, (2,))):
         await push(objects, version(tmp_path, number, changed=changed), number)
     pusher = BucketPusher(objects, bucket_bytes=BUCKET)
@@ -289,7 +291,7 @@ async def test_old_versions_are_collected_with_the_buckets_that_no_other_has(obj
 
 
 @pytest.mark.asyncio
-async def test_only_whole_versions_are_pushed(objects: Objects, tmp_path: Path) -> None:
+async def test_only_whole_versions_are_pushed(objects: ObjectStore, tmp_path: Path) -> None:
     source = version(tmp_path, 7)
     pusher = BucketPusher(objects, bucket_bytes=BUCKET)
     arrivals = await pusher.prepare(7, str(source))

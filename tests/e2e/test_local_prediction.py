@@ -21,10 +21,10 @@ from placement.constants import Calibration, Constants
 from placement.roofline import Roofline
 from placement.types import Device
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
-from rollart.compose.calibrate import Machine, Measured, calibrate, fitted, measure
-from rollart.compose.play import play
+from rollart.compose.calibrate import Machine, SteadyStateMeasurement, calibrate, fit_machine, measure
+from rollart.compose.play import profile_by_play
 from rollart.compose.predict import predict
-from rollart.compose.probe import TrainRow
+from rollart.compose.probe import TrainingMeasurement
 from rollart.errors import UsageError
 from rollart.spec.planning import run_shape
 from rollart.spec.resolve import Resolved, resolve_files
@@ -112,11 +112,11 @@ def test_what_was_measured_is_explained(quickstart: Resolved) -> None:
     grid = [(b, n, c, o) for b in (4, 16, 64, 128) for n, c, o in ((8, 0, 24), (11, 29, 1), (120, 0, 1), (60, 0, 8))]
     rows = [Row("turn", engine.turn_s(b, n, c, o), "cpu", new=n, cached=c, batch=b, output=o) for b, n, c, o in grid]
     steps = [
-        TrainRow(t, a, 2, m, 2 * (m * 4e-3 + t * 2.4e-5 + a * 5e-6))
+        TrainingMeasurement(t, a, 2, m, 2 * (m * 4e-3 + t * 2.4e-5 + a * 5e-6))
         for t, a, m in ((3000, 2500, 2), (6000, 500, 2), (9000, 3000, 4), (1000, 100, 1))
     ]
     runs = [_shown(24, 48, 20.0), _shown(128, 64, 20.0), _shown(0, 160, 12.0)]
-    found = fitted(quickstart, rows, steps, runs)
+    found = fit_machine(quickstart, rows, steps, runs)
     for name in ("update_s", "token_s", "action_s", "function_s", "publish_s", "queue", "reward_latency_s"):
         assert getattr(found, name) == pytest.approx(getattr(MACHINE, name), rel=1e-6), name
     assert found.engine.calibration.error < 0.02
@@ -124,7 +124,7 @@ def test_what_was_measured_is_explained(quickstart: Resolved) -> None:
         assert found.controller_s(run.profiles) == pytest.approx(run.cpu["controller"], rel=0.03)
 
 
-def _shown(games: int, words: int, said: float) -> Measured:
+def _shown(games: int, words: int, said: float) -> SteadyStateMeasurement:
     """What `MACHINE` would show of a run whose words are answered with `said` tokens."""
     spell = replace(WORDS, output_tokens=Quantity(said))
     batch = games + words
@@ -132,14 +132,14 @@ def _shown(games: int, words: int, said: float) -> Measured:
     tokens, actions = games * LAKE.total_tokens + words * spell.total_tokens, games * 5.0 + words * said
     controller = MACHINE.controller_s(mix)
     trained = 2 * (2 * MACHINE.update_s + tokens * MACHINE.token_s + actions * MACHINE.action_s)
-    return Measured(
+    return SteadyStateMeasurement(
         rate=1.0,
         batch=batch,
         steps=10,
         seconds=10.0,
         publish_s=MACHINE.publish_s,
         handover_s=MACHINE.queue * batch * controller,
-        train=TrainRow(tokens, actions, 2, 2, trained),
+        train=TrainingMeasurement(tokens, actions, 2, 2, trained),
         reward_latency_s=MACHINE.reward_latency_s,
         cpu={"controller": controller, "functions": MACHINE.function_s},
         profiles=tuple(mix),
@@ -169,7 +169,7 @@ def test_a_file_that_no_machine_wrote(changed: dict[str, Any], word: str) -> Non
 
 @pytest.mark.slow  # imports two libraries of environments: about 2 s
 def test_environments_are_played_without_a_model(quickstart: Resolved, tmp_path: Path) -> None:
-    lake, words = asyncio.run(play(quickstart, tmp_path, episodes=40))
+    lake, words = asyncio.run(profile_by_play(quickstart, tmp_path, episodes=40))
     assert (lake.name, lake.prompt.mean, lake.new_tokens.mean, lake.output_tokens.mean) == ("frozen_lake", 24, 7, 1)
     assert 1 < lake.turns.mean < 8
     assert words.turns.mean == 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.intervals import tears
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import find_tiling_errors
+from rollart.ledger.reader import LedgerReader
 from tests.e2e.harness import CLUSTER, GATE, Home, Launched, Spec, events, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # a trainer, and four engines one after the other: about 20 s per test
@@ -75,9 +75,9 @@ def started(home: Home) -> list[str]:
 
 def billed(home: Home) -> None:
     """Every second of a device is somebody's, once, whoever comes and goes; none between two lives of the run."""
-    with Reader(home.directory) as reader:
+    with LedgerReader(home.directory) as reader:
         intervals, lives = reader.intervals(), len(reader.events("starting"))
-    found = tears(intervals, tolerance=1e-6)
+    found = find_tiling_errors(intervals, tolerance=1e-6)
     assert [tear for tear in found if lives == 1 or tear.kind != "gap"] == []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollart.engine.matrix import Matrix
+from rollart.engine.matrix import BlockedLinear
 from tests.engine import models
 
 
@@ -13,7 +13,7 @@ from tests.engine import models
 def _one_thread() -> None:
     """Also lets oneDNN set itself up once (0.4 s), outside of the first test that multiplies with it."""
     torch.set_num_threads(1)
-    matrix = Matrix(torch.zeros(256, 256))
+    matrix = BlockedLinear(torch.zeros(256, 256))
     matrix.pack()
     matrix(torch.zeros(2, 256))
 

@@ -14,8 +14,8 @@ from typing import Any
 from aiohttp import web
 
 from rollart.engine.driver import Driver
-from rollart.engine.handoff import Settings
-from rollart.engine.server import Server
+from rollart.engine.handoff import HandoffSettings
+from rollart.engine.server import EngineServer
 from tests.engine.models import runner
 
 
@@ -27,11 +27,11 @@ async def hosted(
     context: int = 64,
     version: int = 0,
     step_tokens: int = 2048,
-    handoff: Settings | None = None,
-) -> AsyncIterator[tuple[str, Server]]:
+    handoff: HandoffSettings | None = None,
+) -> AsyncIterator[tuple[str, EngineServer]]:
     """A server on this loop, and its URL."""
     driver = Driver(runner(directory, slots=slots, context=context, version=version, step_tokens=step_tokens))
-    server = Server(driver, model=str(directory), advertise=("127.0.0.1", 0), handoff=handoff)
+    server = EngineServer(driver, model=str(directory), advertise=("127.0.0.1", 0), handoff=handoff)
     web_runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await web_runner.setup()
     await web.TCPSite(web_runner, "127.0.0.1", 0).start()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollart.engine.checkpoint import Architecture, read_architecture, read_tensors
-from rollart.engine.jobs import Finished, Job
+from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.model import GenerateRequest, Sampling
@@ -88,21 +88,21 @@ def job(
     max_tokens: int = 8,
     temperature: float = 0.0,
     **sampling: Any,
-) -> Job:
+) -> EngineJob:
     """A request, greedy unless told otherwise."""
     s = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)
-    return Job(GenerateRequest(name, session, tuple(prompt), s, cache_salt=salt))
+    return EngineJob(GenerateRequest(name, session, tuple(prompt), s, cache_salt=salt))
 
 
-def finish(runner: Runner) -> dict[str, Finished]:
+def finish(runner: Runner) -> dict[str, FinishedJob]:
     """Step until nothing is left; what ended, by request id."""
-    over: dict[str, Finished] = {}
+    over: dict[str, FinishedJob] = {}
     while runner.busy:
         over |= {f.job.request.request_id: f for f in runner.step()}
     return over
 
 
-def run_one(runner: Runner, job: Job) -> Finished:
+def run_one(runner: Runner, job: EngineJob) -> FinishedJob:
     runner.add(job)
     return finish(runner)[job.request.request_id]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.engines.http import HttpEngine
-from rollart.engine.handoff import Settings
-from rollart.engine.server import Server
+from rollart.engine.handoff import HandoffSettings
+from rollart.engine.server import EngineServer
 from rollart.model import Completion, EngineId, GenerateRequest, Sampling
 from rollart.ports import Engine
 from rollart.runtime.handoff import decode_params, prefill_request
@@ -29,7 +29,7 @@ class Side:
     """One engine: its client and, in this process, its server."""
 
     client: HttpEngine
-    server: Server
+    server: EngineServer
 
     @property
     def counters(self) -> dict[str, int]:
@@ -45,7 +45,7 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def side(directory: Path, *, shm: str = "", streaming: bool = True, **options: Any) -> AsyncIterator[Side]:
-    settings = dataclasses.replace(options.pop("settings", Settings()), shm=shm)
+    settings = dataclasses.replace(options.pop("settings", HandoffSettings()), shm=shm)
     async with hosted(directory, handoff=settings, **options) as (url, server):
         client = HttpEngine(EngineId(url), url, streaming=streaming)
         try:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from rollart.engine.cache import KvCache
 from rollart.engine.checkpoint import read_architecture, read_tensors
-from rollart.engine.decoding import Decoder, _rows, sizes
+from rollart.engine.decoding import GraphDecoder, _step_inputs, captured_sizes
 from rollart.engine.network import Network
-from rollart.engine.operations import Plain, best, differences
+from rollart.engine.operations import TorchOperations, operation_differences, select_operations
 from rollart.engine.runner import Runner
 from rollart.engine.sampling import invert_blocks
 from tests.engine.graphs import play
@@ -33,7 +33,7 @@ def decoding(directory: Path, *, slots: int = 8, context: int = 64, step_tokens:
     made.cache = KvCache(
         network.architecture, slots=slots + 1, context=context, device=network.device, dtype=network.dtype
     )
-    made.decoder = Decoder(network, made.cache, **{"capture": False, **decoder})
+    made.decoder = GraphDecoder(network, made.cache, **{"capture": False, **decoder})
     return made
 
 
@@ -80,7 +80,7 @@ def test_it_generates_what_the_packed_step_generates(
         assert completion.logprobs == pytest.approx(theirs[name].logprobs, abs=2e-5)
 
 
-class Ragged(Plain):
+class Ragged(TorchOperations):
     """Reads each row to its own end, as the fused kernels do: one graph for each number of rows."""
 
     ragged = True
@@ -93,9 +93,9 @@ def bf16(directory: Path) -> Network:
     return made
 
 
-@pytest.mark.parametrize("kind", [Plain, Ragged])
+@pytest.mark.parametrize("kind", [TorchOperations, Ragged])
 def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
-    kind: type[Plain], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[TorchOperations], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured before other weights are loaded, for other slots and positions: whatever a graph had taken for constant
     would show."""
@@ -104,7 +104,7 @@ def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
     networks = [bf16(qwen), bf16(qwen)]
     caches = [KvCache(n.architecture, slots=5, context=64, device=n.device, dtype=n.dtype) for n in networks]
     ours, theirs = (
-        Decoder(n, cache, operations=kind(n.architecture, *n.rope), capture=capture)
+        GraphDecoder(n, cache, operations=kind(n.architecture, *n.rope), capture=capture)
         for n, cache, capture in zip(networks, caches, (True, False), strict=True)
     )
     ours.prepare()
@@ -133,7 +133,7 @@ def test_where_a_capture_fails_steps_go_on_without_and_on_their_own_stream(
     before = torch.cuda.current_stream()
     network = bf16(qwen)
     cache = KvCache(network.architecture, slots=5, context=64, device=network.device, dtype=network.dtype)
-    decoder = Decoder(network, cache, operations=Ragged(network.architecture, *network.rope))
+    decoder = GraphDecoder(network, cache, operations=Ragged(network.architecture, *network.rope))
     decoder.prepare()
     assert torch.cuda.current_stream() is before
     assert (decoder.graphs, decoder.why) == (0, "no CUDA graph: operation not permitted when stream is capturing")
@@ -145,7 +145,7 @@ def test_where_a_capture_fails_steps_go_on_without_and_on_their_own_stream(
 def test_what_a_step_needs_is_copied_at_once_without_gaps_and_where_kernels_want_it() -> None:
     for rows in range(1, 9):
         buffer = torch.arange(24)
-        staged = _rows(buffer, rows)
+        staged = _step_inputs(buffer, rows)
         assert staged.is_contiguous()
         assert staged.data_ptr() == buffer.data_ptr()
         assert all((row.data_ptr() - buffer.data_ptr()) % 16 == 0 for row in staged)
@@ -167,8 +167,8 @@ def test_rows_that_are_nobodys_write_into_nobodys_slot(qwen: Path) -> None:
 def test_rows_that_decode_beside_a_prefill_go_through_the_graph(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = decoding(qwen)
     seen: list[tuple[int, int]] = []
-    step, forward = Decoder.step, Network.forward
-    monkeypatch.setattr(Decoder, "step", lambda d, t, p, s: (seen.append((len(t), 0)), step(d, t, p, s))[1])
+    step, forward = GraphDecoder.step, Network.forward
+    monkeypatch.setattr(GraphDecoder, "step", lambda d, t, p, s: (seen.append((len(t), 0)), step(d, t, p, s))[1])
     monkeypatch.setattr(Network, "forward", lambda n, b, c: (seen.append((0, len(b.tokens))), forward(n, b, c))[1])
     for i in range(3):
         made.add(job(f"{i}", range(4), max_tokens=20))
@@ -186,7 +186,7 @@ def test_a_chunk_of_one_token_is_not_sampled(qwen: Path) -> None:
 
 @given(most=st.integers(1, 600), data=st.data())
 def test_at_most_a_third_of_the_rows_is_padding(most: int, data: st.DataObject) -> None:
-    found = sizes(most)
+    found = captured_sizes(most)
     assert found[-1] == most
     assert sorted(set(found)) == list(found)
     n = data.draw(st.integers(1, most))
@@ -215,23 +215,23 @@ def test_tokens_drawn_in_two_levels_are_those_of_the_running_sum(seed: int, voca
 
 def test_elsewhere_than_on_a_gpu_the_operations_are_pytorchs(qwen: Path) -> None:
     network = runner(qwen).network
-    operations, why = best(network.architecture, *network.rope)
-    assert isinstance(operations, Plain)
+    operations, why = select_operations(network.architecture, *network.rope)
+    assert isinstance(operations, TorchOperations)
     assert why == "fused kernels are for CUDA devices, this is cpu"
 
 
 def test_an_operation_that_does_not_write_is_found(qwen: Path) -> None:
     network = runner(qwen).network
 
-    class Forgetful(Plain):
+    class Forgetful(TorchOperations):
         def place(self, qkv, scale, slots, positions, keys, values):  # type: ignore[no-untyped-def]
             return super().place(qkv, scale, slots, positions, keys.clone(), values)
 
     a, cpu = network.architecture, torch.device("cpu")
-    plain = Plain(a, *network.rope)
-    same = differences(a, plain, plain, device=cpu, dtype=torch.float32, context=40)
+    plain = TorchOperations(a, *network.rope)
+    same = operation_differences(a, plain, plain, device=cpu, dtype=torch.float32, context=40)
     assert same == {"add_norm": 0.0, "gate": 0.0, "place": 0.0, "attend": 0.0}
-    found = differences(a, plain, Forgetful(a, *network.rope), device=cpu, dtype=torch.float32, context=40)
+    found = operation_differences(a, plain, Forgetful(a, *network.rope), device=cpu, dtype=torch.float32, context=40)
     assert found["place"] != found["place"], "NaN"
     assert found["gate"] == 0.0
 

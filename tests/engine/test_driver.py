@@ -8,7 +8,7 @@ import pytest
 
 from rollart.engine import driver as module
 from rollart.engine.driver import Driver
-from rollart.engine.jobs import Finished
+from rollart.engine.jobs import FinishedJob
 from rollart.errors import EngineError
 from rollart.model import FinishReason, PauseMode
 from tests.engine.models import greedy, job, runner
@@ -41,7 +41,7 @@ async def generated(driver: Driver, tokens: int) -> None:
         await asyncio.sleep(0)
 
 
-def generate(driver: Driver, name: str, max_tokens: int = 8) -> asyncio.Task[Finished]:
+def generate(driver: Driver, name: str, max_tokens: int = 8) -> asyncio.Task[FinishedJob]:
     return asyncio.create_task(driver.generate(job(name, [1, 2, 3], max_tokens=max_tokens)))
 
 

@@ -8,25 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.engine.exports import REMEMBERED, Export, Exports
-from rollart.engine.shm import Files
+from rollart.engine.exports import MAX_REMEMBERED_REASONS, KvExport, KvExports
+from rollart.engine.shm import SharedKvFiles
 
 
-def export(name: str, *, session: str = "", size: int = 10, deadline: float = 100.0, file: str = "") -> Export:
+def export(name: str, *, session: str = "", size: int = 10, deadline: float = 100.0, file: str = "") -> KvExport:
     data = b"" if file else b"x" * size
-    return Export(name, session, "token", (1, 2), 0, 0, size, deadline, file, data)
+    return KvExport(name, session, "token", (1, 2), 0, 0, size, deadline, file, data)
 
 
-def kept(exports: Exports) -> list[str]:
+def kept(exports: KvExports) -> list[str]:
     return list(exports._entries)
 
 
 def test_an_export_is_handed_out_once_to_who_knows_its_token() -> None:
-    exports = Exports(lambda: 0.0, limit_bytes=100)
+    exports = KvExports(lambda: 0.0, limit_bytes=100)
     exports.put(export("a"))
     assert exports.find("a", "other") == "the token is not that of the export"
     found = exports.find("a", "token")
-    assert isinstance(found, Export)
+    assert isinstance(found, KvExport)
     assert exports.take(found) == b"x" * 10
     assert exports.find("a", "token") == "it was taken"
     assert exports.find("b", "token") == "it was never here"
@@ -35,7 +35,7 @@ def test_an_export_is_handed_out_once_to_who_knows_its_token() -> None:
 
 def test_a_lease_ends_to_the_second() -> None:
     now = 0.0
-    exports = Exports(lambda: now, limit_bytes=100)
+    exports = KvExports(lambda: now, limit_bytes=100)
     exports.put(export("a", deadline=5.0))
     exports.put(export("b", deadline=3.0))
     now = 4.999
@@ -47,7 +47,7 @@ def test_a_lease_ends_to_the_second() -> None:
 
 
 def test_one_export_a_session() -> None:
-    exports = Exports(lambda: 0.0, limit_bytes=100)
+    exports = KvExports(lambda: 0.0, limit_bytes=100)
     exports.put(export("a", session="s"))
     exports.put(export("b", session="s"))
     exports.put(export("c"))
@@ -63,14 +63,14 @@ def test_one_export_a_session() -> None:
 
 
 def test_files_go_with_their_exports(tmp_path: Path) -> None:
-    mine, other = Files(str(tmp_path)), Files(str(tmp_path))
-    exports = Exports(lambda: 0.0, limit_bytes=100, files=mine)
+    mine, other = SharedKvFiles(str(tmp_path)), SharedKvFiles(str(tmp_path))
+    exports = KvExports(lambda: 0.0, limit_bytes=100, files=mine)
     places = [mine.write([memoryview(b"x" * 10)]) for _ in range(4)]
     for name, place in zip("abcd", places, strict=True):
         exports.put(export(name, file=place))
     assert other.take(places[0]) is not None
     found = exports.find("a", "token")  # not looked at yet: the taker says nothing
-    assert isinstance(found, Export)
+    assert isinstance(found, KvExport)
     assert exports.take(found) is None
     taken = other.take(places[1])
     exports.sweep()
@@ -83,7 +83,7 @@ def test_files_go_with_their_exports(tmp_path: Path) -> None:
 
 
 def test_what_is_larger_than_all_the_room_is_not_kept() -> None:
-    exports = Exports(lambda: 0.0, limit_bytes=100)
+    exports = KvExports(lambda: 0.0, limit_bytes=100)
     exports.put(export("a", size=60))
     assert not exports.put(export("b", size=101))
     assert kept(exports) == ["a"]
@@ -91,17 +91,17 @@ def test_what_is_larger_than_all_the_room_is_not_kept() -> None:
 
 
 def test_reasons_are_kept_for_a_bounded_number() -> None:
-    exports = Exports(lambda: 0.0, limit_bytes=10)
-    for i in range(REMEMBERED + 5):
+    exports = KvExports(lambda: 0.0, limit_bytes=10)
+    for i in range(MAX_REMEMBERED_REASONS + 5):
         exports.put(export(f"{i}"))
-    assert len(exports._gone) == REMEMBERED
+    assert len(exports._gone) == MAX_REMEMBERED_REASONS
     assert exports.find("0", "token") == "it was never here"
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdats"), st.integers(0, 5), st.integers(1, 60)), max_size=60))
 def test_bytes_are_bounded_and_accounted_for(steps: list[tuple[str, int, int]]) -> None:
     now = 0.0
-    exports = Exports(lambda: now, limit_bytes=100)
+    exports = KvExports(lambda: now, limit_bytes=100)
     put = 0
     for action, which, n in steps:
         name = f"{which}"
@@ -113,7 +113,7 @@ def test_bytes_are_bounded_and_accounted_for(steps: list[tuple[str, int, int]]) 
             exports.drop_session(f"s{which}")
         elif action == "t":
             found = exports.find(name, "token")
-            if isinstance(found, Export):
+            if isinstance(found, KvExport):
                 assert found.deadline > now
                 assert exports.take(found)
         else:
@@ -129,7 +129,7 @@ def test_bytes_are_bounded_and_accounted_for(steps: list[tuple[str, int, int]]) 
 
 def test_a_full_store_first_forgets_what_ended() -> None:
     now = 0.0
-    exports = Exports(lambda: now, limit_bytes=100)
+    exports = KvExports(lambda: now, limit_bytes=100)
     exports.put(export("keep", size=50, deadline=100.0))
     exports.put(export("ended", size=50, deadline=1.0))
     now = 2.0

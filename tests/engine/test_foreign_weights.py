@@ -16,7 +16,7 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.architecture import stamp_of
 from rollart.engine.checkpoint import read_tensors
 from rollart.errors import ForeignWeights
-from rollart.model import EngineId, GenerateRequest, PauseMode, Piece, Sampling, VersionSpan, WeightsRef
+from rollart.model import CompletionChunk, EngineId, GenerateRequest, PauseMode, Sampling, VersionSpan, WeightsRef
 from tests.engine.hosting import served
 from tests.engine.models import job, runner
 
@@ -67,7 +67,7 @@ def test_an_answer_of_foreign_weights_is_wrong(
 ) -> None:
     ours = version(qwen, tmp_path / "ours")
     theirs = Path(version(qwen_next, tmp_path / "theirs").path) if marked else qwen_next
-    pieces: list[Piece] = []
+    pieces: list[CompletionChunk] = []
 
     def asked(name: str) -> GenerateRequest:
         return GenerateRequest(name, "s", (1, 2, 3), Sampling(8), told=pieces.append if told else None)

@@ -220,7 +220,7 @@ def test_the_metrics_prove_it(qwen: Path, shm: str) -> None:
 def test_large_copies_leave_the_loop_and_come_to_the_same(
     qwen: Path, shm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollart.engine.handoff.LARGE", 0)
+    monkeypatch.setattr("rollart.engine.handoff.OFFLOAD_BYTES", 0)
 
     async def scenario(p: Side, d: Side, whole: Side) -> None:
         prompt = list(range(1, 21))

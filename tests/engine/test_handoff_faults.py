@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollart.engine.handoff import Settings
-from rollart.engine.shm import Files
+from rollart.engine.handoff import HandoffSettings
+from rollart.engine.shm import SharedKvFiles
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import FinishReason, PauseMode, WeightsRef
 from tests.engine.models import greedy
@@ -88,7 +88,7 @@ def test_pending_kv_is_bounded(qwen: Path, shm: str) -> None:
         exports.sweep()
         assert (len(exports), exports.bytes) == (0, 0)
 
-    with_engines(qwen, scenario, shm=shm, settings=Settings(pending_bytes=50 * TOKEN_BYTES))
+    with_engines(qwen, scenario, shm=shm, settings=HandoffSettings(pending_bytes=50 * TOKEN_BYTES))
 
 
 @pytest.mark.parametrize("how", ["abort", "release"])
@@ -160,7 +160,7 @@ def test_full_shared_memory_means_the_socket(qwen: Path, tmp_path: Path, monkeyp
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rollart.engine.shm.Files.write", full)
+    monkeypatch.setattr("rollart.engine.shm.SharedKvFiles.write", full)
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         await split(p.client, d.client, ask("0", range(20)))
@@ -286,21 +286,21 @@ def test_a_session_that_goes_while_its_suffix_is_on_the_way_is_computed_here(qwe
 def test_a_copy_that_nobody_waits_for_leaves_no_file(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollart.engine.handoff.LARGE", 0)
+    monkeypatch.setattr("rollart.engine.handoff.OFFLOAD_BYTES", 0)
     copying, go_on, removed = threading.Event(), threading.Event(), threading.Event()
-    write, remove = Files.write, Files.remove
+    write, remove = SharedKvFiles.write, SharedKvFiles.remove
 
-    def slow(self: Files, parts: Any) -> str:
+    def slow(self: SharedKvFiles, parts: Any) -> str:
         copying.set()
         assert go_on.wait(60)
         return write(self, parts)
 
-    def noted(self: Files, place: str) -> None:
+    def noted(self: SharedKvFiles, place: str) -> None:
         remove(self, place)
         removed.set()
 
-    monkeypatch.setattr(Files, "write", slow)
-    monkeypatch.setattr(Files, "remove", noted)
+    monkeypatch.setattr(SharedKvFiles, "write", slow)
+    monkeypatch.setattr(SharedKvFiles, "remove", noted)
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         kv = {"do_remote_decode": True, "do_remote_prefill": False}

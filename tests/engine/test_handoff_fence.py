@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollart.engine.cache import KvBlock
 from rollart.engine.checkpoint import read_tensors
-from rollart.engine.jobs import Finished
+from rollart.engine.jobs import FinishedJob
 from rollart.engine.runner import Runner
 from rollart.errors import HandoffFailed
 from rollart.model import Completion, PauseMode, WeightsRef
@@ -148,9 +148,9 @@ def check_schedule(qwen: Path, qwen_next: Path, data: st.DataObject) -> None:
     engines = [runner(qwen, slots=2, context=32, step_tokens=data.draw(st.sampled_from([4, 2048]))) for _ in range(2)]
     directories = [qwen, qwen_next]
     blocks: list[KvBlock] = []
-    over: list[Finished] = []
+    over: list[FinishedJob] = []
 
-    def ended(finished: list[Finished]) -> None:
+    def ended(finished: list[FinishedJob]) -> None:
         over.extend(finished)
         blocks.extend(f.kv for f in finished if f.kv is not None)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from rollart.adapters.engines.http import HttpEngine
-from rollart.engine.shm import Files
+from rollart.engine.shm import SharedKvFiles
 from rollart.errors import HandoffFailed
-from rollart.fleet import EngineRole, Seat
+from rollart.fleet import EnginePlacement, EngineRole
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import rule
-from rollart.policy.routing import Router
+from rollart.policy.pricing import prefill_rule
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from tests.engine.hosting import process
@@ -141,7 +141,7 @@ def test_no_end_of_an_engine_leaves_memory_behind(wide: Path, tmp_path: Path) ->
             answer = await d.generate(dataclasses.replace(request, kv_transfer=params))
             assert json.dumps(answer.kv_transfer)
             assert len(files()) == 2, "the one that nobody took, and the answer's"
-            Files(str(tmp_path)).close()  # any engine's start
+            SharedKvFiles(str(tmp_path)).close()  # any engine's start
             assert len(files()) == 1
             await p.close()
             await d.close()
@@ -160,9 +160,9 @@ def test_a_prefill_engine_keeps_the_kv_of_a_last_turn_no_longer_than_the_hand_ov
 
     async def scenario(p: HttpEngine, d: HttpEngine, _: HttpEngine) -> None:
         recorder = MemoryRecorder()
-        seats: dict[str, Seat] = {
-            p.id: Seat("here", role=EngineRole.PREFILL),
-            d.id: Seat("here", role=EngineRole.DECODE),
+        seats: dict[str, EnginePlacement] = {
+            p.id: EnginePlacement("here", role=EngineRole.PREFILL),
+            d.id: EnginePlacement("here", role=EngineRole.DECODE),
         }
         gateway = Gateway(
             Leases(recorder),
@@ -170,7 +170,7 @@ def test_a_prefill_engine_keeps_the_kv_of_a_last_turn_no_longer_than_the_hand_ov
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            router=Router(rule=rule("remote")),
+            router=RoutingPolicy(rule=prefill_rule("remote")),
             seats=seats,
         )
         prompts = {f"s{i}": tuple((7 * j + i) % 512 for j in range(200)) for i in range(6)}

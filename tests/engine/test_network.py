@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollart.engine.checkpoint import read_architecture, read_tensors
-from rollart.engine.matrix import Matrix
+from rollart.engine.matrix import BlockedLinear
 from rollart.engine.network import Network
 from tests.engine.models import finish, greedy, job, reference, runner
 
@@ -36,7 +36,7 @@ def test_greedy_is_the_plain_argmax(qwen: Path) -> None:
 
 def test_the_blocked_order_multiplies_the_same() -> None:
     torch.manual_seed(0)
-    matrix = Matrix(torch.randn(300, 256), torch.randn(300))
+    matrix = BlockedLinear(torch.randn(300, 256), torch.randn(300))
     x = torch.randn(5, 256)
     plain = matrix(x)
     matrix.pack()

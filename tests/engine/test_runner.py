@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.engine.checkpoint import read_tensors
-from rollart.engine.jobs import Finished, Job
+from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.runner import Runner
 from rollart.engine.transfer import decode_block, encode_block
 from rollart.errors import EngineError
@@ -174,9 +174,9 @@ def test_reset_prefix_cache(qwen: Path) -> None:
     assert finish(r)["2"].completion.token_ids == greedy(qwen, range(10), 6)
 
 
-def exported(r: Runner, prompt: list[int]) -> Finished:
+def exported(r: Runner, prompt: list[int]) -> FinishedJob:
     request = GenerateRequest("p", "", tuple(prompt), Sampling(max_tokens=1, temperature=0.0))
-    over = run_one(r, Job(request, export=True))
+    over = run_one(r, EngineJob(request, export=True))
     assert over.kv is not None
     return over
 

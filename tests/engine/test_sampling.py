@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.engine.sampling import Rows, _invert, sample, uniforms
+from rollart.engine.sampling import SamplingRows, _invert, sample, uniforms
 
 
-def rows(n: int, **changes: Any) -> Rows:
+def rows(n: int, **changes: Any) -> SamplingRows:
     values: dict[str, Any] = {
         "temperature": np.ones(n, np.float32),
         "top_p": np.ones(n, np.float32),
@@ -21,7 +21,7 @@ def rows(n: int, **changes: Any) -> Rows:
         "allowed": None,
         **changes,
     }
-    return Rows(**values)
+    return SamplingRows(**values)
 
 
 def test_logprob_is_after_temperature_and_mask_and_before_top_p() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.engine.shm import Files, _lock
+from rollart.engine.shm import SharedKvFiles, _lock
 
 
 def parts(*texts: bytes) -> list[memoryview]:
@@ -17,7 +17,7 @@ def parts(*texts: bytes) -> list[memoryview]:
 
 
 def test_a_file_is_taken_once_and_stays_readable(tmp_path: Path) -> None:
-    a, b = Files(str(tmp_path)), Files(str(tmp_path))
+    a, b = SharedKvFiles(str(tmp_path)), SharedKvFiles(str(tmp_path))
     place = a.write(parts(b"keys", b"", b"values"))
     assert a.holds(place)
     mapped = b.take(place)
@@ -32,7 +32,7 @@ def test_a_file_is_taken_once_and_stays_readable(tmp_path: Path) -> None:
 
 
 def test_only_this_user_may_read_it(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
+    files = SharedKvFiles(str(tmp_path))
     place = files.write(parts(b"x"))
     assert (files.root / place).stat().st_mode & 0o777 == 0o600
     assert (files.root / place).parent.stat().st_mode & 0o777 == 0o700
@@ -42,7 +42,7 @@ def test_only_this_user_may_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "x", "../x", "/etc/passwd", "a/../../x", "a/b/c", "0a/lock", "."])
 def test_no_place_leads_out_of_the_root(tmp_path: Path, place: str) -> None:
-    files = Files(str(tmp_path))
+    files = SharedKvFiles(str(tmp_path))
     (tmp_path / "x").write_bytes(b"secret")
     assert files.take(place) is None
     files.remove(place)
@@ -51,7 +51,7 @@ def test_no_place_leads_out_of_the_root(tmp_path: Path, place: str) -> None:
 
 
 def test_links_and_empty_files_are_not_taken(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
+    files = SharedKvFiles(str(tmp_path))
     (tmp_path / "secret").write_bytes(b"secret")
     own = (files.root / files.write(parts(b"x"))).parent
     (own / "aa").symlink_to(tmp_path / "secret")
@@ -63,18 +63,18 @@ def test_links_and_empty_files_are_not_taken(tmp_path: Path) -> None:
 
 def test_another_users_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_242)
-    early = Files(str(tmp_path))
+    early = SharedKvFiles(str(tmp_path))
     (tmp_path / "rollart-kv-4242").mkdir()
     with pytest.raises(PermissionError, match="not a directory of this user"):
         early.write(parts(b"x"))
     with pytest.raises(PermissionError, match="not a directory of this user"):
-        Files(str(tmp_path))
+        SharedKvFiles(str(tmp_path))
     with pytest.raises(OSError):
-        Files(str(tmp_path / "nowhere"))
+        SharedKvFiles(str(tmp_path / "nowhere"))
 
 
 def test_a_full_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Files(str(tmp_path))
+    files = SharedKvFiles(str(tmp_path))
     own = (files.root / files.write(parts())).parent
     before = sorted(own.iterdir())
 
@@ -101,7 +101,7 @@ def test_a_full_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_nothing_is_created_before_it_is_needed(tmp_path: Path) -> None:
-    files = Files(str(tmp_path))
+    files = SharedKvFiles(str(tmp_path))
     assert files.take("0a/0b") is None
     files.sweep()
     files.close()
@@ -110,7 +110,7 @@ def test_nothing_is_created_before_it_is_needed(tmp_path: Path) -> None:
 
 def test_a_neighbour_that_sweeps_holds_nobody_up(tmp_path: Path) -> None:
     """Even one that was stopped in the middle of it."""
-    files, other = Files(str(tmp_path)), Files(str(tmp_path))
+    files, other = SharedKvFiles(str(tmp_path)), SharedKvFiles(str(tmp_path))
     other.write(parts(b"x"))
     stopped = _lock(files.root / "lock")
     files.sweep()
@@ -123,9 +123,9 @@ def test_a_neighbour_that_sweeps_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_the_living_are_left_alone(tmp_path: Path) -> None:
-    a = Files(str(tmp_path))
+    a = SharedKvFiles(str(tmp_path))
     place = a.write(parts(b"x"))
-    b = Files(str(tmp_path))
+    b = SharedKvFiles(str(tmp_path))
     b.sweep()
     assert a.holds(place)
     a.close()
@@ -147,7 +147,7 @@ def test_what_a_killed_engine_left_goes_with_the_next_start(tmp_path: Path) -> N
     ) as dead:
         assert dead.stdout is not None
         place = dead.stdout.readline().strip()
-        mine = Files(str(tmp_path))
+        mine = SharedKvFiles(str(tmp_path))
         assert mine.holds(place)
         dead.kill()
         dead.wait()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.engine.cache import KvBlock
-from rollart.engine.transfer import DTYPES, Source, decode_block, encode_block, source_of
+from rollart.engine.transfer import DTYPES, KvSource, decode_block, encode_block, parse_kv_source
 from rollart.errors import EngineError, HandoffFailed
 
 
@@ -60,16 +60,16 @@ def test_a_block_for_somebody_else_is_refused() -> None:
         decode_block(b"".join(encode_block(block(), "mine")), "yours")
 
 
-SOURCE = Source("h", 5, "r", "t", 9, 2, 4, "boot", "a/b", 3.0)
+SOURCE = KvSource("h", 5, "r", "t", 9, 2, 4, "boot", "a/b", 3.0)
 
 
 def test_params_lead_back_to_their_source() -> None:
-    assert source_of({**SOURCE.params(), "timeout_s": 3.0}, timeout_s=9.0) == SOURCE
-    found = source_of(SOURCE.params(), timeout_s=9.0)
+    assert parse_kv_source({**SOURCE.params(), "timeout_s": 3.0}, timeout_s=9.0) == SOURCE
+    found = parse_kv_source(SOURCE.params(), timeout_s=9.0)
     assert found is not None
     assert found.timeout_s == 9.0
     assert SOURCE.url == "http://h:5/rollart/kv"
-    assert Source("::1", *SOURCE_REST).url == "http://[::1]:5/rollart/kv"
+    assert KvSource("::1", *SOURCE_REST).url == "http://[::1]:5/rollart/kv"
 
 
 SOURCE_REST: Any = (5, "r", "t", 9, 2, 4, "boot", "a/b", 3.0)
@@ -86,13 +86,13 @@ SOURCE_REST: Any = (5, "r", "t", 9, 2, 4, "boot", "a/b", 3.0)
     ],
 )
 def test_a_first_turn_pulls_nothing(params: Any) -> None:
-    assert source_of(params, timeout_s=1.0) is None
+    assert parse_kv_source(params, timeout_s=1.0) is None
 
 
 def test_what_came_back_is_pulled_whichever_flag_the_router_sets() -> None:
     """vLLM's own proxy clears `do_remote_prefill` when it sends a decode engine's value to a prefill engine."""
     params = {**SOURCE.params(), "do_remote_prefill": False, "do_remote_decode": True}
-    found = source_of(params, timeout_s=1.0)
+    found = parse_kv_source(params, timeout_s=1.0)
     assert found is not None
     assert found.request_id == "r"
 
@@ -110,5 +110,5 @@ def test_what_came_back_is_pulled_whichever_flag_the_router_sets() -> None:
 )
 def test_nonsense_is_the_callers_mistake(changes: dict[str, object]) -> None:
     with pytest.raises(EngineError) as refused:
-        source_of({**SOURCE.params(), **changes}, timeout_s=1.0)
+        parse_kv_source({**SOURCE.params(), **changes}, timeout_s=1.0)
     assert not refused.value.retryable

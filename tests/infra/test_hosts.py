@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.types import Plan
-from rollart.infra.hosts import HOST_CORES, groups
+from rollart.infra.hosts import HOST_CORES, host_groups
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.load import builtin, load_prices
 
@@ -26,7 +26,7 @@ def test_devices_have_hosts(device: str, count: int, per_host: int | None, rente
     spec = ClusterSpec(name="c", pools=[pool if per_host is None else pool | {"devices_per_host": per_host}])  # type: ignore[list-item]
     used = min(used, count)
     plan = Plan((), {"p": count - used}, 0.0, "")
-    (bare,), (planned,) = groups(spec, PRICES), groups(spec, PRICES, plan)
+    (bare,), (planned,) = host_groups(spec, PRICES), host_groups(spec, PRICES, plan)
     size = bare.gpus or bare.cores
     assert size <= min(count, per_host or HOST_CORES)
     assert count <= bare.most * size < count + size, "all of them, on as few hosts as there can be"

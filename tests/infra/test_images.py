@@ -6,8 +6,15 @@ import re
 import tomllib
 from pathlib import Path
 
-from rollart.compose.infra import IMAGES, NODE, PLAYS, PLAYS_AT, SERVES_AT, render
-from rollart.compose.vllm_home import PYTHON
+from rollart.compose.infra import (
+    ENGINE_IMAGES,
+    ENVIRONMENT_IMAGE,
+    ENVIRONMENT_PYTHON_PREFIX,
+    HOST_IMAGE,
+    VLLM_PYTHON,
+    render,
+)
+from rollart.compose.vllm_home import PYTHON_VARIABLE
 from rollart.infra.kuberay import FILES_OWNER
 from rollart.spec.load import builtin
 
@@ -38,10 +45,10 @@ def test_what_is_installed_is_declared() -> None:
 
 
 def test_paths_that_rendered_files_name_are_in_the_images() -> None:
-    assert f"ENV {PYTHON}={SERVES_AT}" in DOCKERFILE
-    assert f"python -m venv {SERVES_AT.removesuffix('/bin/python')} " in DOCKERFILE
-    assert f"python -m venv {PLAYS_AT.rstrip('/')} " in DOCKERFILE
-    for name in {*IMAGES.values(), NODE, PLAYS}:
+    assert f"ENV {PYTHON_VARIABLE}={VLLM_PYTHON}" in DOCKERFILE
+    assert f"python -m venv {VLLM_PYTHON.removesuffix('/bin/python')} " in DOCKERFILE
+    assert f"python -m venv {ENVIRONMENT_PYTHON_PREFIX.rstrip('/')} " in DOCKERFILE
+    for name in {*ENGINE_IMAGES.values(), HOST_IMAGE, ENVIRONMENT_IMAGE}:
         assert f"-t {name}:" in DOCKERFILE
 
 

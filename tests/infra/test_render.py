@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from rollart.cli.infra import TARGETS as OFFERED
 from rollart.cli.main import run as rollart
-from rollart.compose.actors import nodes
+from rollart.compose.actors import pool_nodes
 from rollart.compose.infra import TARGETS, render
 from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import read_specs, resolve_files
@@ -53,7 +53,7 @@ def test_nodes_have_the_labels_that_parts_ask_for(name: str, rendered: dict[str,
     groups = {g["groupName"]: g for g in manifest["spec"]["workerGroupSpecs"]}
     resolved = resolve_files(RUN, cluster("local"))
     if name == "local":
-        assert {n.id: dict(n.labels) for n in nodes(resolved)} == {n: g["labels"] for n, g in groups.items()}
+        assert {n.id: dict(n.labels) for n in pool_nodes(resolved)} == {n: g["labels"] for n, g in groups.items()}
     for pool, group in groups.items():
         assert group["labels"]["pool"] == pool
         script = rendered[f"{name}/ray/pools/{pool}.sh"]

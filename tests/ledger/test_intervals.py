@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED, EngineShares, ResourceClock
-from rollart.ledger.intervals import State, Tear, sums, tears, totals
+from rollart.ledger.intervals import ResourceState, TilingError, find_tiling_errors, sum_intervals, totals
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ports import Interval
 
@@ -36,24 +36,31 @@ def interval(resource: str, t0: float, t1: float) -> Interval:
 
 def test_tears_are_found() -> None:
     torn = [interval("a", 0, 1), interval("a", 2, 4), interval("a", 3, 5), interval("b", 0, 5), interval("c", 2, 1)]
-    assert tears(torn) == [Tear("a", "gap", 1, 2), Tear("a", "overlap", 3, 4), Tear("c", "backwards", 2, 1)]
-    assert tears([interval("b", 0, 5)], start=0, end=5) == []
-    assert tears([interval("b", 1, 5)], start=0, end=6) == [Tear("b", "gap", 0, 1), Tear("b", "gap", 5, 6)]
-    assert tears([]) == []
+    assert find_tiling_errors(torn) == [
+        TilingError("a", "gap", 1, 2),
+        TilingError("a", "overlap", 3, 4),
+        TilingError("c", "backwards", 2, 1),
+    ]
+    assert find_tiling_errors([interval("b", 0, 5)], start=0, end=5) == []
+    assert find_tiling_errors([interval("b", 1, 5)], start=0, end=6) == [
+        TilingError("b", "gap", 0, 1),
+        TilingError("b", "gap", 5, 6),
+    ]
+    assert find_tiling_errors([]) == []
 
 
 def test_a_clock_emits_what_ended() -> None:
     resource, recorder, clock = clocked(units=2)
     clock.now += 1
-    resource.enter(State.BUSY)
-    resource.enter(State.BUSY)
+    resource.enter(ResourceState.BUSY)
+    resource.enter(ResourceState.BUSY)
     clock.now += 2
-    resource.enter(State.IDLE, "starved")
-    resource.enter(State.SYNC)
+    resource.enter(ResourceState.IDLE, "starved")
+    resource.enter(ResourceState.SYNC)
     clock.now += 3
     resource.close()
     resource.close()
-    resource.enter(State.BUSY)
+    resource.enter(ResourceState.BUSY)
     assert [(i.state, i.cause, i.t0, i.t1, i.usd) for i in recorder.intervals] == [
         ("startup", "", 100, 101, 2),
         ("busy", "", 101, 103, 4),
@@ -64,9 +71,11 @@ def test_a_clock_emits_what_ended() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 50), st.sampled_from(list(State)), st.sampled_from(["", "stale"]), st.booleans()))
+    st.lists(
+        st.tuples(st.floats(0, 50), st.sampled_from(list(ResourceState)), st.sampled_from(["", "stale"]), st.booleans())
+    )
 )
-def test_every_second_is_in_exactly_one_state(changes: list[tuple[float, State, str, bool]]) -> None:
+def test_every_second_is_in_exactly_one_state(changes: list[tuple[float, ResourceState, str, bool]]) -> None:
     resource, recorder, clock = clocked()
     for seconds, state, cause, flush in changes:
         clock.now += seconds
@@ -74,7 +83,7 @@ def test_every_second_is_in_exactly_one_state(changes: list[tuple[float, State, 
         if flush:
             resource.flush()
     resource.close()
-    assert tears(recorder.intervals) == []
+    assert find_tiling_errors(recorder.intervals) == []
     assert math.isclose(sum(i.seconds for i in recorder.intervals), clock.now - 100, abs_tol=1e-9)
 
 
@@ -86,7 +95,7 @@ def test_every_second_is_in_exactly_one_state(changes: list[tuple[float, State, 
             resource=st.sampled_from(["a", "b", "c", "d"]),
             t0=st.floats(0, 10),
             t1=st.floats(10, 1e6),
-            state=st.sampled_from(list(State)),
+            state=st.sampled_from(list(ResourceState)),
             cause=st.sampled_from(["", "stale"]),
             units=st.floats(0, 64),
             price_usd_per_unit_hour=st.floats(0, 100),
@@ -94,7 +103,7 @@ def test_every_second_is_in_exactly_one_state(changes: list[tuple[float, State, 
     )
 )
 def test_sums_by_role_and_by_resource_are_the_total(intervals: list[Interval]) -> None:
-    found = totals(sums(intervals))
+    found = totals(sum_intervals(intervals))
     total = math.fsum(i.usd for i in intervals)
     for value in (found.usd, math.fsum(found.by_role.values()), math.fsum(found.by_resource.values())):
         assert math.isclose(value, total, rel_tol=1e-9, abs_tol=1e-9)
@@ -161,8 +170,8 @@ class TestEngineShares:
                 shares.begin(name)
         paid += [shares.end(name) for name in sorted(live)]
         resource.close()
-        busy = math.fsum(i.seconds for i in recorder.intervals if i.state == State.BUSY)
+        busy = math.fsum(i.seconds for i in recorder.intervals if i.state == ResourceState.BUSY)
         assert math.isclose(math.fsum(paid), shares.busy_seconds, rel_tol=1e-9, abs_tol=1e-9)
         assert math.isclose(busy, shares.busy_seconds, rel_tol=1e-9, abs_tol=1e-7)
         assert all(share >= 0 for share in paid)
-        assert tears(recorder.intervals) == []
+        assert find_tiling_errors(recorder.intervals) == []

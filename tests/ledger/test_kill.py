@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 
 CHILD = """
@@ -70,7 +70,7 @@ def test_acknowledged_writes_survive_kill_9(tmp_path: Path) -> None:
         child.wait()
         child.stdout.close()
         _check(tmp_path, finished, trained)
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert reader._query("PRAGMA integrity_check") == [("ok",)]
 
 
@@ -89,7 +89,7 @@ def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None
         recovered = asyncio.run(ledger.recover())
         assert recovered is not None
         live = {str(s.id) for s in recovered.samples}
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         rows = reader._query("SELECT id FROM trajectories ORDER BY id")
         assert rows == reader._query("SELECT id FROM samples ORDER BY id"), "each sample has its trajectory's row"
         in_file = {row[0]: row[1] for row in reader._query("SELECT id, version FROM groups WHERE state = 1")}

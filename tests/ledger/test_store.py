@@ -20,11 +20,11 @@ from rollart.errors import LeaseExpired, RollartError, RunFailed, StorageFailed,
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.codec import decode_sample, encode_sample
 from rollart.ledger.database import FILE
-from rollart.ledger.intervals import State, sums, tears, totals
+from rollart.ledger.intervals import ResourceState, find_tiling_errors, sum_intervals, totals
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import Reader, SavingSum
-from rollart.ledger.segments import Segments
+from rollart.ledger.reader import LedgerReader, SavingSum
+from rollart.ledger.segments import PayloadFiles
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.lease import Expiry
@@ -246,20 +246,20 @@ def test_large_samples_go_to_segments_and_come_back(
 
 
 def test_a_damaged_payload_is_found(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
+    segments = PayloadFiles(tmp_path)
     place = segments.append(b"x" * 1000)
     segments.close()
-    assert Segments(tmp_path).read(*place) == b"x" * 1000
+    assert PayloadFiles(tmp_path).read(*place) == b"x" * 1000
     path = tmp_path / "000001.seg"
     data = bytearray(path.read_bytes())
     data[500] ^= 1
     path.write_bytes(data)
     with pytest.raises(StorageFailed, match="damaged"):
-        Segments(tmp_path).read(*place)
+        PayloadFiles(tmp_path).read(*place)
     path.write_bytes(data[:100])
     with pytest.raises(StorageFailed, match="damaged"):
-        Segments(tmp_path).read(*place)
-    later = Segments(tmp_path)
+        PayloadFiles(tmp_path).read(*place)
+    later = PayloadFiles(tmp_path)
     assert later.append(b"y")[0] == 2, "a torn file is never appended to"
     later.keep({2})
     assert not path.exists()
@@ -385,14 +385,14 @@ def test_everything_recorded_reaches_the_file(
             await ledger.commit(version=1, step=1, consumed=[group("a", sample("a.0", "a"))], metrics={"loss": 1})
             await ledger.drop("b", "infra_fault")
             await ledger.flush()
-            with Reader(tmp_path) as live:
+            with LedgerReader(tmp_path) as live:
                 assert len(live.intervals()) == 500
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert reader.config() == {"name": "x"}
         assert reader.intervals() == recorded
-        assert totals(reader.interval_sums()).usd == pytest.approx(totals(sums(recorded)).usd)
+        assert totals(reader.interval_sums()).usd == pytest.approx(totals(sum_intervals(recorded)).usd)
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {
             "trained": 1,
             "infra_fault": 1,
@@ -417,7 +417,7 @@ def test_a_trajectory_that_was_finished_is_stale_once_that_is_known(tmp_path: Pa
             await finish(ledger, sample("b.0", "b", v0=3))  # as a resume does
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"stale": 2, "waiting": 1}
 
 
@@ -445,7 +445,7 @@ def test_a_run_goes_back_to_an_older_version(tmp_path: Path, sample: MakeSample,
             await ledger.commit(version=2, step=2, consumed=[group("c", of["c"])], metrics={})
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"trained": 2, "infra_fault": 2}
 
 
@@ -456,7 +456,7 @@ def test_a_ledger_that_is_not_whole_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / FILE).exists()
     with Ledger(tmp_path, clock=zero, config={"seed": 1}):
         pass
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         assert reader.config() == {"seed": 1}
 
 
@@ -472,10 +472,10 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
         ledger = Ledger(tmp_path, clock=lambda: now[0], inline=True)
         a, b, c = (resource(ledger, name) for name in "abc")
         now[0] += 4
-        a.enter(State.BUSY)
+        a.enter(ResourceState.BUSY)
         c.close()
         now[0] += 6
-        b.enter(State.BUSY)
+        b.enter(ResourceState.BUSY)
         await ledger.flush()
         ledger.close()  # a and b were not closed: as after kill -9
         now[0] = 5.0  # another process, another loop
@@ -486,8 +486,8 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
         ledger.close()
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
-        assert tears(reader.intervals()) == []
+    with LedgerReader(tmp_path) as reader:
+        assert find_tiling_errors(reader.intervals()) == []
         assert [(i.resource, i.state, i.cause, i.t0, i.t1) for i in reader.intervals()] == [
             ("a", "startup", "", 0, 4),
             ("c", "startup", "", 0, 4),
@@ -524,9 +524,9 @@ def test_a_life_is_paid_from_its_process_to_its_ledger(tmp_path: Path) -> None:
             at(109.0)
             seconds = ledger.seconds
     assert seconds == 18.0
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         found = reader.intervals()
-    assert tears([i for i in found if i.resource != "c"], start=0.0, end=18.0) == []
+    assert find_tiling_errors([i for i in found if i.resource != "c"], start=0.0, end=18.0) == []
     assert [(i.t0, i.t1) for i in found if i.resource == "c"] == [(3.0, 4.0), (12.0, 13.0)]
     assert {i.resource for i in found if i.cause == "stopping"} == {"a", "b"}
 
@@ -544,7 +544,7 @@ def test_no_event_reaches_the_ledger_unseen(tmp_path: Path) -> None:
                 await asyncio.Event().wait()
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         held = [event.kind for event in reader.events()]
     assert held == [event.kind for event in seen] == ["resource_opened", "resource_closed", "lease_expired"]
 
@@ -587,9 +587,9 @@ class TestFailure:
             Ledger(tmp_path, clock=zero)
         assert "backup" in caught.value.remedy
         with pytest.raises(StorageFailed):
-            Reader(tmp_path)
+            LedgerReader(tmp_path)
         with pytest.raises(UsageError, match="no ledger here"):
-            Reader(tmp_path / "none")
+            LedgerReader(tmp_path / "none")
 
     def test_another_schema(self, tmp_path: Path) -> None:
         Ledger(tmp_path, clock=zero).close()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rollart.errors import StorageFailed
 from rollart.ledger.database import FILE
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
 from serverless.meter import WorkerSpan, WorkerState
@@ -57,7 +57,7 @@ def test_sums_are_exact_and_rows_are_few(flushes: list[list[WorkerSpan]]) -> Non
                     expected[span.function, span.state].append(span.t1 - span.t0)
                     minutes.add((span.function, span.state, span.t1 // 60))
                 asyncio.run(ledger.flush())
-        with Reader(directory) as reader:
+        with LedgerReader(directory) as reader:
             found = {(w.function, w.state): w.seconds for w in reader.worker_sums()}
         with contextlib.closing(sqlite3.connect(Path(directory) / FILE)) as connection:
             rows, counted = connection.execute("SELECT count(*), coalesce(sum(spans), 0) FROM worker_time").fetchone()
@@ -95,7 +95,7 @@ def older(directory: Path) -> None:
 def test_an_older_file_is_read_as_it_is(tmp_path: Path) -> None:
     older(tmp_path)
     before = (tmp_path / FILE).read_bytes()
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         (calls,) = reader.invocation_sums()
         assert (calls.calls, calls.billed_s, calls.cold_billed_s) == (3, 3.5, 2.0)
         assert [call.cold_billed_s for call in reader.calls("modal")] == [1.5, 0, 0.5]
@@ -107,7 +107,7 @@ def test_an_older_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_a_resume_upgrades_an_older_file(tmp_path: Path) -> None:
     older(tmp_path)
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         expected = reader.calls()
     with Ledger(tmp_path, clock=zero, inline=True) as ledger:
         ledger.event(RunEvent(1.0, "x", "y"))
@@ -115,7 +115,7 @@ def test_a_resume_upgrades_an_older_file(tmp_path: Path) -> None:
         ledger.invocation(
             Invocation("g", "local", "w", 1, 2, 0.1, 0.02, 512, 1, "ok", queued_s=0.5, cold_billed_s=0.01)
         )
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         (new,) = reader.calls("local")
         assert reader.calls("modal") == expected
         assert (new.function, new.queued_s, new.cold_billed_s) == ("g", 0.5, 0.01)
@@ -127,7 +127,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path, version: str) -> None:
     older(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:
         connection.execute("UPDATE meta SET value = ?", (version,))
-    for opened in (lambda: Reader(tmp_path), lambda: Ledger(tmp_path, clock=zero)):
+    for opened in (lambda: LedgerReader(tmp_path), lambda: Ledger(tmp_path, clock=zero)):
         make: Any = opened
         with pytest.raises(StorageFailed, match=rf"schema version {version} \(rule: 3, 4\)"):
             make()

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from placement.architecture import Shape, shape_of
-from placement.calibrate import Kind, Row
+from placement.architecture import DecoderShape, shape_of
+from placement.calibrate import MeasurementKind, Row
 from placement.constants import Constants, Precision
 from placement.hardware import device
 from placement.roofline import Roofline
@@ -76,7 +76,7 @@ def package() -> Path | None:
     return next((root for root in roots if (root / "systems" / "silicon_sample.csv").is_file()), None)
 
 
-def shape(case: Case) -> Shape:
+def shape(case: Case) -> DecoderShape:
     """The case's model at the precision it was served at."""
     root = package()
     assert root is not None
@@ -84,7 +84,7 @@ def shape(case: Case) -> Shape:
     return shape_of(config, name=case.model_path, weight_bytes_per_parameter=case.weight_bytes)
 
 
-def rows(case: Case, kind: Kind) -> dict[str, list[Row]]:
+def rows(case: Case, kind: MeasurementKind) -> dict[str, list[Row]]:
     """Rows by device: aggregated serving, a closed loop of `batch_size` clients, fixed input and output lengths.
 
     Left out are runs in which fewer than `batch_size` sequences were being served: those that did not fit in KV memory

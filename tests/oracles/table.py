@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from placement.calibrate import FREE, Fit, Kind, errors, fit
+from placement.calibrate import FREE, Fit, MeasurementKind, errors, fit
 from placement.constants import Constants
 from placement.roofline import Roofline, RooflinePerformance
 from tests.oracles.silicon import CASES, DEVICES, LLAMA, Case, package, rows, shape
@@ -21,7 +21,7 @@ class Line:
     """Errors of one way to get constants on one device's rows: mean and largest, relative."""
 
     case: str
-    measure: Kind
+    measure: MeasurementKind
     constants: str
     device: str
     n: int
@@ -30,7 +30,7 @@ class Line:
     band: float
 
 
-def fit_h200(case: Case, kind: Kind, start: Constants | None = None) -> Fit:
+def fit_h200(case: Case, kind: MeasurementKind, start: Constants | None = None) -> Fit:
     """Constants from the H200 rows of the installed file alone."""
     free = ("mfu", "request_s") if kind == "ttft" else FREE
     return fit(
@@ -44,7 +44,7 @@ def fit_h200(case: Case, kind: Kind, start: Constants | None = None) -> Fit:
     )
 
 
-def lines(case: Case, kinds: tuple[Kind, ...] = ("tpot",)) -> list[Line]:
+def lines(case: Case, kinds: tuple[MeasurementKind, ...] = ("tpot",)) -> list[Line]:
     """The lines of one case. The file must be there."""
     model, found = shape(case), list[Line]()
     tpot = fit_h200(case, "tpot")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.modelconfig import FAMILIES
 from placement.performance import ShapeModel
 from rollart.quickstart.policy_config import policy_config
@@ -364,20 +364,20 @@ TOKENS = st.integers(0, 1 << 17)
 
 
 @given(SHAPES, TOKENS, TOKENS)
-def test_kv_grows_with_tokens_and_linearly_without_windows(shape: Shape, a: int, b: int) -> None:
+def test_kv_grows_with_tokens_and_linearly_without_windows(shape: DecoderShape, a: int, b: int) -> None:
     assert 0 <= shape.kv_bytes(a) <= shape.kv_bytes(a + b) <= shape.kv_bytes(a) + shape.kv_bytes(b)
     if shape.window is None:
         assert shape.kv_bytes(a + b) == shape.kv_bytes(a) + shape.kv_bytes(b)
 
 
 @given(SHAPES, TOKENS, TOKENS, TOKENS)
-def test_flops_of_the_pieces_add_up(shape: Shape, a: int, b: int, cached: int) -> None:
+def test_flops_of_the_pieces_add_up(shape: DecoderShape, a: int, b: int, cached: int) -> None:
     whole = shape.flops(a + b, cached)
     assert whole == pytest.approx(shape.flops(a, cached) + shape.flops(b, cached + a), rel=1e-12)
 
 
 @given(SHAPES, st.floats(1, 1e5), st.floats(0, 1e5), st.floats(0, 1e5))
-def test_more_context_never_costs_less(shape: Shape, new: float, cached: float, more: float) -> None:
+def test_more_context_never_costs_less(shape: DecoderShape, new: float, cached: float, more: float) -> None:
     assert shape.flops(new, cached) <= shape.flops(new, cached + more) * (1 + 1e-12)
     assert shape.decode_flops(cached) <= shape.decode_flops(cached + more)
     assert shape.train_flops(new, cached) <= shape.train_flops(new, cached + more) * (1 + 1e-12)
@@ -385,14 +385,14 @@ def test_more_context_never_costs_less(shape: Shape, new: float, cached: float, 
 
 
 @given(SHAPES, st.floats(1, 1e5), st.floats(1, 1e5))
-def test_a_window_never_costs_more(shape: Shape, new: float, cached: float) -> None:
+def test_a_window_never_costs_more(shape: DecoderShape, new: float, cached: float) -> None:
     full = dataclasses.replace(shape, window=None, window_layers=0)
     assert shape.flops(new, cached) <= full.flops(new, cached) * (1 + 1e-9)
     assert shape.kv_bytes(cached) <= full.kv_bytes(cached) * (1 + 1e-9)
 
 
 @given(SHAPES, st.integers(1, 1 << 16))
-def test_training_costs_three_forwards_of_whole_sequences(shape: Shape, length: int) -> None:
+def test_training_costs_three_forwards_of_whole_sequences(shape: DecoderShape, length: int) -> None:
     assert shape.train_flops(length, length / 2) == pytest.approx(3 * shape.flops(length, 0), rel=1e-9)
 
 

@@ -19,7 +19,7 @@ from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.tableau import MODES, Tableau, tableau
 from placement.types import Device, KvMode, Link, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, Train
+from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
 from tests.placement.fakes import FakePerformance, FakeShape
 from tests.placement.fleet import QWEN3_8B
 
@@ -277,7 +277,7 @@ def test_a_plan_uses_what_its_flows_cost(seed: int) -> None:
 def test_the_trainer_takes_what_it_can_train(seconds_per_step: float, measured: float | None) -> None:
     """The rate of a plan that its trainer bounds is a batch per step, of all tokens of its trajectories."""
     base = problem_of(3)
-    train = Train(
+    train = TrainingWork(
         64,
         epochs=2,
         pool="p0",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.diff import FLIPPABLE, Move, MoveCosts, MoveKind, apply, diff, total
-from placement.problem import Running
+from placement.diff import FLIPPABLE, Move, MoveCosts, MoveKind, apply_moves, diff, total_cost
+from placement.problem import RunningPlan
 from placement.types import Deployment, Device, Pool, Role
 
 H800, H20 = Device("H800", memory_gb=80), Device("H20", memory_gb=96)
@@ -48,7 +48,7 @@ def in_use(plan: list[Deployment]) -> Counter[str]:
 
 @given(deployments, deployments)
 def test_the_moves_turn_the_old_plan_into_the_new_one(old: list[Deployment], new: list[Deployment]) -> None:
-    assert apply(old, diff(old, new, costs=COSTS)) == counted(new)
+    assert apply_moves(old, diff(old, new, costs=COSTS)) == counted(new)
 
 
 @given(deployments)
@@ -119,7 +119,7 @@ def test_flips_are_free_and_as_many_as_there_can_be(old: list[Deployment], new: 
 @given(deployments, deployments)
 def test_the_total_is_the_sum_of_the_moves(old: list[Deployment], new: list[Deployment]) -> None:
     moves = diff(old, new, costs=COSTS)
-    cost = total(moves)
+    cost = total_cost(moves)
     assert cost.device_seconds == pytest.approx(sum(m.device_seconds for m in moves))
     assert cost.flips + cost.drains + cost.starts == sum(m.replicas for m in moves)
     expected = sum(m.device_seconds / 3600 * {"h20": 1.85, "h800": 5.28}[m.pool] for m in moves)
@@ -148,7 +148,7 @@ def test_another_tp_is_one_drain_and_one_start_at_a_time() -> None:
         ("drain", "engine→None", 2, 2),
         ("start", "None→engine", 4, 1),
     ]
-    assert total(moves).device_seconds == 8 * 10 + 8 * 120
+    assert total_cost(moves).device_seconds == 8 * 10 + 8 * 120
     assert moves[1].words == "start engine 1 × tp 4 on h20 (480 device-seconds)"
 
 
@@ -161,7 +161,7 @@ def test_a_trainer_that_changes_is_restored_whole() -> None:
         ("drain", "trainer→None", 8, 4),
         ("start", "None→trainer", 8, 5),
     ]
-    assert total(moves).device_seconds == 40 * 10 + 40 * 300
+    assert total_cost(moves).device_seconds == 40 * 10 + 40 * 300
     assert "its devices change" in moves[1].words
     assert "from its checkpoint" in moves[2].words
 
@@ -176,7 +176,7 @@ def test_pools_with_something_to_drain_come_first() -> None:
 
 
 def test_costs_follow_the_problem_and_refuse_nonsense() -> None:
-    running = Running((), restart_s=60)
+    running = RunningPlan((), restart_s=60)
     costs = MoveCosts.of([Pool("h20", H20, 8, 1.85)], running)
     assert (costs.restart_s, costs.restore_s, costs.usd_per_device_hour) == (60, 60, {"h20": 1.85})
     with pytest.raises(ValueError, match="restart_s is nan"):
@@ -186,4 +186,4 @@ def test_costs_follow_the_problem_and_refuse_nonsense() -> None:
 def test_moves_of_instances_that_are_not_there_are_refused() -> None:
     moves = diff([Deployment("h20", Role.ENGINE, 1, 2)], [], costs=COSTS)
     with pytest.raises(ValueError, match="there are 1"):
-        apply([Deployment("h20", Role.ENGINE, 1, 1)], moves)
+        apply_moves([Deployment("h20", Role.ENGINE, 1, 1)], moves)

@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.estimate import Observed, ProfileEstimator, drift
+from placement.estimate import ObservedTrajectory, ProfileEstimator, workload_drift
 from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost
 
-LAKE = Observed("lake", 0.0, turns=5, first_tokens=30, new_tokens=40, output_tokens=5, wait_s=0.5, core_s=0.05)
+LAKE = ObservedTrajectory(
+    "lake", 0.0, turns=5, first_tokens=30, new_tokens=40, output_tokens=5, wait_s=0.5, core_s=0.05
+)
 
 numbers = st.floats(0.1, 1e6)
 
 
 @st.composite
-def observed(draw: st.DrawFn) -> Observed:
+def observed(draw: st.DrawFn) -> ObservedTrajectory:
     turns = draw(st.integers(1, 50))
-    return Observed(
+    return ObservedTrajectory(
         domain=draw(st.sampled_from(["a", "b", "c"])),
         t=draw(st.floats(0.0, 1e4)),
         turns=turns,
@@ -37,7 +39,7 @@ streams = st.lists(works, min_size=1, max_size=60)
 lives = st.sampled_from([{}, {"half_life_s": 10.0}, {"half_life": 3.0}])
 
 
-def fed(stream: list[Observed], **life: float) -> ProfileEstimator:
+def fed(stream: list[ObservedTrajectory], **life: float) -> ProfileEstimator:
     estimator = ProfileEstimator(**life)  # type: ignore[arg-type]
     for seen in stream:
         estimator.add(seen)
@@ -80,7 +82,9 @@ def test_without_a_half_life_all_count_alike() -> None:
 
 
 @given(streams, lives)
-def test_quantiles_lie_within_what_was_seen_and_in_order(stream: list[Observed], life: dict[str, float]) -> None:
+def test_quantiles_lie_within_what_was_seen_and_in_order(
+    stream: list[ObservedTrajectory], life: dict[str, float]
+) -> None:
     for p in fed(stream, **life).profiles():
         own = [s for s in stream if s.domain == p.name]
         for quantity, seen in (
@@ -100,7 +104,7 @@ def test_quantiles_lie_within_what_was_seen_and_in_order(stream: list[Observed],
 
 @given(streams, lives)
 def test_shares_of_the_mix_add_up_and_the_same_stream_gives_the_same(
-    stream: list[Observed], life: dict[str, float]
+    stream: list[ObservedTrajectory], life: dict[str, float]
 ) -> None:
     profiles = fed(stream, **life).profiles()
     assert [p.name for p in profiles] == sorted({s.domain for s in stream})
@@ -109,7 +113,7 @@ def test_shares_of_the_mix_add_up_and_the_same_stream_gives_the_same(
 
 
 @given(st.lists(works.map(lambda s: replace(s, domain="a")), min_size=1, max_size=40))
-def test_the_mean_length_is_exact(stream: list[Observed]) -> None:
+def test_the_mean_length_is_exact(stream: list[ObservedTrajectory]) -> None:
     mean = sum(s.first_tokens + s.new_tokens + s.output_tokens for s in stream) / len(stream)
     assert fed(stream).profile("a").total_tokens == pytest.approx(mean)
 
@@ -189,21 +193,21 @@ def profile(**changed: object) -> DomainProfile:
     ],
 )
 def test_drift_is_the_largest_change(changed: dict[str, object], expected: float) -> None:
-    assert drift([profile()], [profile(**changed)]) == pytest.approx(expected)
+    assert workload_drift([profile()], [profile(**changed)]) == pytest.approx(expected)
 
 
 def test_drift_sees_the_mix_and_not_its_scale() -> None:
     def mix(a: float, b: float) -> list[DomainProfile]:
         return [profile(weight=a), profile(name="math", weight=b)]
 
-    assert drift(mix(1, 1), mix(64, 64)) == 0
-    assert drift(mix(1, 1), mix(3, 1)) == pytest.approx(1.0), "one half became a quarter"
-    assert drift(mix(1, 1), [profile()]) == math.inf
-    assert drift(mix(1, 0.001), [profile()]) == pytest.approx(0.001), "too few to matter"
+    assert workload_drift(mix(1, 1), mix(64, 64)) == 0
+    assert workload_drift(mix(1, 1), mix(3, 1)) == pytest.approx(1.0), "one half became a quarter"
+    assert workload_drift(mix(1, 1), [profile()]) == math.inf
+    assert workload_drift(mix(1, 0.001), [profile()]) == pytest.approx(0.001), "too few to matter"
 
 
 @given(streams, streams)
-def test_drift_is_symmetric_and_zero_for_equals(a: list[Observed], b: list[Observed]) -> None:
+def test_drift_is_symmetric_and_zero_for_equals(a: list[ObservedTrajectory], b: list[ObservedTrajectory]) -> None:
     x, y = fed(a).profiles(), fed(b).profiles()
-    assert drift(x, y) == drift(y, x) >= 0
-    assert drift(x, x) == 0
+    assert workload_drift(x, y) == workload_drift(y, x) >= 0
+    assert workload_drift(x, x) == 0

@@ -11,7 +11,7 @@ from placement.explain import Affinity, affinities, explain, marginals
 from placement.problem import Problem
 from placement.solve import solve
 from placement.types import Device, Objective, Placement, Pool, RewardChoice, Role
-from placement.workload import Train
+from placement.workload import TrainingWork
 from tests.placement.fleet import AGENTIC, MATH, problem
 from tests.placement.test_windowed import GPU, SLOW
 from tests.placement.test_windowed import problem as windowed
@@ -180,7 +180,7 @@ def test_a_device_that_binds_is_solved_again_where_its_dual_price_is_0(
         device_types=frozenset({"small"}),
         gap=1e-3,
         tensor_parallel=(tp,),
-        train=Train(64, pool=trained_on, seconds_per_token=8e-3),
+        train=TrainingWork(64, pool=trained_on, seconds_per_token=8e-3),
     )
     plan = plan_of(asked)
     assert plan.prices.pools[what] / plan.rate < 5e-4

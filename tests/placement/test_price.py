@@ -11,19 +11,28 @@ from hypothesis import strategies as st
 
 from placement.hardware import device
 from placement.performance import InstanceModel
-from placement.price import IDLE_SHARE, Key, Turn, TurnPrices, Use, apart, corrected, together
+from placement.price import (
+    IDLE_SHARE,
+    DeploymentKey,
+    ResourceUse,
+    TurnPrices,
+    TurnWork,
+    aggregated_use,
+    corrected_price,
+    disaggregated_use,
+)
 from placement.problem import Problem
 from placement.solve import solve
 from placement.tableau import MODES, tableau
-from placement.types import Placement, Prices, Role
+from placement.types import DualPrices, Placement, Role
 from placement.workload import EnvironmentCost
 from tests.placement.fleet import AGENTIC, MATH, PERFORMANCE, problem
 
-Path = tuple[Key, Key | None, str]
+Path = tuple[DeploymentKey, DeploymentKey | None, str]
 
-HOME: Key = ("h20", Role.DECODE, 4)
-AWAY: Key = ("h800", Role.PREFILL, 4)
-PRICES = Prices(
+HOME: DeploymentKey = ("h20", Role.DECODE, 4)
+AWAY: DeploymentKey = ("h800", Role.PREFILL, 4)
+PRICES = DualPrices(
     deployments={HOME: 2.0, AWAY: 5.0},
     kv={HOME: 1e-4},
     links={("h20", "h800"): 0.25},
@@ -32,7 +41,7 @@ PRICES = Prices(
 
 amounts = st.floats(0, 1e6)
 uses = st.builds(
-    Use,
+    ResourceUse,
     seconds=st.dictionaries(st.sampled_from([HOME, AWAY]), amounts),
     kv=st.dictionaries(st.sampled_from([HOME, AWAY]), amounts),
     links=st.dictionaries(st.just(("h20", "h800")), amounts),
@@ -41,12 +50,12 @@ uses = st.builds(
 
 
 def test_a_path_costs_what_it_takes_of_each_resource() -> None:
-    use = Use({HOME: 3.0, AWAY: 0.5}, {HOME: 2000.0}, {("h20", "h800"): 2.0}, 40.0)
+    use = ResourceUse({HOME: 3.0, AWAY: 0.5}, {HOME: 2000.0}, {("h20", "h800"): 2.0}, 40.0)
     assert TurnPrices(PRICES).of(use) == pytest.approx(3 * 2 + 0.5 * 5 + 2000 * 1e-4 + 2 * 0.25 + 40 * 0.01)
 
 
 @given(uses, uses, st.floats(0, 100), st.floats(0, 10))
-def test_prices_are_linear(a: Use, b: Use, factor: float, backlog: float) -> None:
+def test_prices_are_linear(a: ResourceUse, b: ResourceUse, factor: float, backlog: float) -> None:
     """Turns add up to their trajectory, at any backlog."""
     prices = TurnPrices(PRICES, {HOME: backlog})
     assert prices.of(a + b) == pytest.approx(prices.of(a) + prices.of(b))
@@ -54,13 +63,13 @@ def test_prices_are_linear(a: Use, b: Use, factor: float, backlog: float) -> Non
 
 
 def test_what_has_no_price_is_free() -> None:
-    assert TurnPrices(Prices()).of(Use({HOME: 3.0}, {HOME: 1.0}, {("a", "b"): 1.0}, 9.0)) == 0
+    assert TurnPrices(DualPrices()).of(ResourceUse({HOME: 3.0}, {HOME: 1.0}, {("a", "b"): 1.0}, 9.0)) == 0
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 10))
 def test_a_backlog_only_ever_raises_a_price(price: float, low: float, more: float, floor: float) -> None:
-    assert corrected(price, 0.0, floor=floor) == price
-    assert corrected(price, low + more, floor=floor) >= corrected(price, low, floor=floor) >= price
+    assert corrected_price(price, 0.0, floor=floor) == price
+    assert corrected_price(price, low + more, floor=floor) >= corrected_price(price, low, floor=floor) >= price
 
 
 def test_the_correction_is_one_plus_the_backlog_in_targets() -> None:
@@ -70,7 +79,7 @@ def test_the_correction_is_one_plus_the_backlog_in_targets() -> None:
 
 
 def test_a_queue_is_felt_where_the_plan_sees_no_scarcity() -> None:
-    idle: Key = ("h800", Role.ENGINE, 4)
+    idle: DeploymentKey = ("h800", Role.ENGINE, 4)
     assert TurnPrices(PRICES).second(idle) == 0.0
     assert TurnPrices(PRICES, {idle: 4.0}).second(idle) == pytest.approx(4 * IDLE_SHARE * 5.0)
 
@@ -88,7 +97,7 @@ def priced_paths(asked: Problem, plan: Placement) -> dict[str, dict[Path, float]
     table = tableau(asked)
     pools, paths = asked.pools, table.paths
     token_gb = asked.performance.shape.kv_bytes(1.0) / 1e9
-    keys: list[Key] = [(pools[u.pool].name, u.role, u.tp) for u in table.units]
+    keys: list[DeploymentKey] = [(pools[u.pool].name, u.role, u.tp) for u in table.units]
     there = {(d.pool, d.role, d.tp) for d in plan.deployments}
     prices = TurnPrices(plan.prices)
     found: dict[str, dict[Path, float]] = {d.name: {} for d in asked.domains}
@@ -96,7 +105,7 @@ def priced_paths(asked: Problem, plan: Placement) -> dict[str, dict[Path, float]
         last, first = keys[paths.unit[k]], keys[paths.first[k]] if paths.first[k] >= 0 else None
         if last not in there or (first is not None and first not in there):
             continue
-        use = Use(
+        use = ResourceUse(
             seconds={last: paths.load[k]} | ({first: paths.first_load[k]} if first else {}),
             kv={last: paths.kv[k] / token_gb} | ({first: paths.first_kv[k] / token_gb} if first else {}),
             links={table.channels[paths.link[k]].pools: paths.link_gb[k]} if paths.link[k] >= 0 else {},
@@ -146,26 +155,26 @@ def instance(name: str, tp: int = 1) -> InstanceModel:
 
 def test_a_turn_on_one_instance() -> None:
     """Seconds of the instance, and as many in flight as share it."""
-    turn = Turn(new=600, cached=5000, output=50)
-    use = together(HOME, instance("H20"), PERFORMANCE.shape, turn, batch=8)
+    turn = TurnWork(new=600, cached=5000, output=50)
+    use = aggregated_use(HOME, instance("H20"), PERFORMANCE.shape, turn, batch=8)
     assert use.in_flight_s == pytest.approx(8 * use.seconds[HOME])
     assert use.kv[HOME] == pytest.approx(use.in_flight_s * 5625)
     assert (
-        together(HOME, instance("H20"), PERFORMANCE.shape, Turn(5600, 0, 50), batch=8).seconds[HOME]
+        aggregated_use(HOME, instance("H20"), PERFORMANCE.shape, TurnWork(5600, 0, 50), batch=8).seconds[HOME]
         > (use.seconds[HOME])
     )
 
 
 def test_a_turn_on_two_instances() -> None:
     """Prefill there, decode here, and the KV of the new tokens on the link between; with what comes back first."""
-    turn, shape = Turn(new=600, cached=5000, output=50), PERFORMANCE.shape
+    turn, shape = TurnWork(new=600, cached=5000, output=50), PERFORMANCE.shape
     prefill, decode = (AWAY, instance("H800")), (HOME, instance("H20"))
-    use = apart(prefill, decode, shape, turn, batch=8, gb_per_s=3.0, latency_s=0.01)
+    use = disaggregated_use(prefill, decode, shape, turn, batch=8, gb_per_s=3.0, latency_s=0.01)
     gb = 600 * shape.kv_bytes(1.0) / 1e9
     assert use.links == {("h20", "h800"): pytest.approx(gb)}
     assert use.seconds[AWAY] == instance("H800").prefill_s(600, 5000)
     assert use.in_flight_s == pytest.approx(use.seconds[AWAY] + 8 * use.seconds[HOME] + gb / 3 + 0.01)
-    again = apart(prefill, decode, shape, turn, batch=8, gb_per_s=3.0, latency_s=0.01, returned=5000)
+    again = disaggregated_use(prefill, decode, shape, turn, batch=8, gb_per_s=3.0, latency_s=0.01, returned=5000)
     assert again.links[("h20", "h800")] == pytest.approx(gb * 5600 / 600)
 
 
@@ -176,11 +185,11 @@ def test_the_longer_the_new_text_the_more_a_far_prefill_is_worth() -> None:
     home, away = instance("H20"), instance("H800")
 
     def local_over_far(new: float, prices: TurnPrices) -> float:
-        turn = Turn(new, 2000, 100)
-        near = prices.of(together(("h20", Role.DECODE, 4), home, shape, turn, batch=8))
-        return near / prices.of(apart((AWAY, away), (HOME, home), shape, turn, batch=8, gb_per_s=3.0))
+        turn = TurnWork(new, 2000, 100)
+        near = prices.of(aggregated_use(("h20", Role.DECODE, 4), home, shape, turn, batch=8))
+        return near / prices.of(disaggregated_use((AWAY, away), (HOME, home), shape, turn, batch=8, gb_per_s=3.0))
 
-    plan = TurnPrices(Prices(deployments={HOME: 1.0, AWAY: 2.85}, links={("h20", "h800"): 0.01}))
+    plan = TurnPrices(DualPrices(deployments={HOME: 1.0, AWAY: 2.85}, links={("h20", "h800"): 0.01}))
     ratios = [local_over_far(new, plan) for new in (16, 64, 256, 1024, 4096)]
     assert ratios == sorted(ratios)
     assert ratios[0] < 1 < ratios[-1]

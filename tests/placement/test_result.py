@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from placement.problem import Problem, Running
+from placement.problem import Problem, RunningPlan
 from placement.solve import solve
 from placement.types import Device, Objective, Placement, Pool
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, Train
+from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
 from tests.placement.fakes import FakePerformance
 from tests.placement.fleet import problem as fleet
 
@@ -28,7 +28,7 @@ JUDGED = DomainProfile("judged", Quantity(1), Quantity(300), Quantity(900), rewa
 
 def whole() -> Problem:
     """Everything that a plan can have: training, rewards on devices and functions, environments, a running plan."""
-    base = fleet(4, 4, domains=(AGENT, JUDGED), train=Train(64), in_flight=64, tensor_parallel=(1,))
+    base = fleet(4, 4, domains=(AGENT, JUDGED), train=TrainingWork(64), in_flight=64, tensor_parallel=(1,))
     cpu = Pool("cores", Device("cpu"), 64, 0.05, memory_gb=256.0, rented=True)
     price = FunctionPrice("f", usd_per_gb_s=2e-5, usd_per_core_s=2e-5)
     pools = (*base.pools, cpu)
@@ -58,7 +58,7 @@ SLOW = pytest.param(Objective.MAX_THROUGHPUT_PER_DOLLAR, marks=pytest.mark.slow)
 def test_every_number_is_a_builtin(objective: Objective, moves: bool) -> None:
     first = solve(whole())
     assert isinstance(first, Placement)
-    running = Running(first.deployments[:2], max_changed_devices=8) if moves else None
+    running = RunningPlan(first.deployments[:2], max_changed_devices=8) if moves else None
     found = solve(dataclasses.replace(whole(), objective=objective, rate=first.rate / 2, running=running))
     assert isinstance(found, Placement), found
     assert found.rewards

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.constants import PRIORS, Calibration, Constants, prior
 from placement.hardware import device
 from placement.roofline import Roofline, RooflinePerformance, transfer_s
@@ -196,7 +196,7 @@ GPUS = st.sampled_from([H100, H200, H20, device("B200"), device("A100-80")])
 
 @given(SHAPES, GPUS, TPS, BATCH, TOKENS, TOKENS, TOKENS)
 def test_everything_is_finite_and_above_zero(
-    shape: Shape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float
+    shape: DecoderShape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float
 ) -> None:
     instance = RooflinePerformance(shape).instance(gpu, tp)
     assert not isinstance(instance, str)
@@ -214,7 +214,7 @@ def test_everything_is_finite_and_above_zero(
 
 @given(SHAPES, GPUS, TPS, BATCH, TOKENS, TOKENS, TOKENS, st.floats(0, 5000))
 def test_more_work_takes_longer(
-    shape: Shape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, more: float
+    shape: DecoderShape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, more: float
 ) -> None:
     instance = Roofline(shape, gpu, tp, PLAIN)
     turn = instance.turn_s(batch, new, cached, output) * (1 - 1e-12)
@@ -228,7 +228,7 @@ def test_more_work_takes_longer(
 
 @given(SHAPES, GPUS, TPS, BATCH, TOKENS, TOKENS, TOKENS, st.floats(1, 16))
 def test_a_larger_batch_is_never_less_efficient(
-    shape: Shape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, factor: float
+    shape: DecoderShape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, factor: float
 ) -> None:
     instance, larger = Roofline(shape, gpu, tp, PLAIN), batch * factor
     assert instance.turn_s(larger, new, cached, output) <= instance.turn_s(batch, new, cached, output) * (1 + 1e-12)
@@ -249,7 +249,15 @@ def test_a_larger_batch_is_never_less_efficient(
     st.floats(1, 20),
 )
 def test_faster_hardware_is_never_slower(
-    shape: Shape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, figure: str, by: float
+    shape: DecoderShape,
+    gpu: Device,
+    tp: int,
+    batch: float,
+    new: float,
+    cached: float,
+    output: float,
+    figure: str,
+    by: float,
 ) -> None:
     faster = Roofline(shape, replace(gpu, **{figure: getattr(gpu, figure) * by}), tp, PLAIN)
     slower = Roofline(shape, gpu, tp, PLAIN)

@@ -13,11 +13,11 @@ import pytest
 from placement.baselines import gain
 from placement.hardware import device
 from placement.problem import Problem
-from placement.quiet import quiet
+from placement.quiet import suppress_c_stdout
 from placement.solve import solve
-from placement.training import Layout, layout
+from placement.training import TrainingLayout, training_layout
 from placement.types import Device, Placement, Pool, Role
-from placement.workload import DomainProfile, Quantity, Train
+from placement.workload import DomainProfile, Quantity, TrainingWork
 from tests.placement.fakes import FakePerformance
 from tests.placement.fleet import PERFORMANCE
 
@@ -28,7 +28,7 @@ def several_that_can_train(seed: int) -> Problem:
     names = r.sample(["H20", "H800", "A100-80", "H100", "B200"], 3)
     pools = tuple(Pool(n.lower(), device(n), r.choice([8, 16]), r.uniform(1, 6), rented=True) for n in names)
     work = DomainProfile("d", Quantity(1), Quantity(r.uniform(50, 1500)), Quantity(r.uniform(50, 800)))
-    return Problem(pools, (work,), PERFORMANCE, train=Train(256))
+    return Problem(pools, (work,), PERFORMANCE, train=TrainingWork(256))
 
 
 @pytest.mark.slow  # a dozen solves
@@ -50,7 +50,7 @@ def test_free_to_choose_the_trainers_pool_is_the_best_of_all_choices(seed: int) 
 
 def test_c_code_is_silent_and_python_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     c = ctypes.CDLL(None)
-    with quiet(), quiet():
+    with suppress_c_stdout(), suppress_c_stdout():
         c.printf(b"lost\n")
         c.puts(b"lost too")
         print("heard")
@@ -84,7 +84,7 @@ def alike_at_several_prices(seed: int) -> Problem:
     assert isinstance(whole, Placement)
     seconds = r.uniform(2, 12) / (whole.rate * work.total_tokens)  # so many devices train what all of them generate
     roles = frozenset({Role.ENGINE, Role.TRAINER})
-    return dataclasses.replace(rollout, train=Train(256, seconds_per_token=seconds), roles=roles)
+    return dataclasses.replace(rollout, train=TrainingWork(256, seconds_per_token=seconds), roles=roles)
 
 
 def frontier(usd: np.ndarray, rate: np.ndarray) -> Frontier:
@@ -117,8 +117,8 @@ def all_plans(problem: Problem) -> Frontier:
     plans, train = [], problem.train
     assert train is not None
     for pool in problem.pools:
-        found = layout(problem, pool, train)
-        assert isinstance(found, Layout)
+        found = training_layout(problem, pool, train)
+        assert isinstance(found, TrainingLayout)
         rest = functools.reduce(together, (of_pool(q, q.count) for q in problem.pools if q is not pool))
         for devices in range(found.least, min(found.most, pool.count) + 1):
             usd, rate = together(rest, of_pool(pool, pool.count - devices))

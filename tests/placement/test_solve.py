@@ -12,11 +12,11 @@ import pytest
 
 from placement import phases
 from placement.constants import TrainingConstants
-from placement.problem import Problem, Restriction, Running
+from placement.problem import Problem, Restriction, RunningPlan
 from placement.solve import solve
 from placement.tableau import tableau
 from placement.types import Deployment, Device, Infeasible, KvMode, Link, Objective, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, Train
+from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
 from tests.placement.fakes import FakeInstance, FakePerformance, FakeShape
 
 Q = Quantity
@@ -63,11 +63,14 @@ BIG_MODEL = FakePerformance(FakeShape(weight_bytes=140e9))
             ["a, 1 per instance: a trajectory of math needs 130 GB of KV, 56 GB are left after the weights"],
         ),
         (
-            problem(train=Train(64, devices=8), tensor_parallel=(1,)),
+            problem(train=TrainingWork(64, devices=8), tensor_parallel=(1,)),
             ["the plan needs 9 devices of a, which has 8"],
         ),
-        (problem(Pool("a", GPU, 1), train=Train(64)), ["training needs 2 devices of a to hold its state, which has 1"]),
-        (problem(train=Train(64, pool="a", devices=9)), ["it is given 9 devices", "the pool has 8"]),
+        (
+            problem(Pool("a", GPU, 1), train=TrainingWork(64)),
+            ["training needs 2 devices of a to hold its state, which has 1"],
+        ),
+        (problem(train=TrainingWork(64, pool="a", devices=9)), ["it is given 9 devices", "the pool has 8"]),
         (problem(Pool("a", GPU, 8, 2.0), budget_usd_per_hour=10), ["the plan needs $16/h, the budget is $10/h"]),
         (problem(budget_usd_per_hour=1), ["the plan needs $2/h, the budget is $1/h"]),
         (
@@ -101,9 +104,9 @@ BIG_MODEL = FakePerformance(FakeShape(weight_bytes=140e9))
         ),
         (
             problem(
-                running=Running((Deployment("a", Role.ENGINE, 1, 8),), max_changed_devices=1),
+                running=RunningPlan((Deployment("a", Role.ENGINE, 1, 8),), max_changed_devices=1),
                 min_replicas={Role.ENGINE: 1},
-                train=Train(64, devices=4),
+                train=TrainingWork(64, devices=4),
                 tensor_parallel=(1,),
             ),
             ["the plan changes 4 devices, 1 may change"],
@@ -145,7 +148,7 @@ def test_sums_over_turns_are_within_a_per_cent(turns: float, compute_bound: bool
 
     domain = dataclasses.replace(AGENT, turns=Q(turns), first_tokens=Q(1000), shared_prefix=0.5)
     model = Kinked(1e12, 1e-4, 1e-9, 1e-3, 0, 1e-6)
-    sums = phases.turns_of(domain, FakeShape())
+    sums = phases.representative_turns(domain, FakeShape())
     exact, kv = 0.0, 0.0
     for t in range(1, math.ceil(turns) + 1):
         share = min(1.0, turns - (t - 1))
@@ -153,7 +156,7 @@ def test_sums_over_turns_are_within_a_per_cent(turns: float, compute_bound: bool
         seconds = model.turn_s(16, new, cached, 100)
         exact += share * seconds
         kv += share * 16 * seconds * (cached + new + 50) * 1e5 / 1e9
-    cost = phases.aggregated(model, sums, np.array([16.0]), recompute=False)
+    cost = phases.aggregated_cost(model, sums, np.array([16.0]), recompute=False)
     assert sums.count == pytest.approx(turns)
     assert cost.load[0] == pytest.approx(exact, rel=0.01)
     assert cost.kv_seconds[0] == pytest.approx(kv, rel=0.01)
@@ -200,7 +203,7 @@ def test_affinity_is_kept() -> None:
 
 
 def test_only_what_the_trainer_eats_is_bought() -> None:
-    train = Train(64, devices=2, pool="a", constants=TrainingConstants(overlap=1.0))
+    train = TrainingWork(64, devices=2, pool="a", constants=TrainingConstants(overlap=1.0))
     free = plan(problem(train=train))
     (trainer,) = free.of(Role.TRAINER)
     assert (trainer.tp, trainer.utilisation) == (2, pytest.approx(1.0))
@@ -214,8 +217,8 @@ def test_only_what_the_trainer_eats_is_bought() -> None:
 
 
 def test_the_trainer_takes_as_many_devices_as_balance() -> None:
-    found = plan(problem(train=Train(640), tensor_parallel=(1,)))
-    by_size = {n: plan(problem(train=Train(640, devices=n), tensor_parallel=(1,))).rate for n in range(2, 8)}
+    found = plan(problem(train=TrainingWork(640), tensor_parallel=(1,)))
+    by_size = {n: plan(problem(train=TrainingWork(640, devices=n), tensor_parallel=(1,))).rate for n in range(2, 8)}
     assert found.rate == pytest.approx(max(by_size.values()), rel=1e-4)
 
 
@@ -292,7 +295,7 @@ def test_owned_devices_are_paid_used_or_not() -> None:
 
 def test_a_running_plan_changes_only_so_far() -> None:
     pools = (Pool("a", GPU, 8), Pool("b", dataclasses.replace(GPU, name="other"), 8))
-    running = Running((Deployment("a", Role.ENGINE, 1, 4),), max_changed_devices=3)
+    running = RunningPlan((Deployment("a", Role.ENGINE, 1, 4),), max_changed_devices=3)
     found = plan(problem(*pools, running=running, tensor_parallel=(1,)))
     assert sum(d.devices for d in found.deployments) == 7
     free = dataclasses.replace(running, max_changed_devices=None)
@@ -301,7 +304,7 @@ def test_a_running_plan_changes_only_so_far() -> None:
 
 def test_a_change_that_does_not_pay_is_not_made() -> None:
     """TP 4 runs; TP 1 would be a little faster, but restarting costs more than the horizon returns."""
-    running = Running((Deployment("a", Role.ENGINE, 4, 2),), restart_s=600, horizon_s=650)
+    running = RunningPlan((Deployment("a", Role.ENGINE, 4, 2),), restart_s=600, horizon_s=650)
     found = plan(problem(running=running, roles=frozenset({Role.ENGINE})))
     assert [(d.tp, d.replicas) for d in found.deployments] == [(4, 2)]
     cheap = dataclasses.replace(running, restart_s=1.0, horizon_s=86_400)
@@ -312,7 +315,7 @@ def test_a_change_that_does_not_pay_is_not_made() -> None:
 
 def test_role_flips_are_no_change() -> None:
     given = (Deployment("a", Role.PREFILL, 1, 4), Deployment("a", Role.DECODE, 1, 4))
-    running = Running(given, max_changed_devices=0)
+    running = RunningPlan(given, max_changed_devices=0)
     found = plan(problem(running=running, roles=frozenset({Role.ENGINE}), tensor_parallel=(1,)))
     assert [(d.role, d.replicas) for d in found.deployments] == [(Role.ENGINE, 8)]
 

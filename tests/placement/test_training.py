@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.constants import TrainingConstants
 from placement.hardware import device
 from placement.problem import Problem
 from placement.roofline import RooflinePerformance
-from placement.training import Layout, adapter_parameters, fitted, layout, mfu
+from placement.training import TrainingLayout, adapter_parameters, fit_training_constants, mfu, training_layout
 from placement.types import Link, Pool
-from placement.workload import DomainProfile, Quantity, Train
+from placement.workload import DomainProfile, Quantity, TrainingWork
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -25,7 +25,7 @@ QWEN3 = {
 }
 
 
-def shape(hidden: int, wide: int, layers: int, heads: int) -> Shape:
+def shape(hidden: int, wide: int, layers: int, heads: int) -> DecoderShape:
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": wide,
@@ -45,14 +45,14 @@ def asked(size: str, name: str, count: int, *links: Link, sequence: int = 16_384
         domains=(domain,),
         performance=RooflinePerformance(SHAPES[size]),
         links=links,
-        train=Train(256, sequence=sequence, **train),
+        train=TrainingWork(256, sequence=sequence, **train),
     )
 
 
-def laid(problem: Problem) -> Layout:
+def laid(problem: Problem) -> TrainingLayout:
     assert problem.train is not None
-    found = layout(problem, problem.pools[0], problem.train)
-    assert isinstance(found, Layout), found
+    found = training_layout(problem, problem.pools[0], problem.train)
+    assert isinstance(found, TrainingLayout), found
     return found
 
 
@@ -74,7 +74,7 @@ def test_memory_is_counted_part_by_part() -> None:
     assert found.memory(found.least - found.split).total > 80, "fewer devices do not hold it"
     problem = asked("32B", "H800", 96, sequence=40_960, recompute=False, split=2)
     assert problem.train is not None
-    kept = layout(problem, problem.pools[0], problem.train)
+    kept = training_layout(problem, problem.pools[0], problem.train)
     assert isinstance(kept, str)
     assert "activations" in kept, "without recomputation it does not fit"
 
@@ -112,10 +112,10 @@ def test_a_fit_finds_the_constants_of_what_was_measured() -> None:
     problem = asked("8B", "H100", 8, devices=8, split=1, recompute=True)
     assert problem.train is not None
     pool, train = problem.pools[0], problem.train
-    true = layout(problem, pool, replace(train, constants=truth))
-    assert isinstance(true, Layout)
+    true = training_layout(problem, pool, replace(train, constants=truth))
+    assert isinstance(true, TrainingLayout)
     gb = true.memory(8).total - true.memory(8).reserve
-    found = fitted(problem, pool, train, seconds_per_token=true.work / 4500, peak=(gb, 16_384))
+    found = fit_training_constants(problem, pool, train, seconds_per_token=true.work / 4500, peak=(gb, 16_384))
     assert found.mfu == pytest.approx(0.31, rel=1e-3)
     assert found.activations == pytest.approx(1.7)
     assert TrainingConstants.from_dict(found.to_dict()) == found

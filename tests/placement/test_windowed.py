@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement.problem import Problem, Restriction, Window
+from placement.problem import InFlightWindow, Problem, Restriction
 from placement.publish import Publishing, Transport
 from placement.solve import solve
 from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
-from placement.window import spans, step_between, windows
-from placement.workload import DomainProfile, EnvironmentCost, Quantity, Train
+from placement.window import domain_windows, longest_member_ratios, publish_interval
+from placement.workload import DomainProfile, EnvironmentCost, Quantity, TrainingWork
 from tests.placement.fakes import FakePerformance
 
 GPU = Device("big", 400, 80, 2.0, nvlink_gb_per_s=600, devices_per_host=8)
@@ -29,7 +29,7 @@ def publish(far_s: float, near_s: float = 5.0) -> Publishing:
     return Publishing(1.0, Transport.COLLECTIVE, links)
 
 
-WINDOW = Window({"long": 8, "agent": 8}, 32768.0, publish=publish(20.0))
+WINDOW = InFlightWindow({"long": 8, "agent": 8}, 32768.0, publish=publish(20.0))
 
 
 def problem(*pools: Pool, batch: int = 64, **changes: object) -> Problem:
@@ -38,7 +38,7 @@ def problem(*pools: Pool, batch: int = 64, **changes: object) -> Problem:
         (LONG,),
         FakePerformance(),
         tensor_parallel=(1,),
-        train=Train(batch, seconds_per_token=2e-3),
+        train=TrainingWork(batch, seconds_per_token=2e-3),
         window=WINDOW,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def trainer(found: Placement) -> int:
 
 def sustained(asked: Problem, found: Placement) -> float:
     assert asked.window is not None
-    return min(h.rate for h in windows(found, asked, asked.window))
+    return min(h.rate for h in domain_windows(found, asked, asked.window))
 
 
 @pytest.mark.parametrize("domains", [(LONG,), (LONG, AGENT)])
@@ -92,7 +92,7 @@ def test_the_same_mix_on_one_pool_is_no_restriction() -> None:
 
 
 def test_a_window_that_binds_nothing_changes_nothing() -> None:
-    wide = problem(train=Train(100_000, seconds_per_token=2e-3, staleness=8))
+    wide = problem(train=TrainingWork(100_000, seconds_per_token=2e-3, staleness=8))
     blind = plan(dataclasses.replace(wide, window=None))
     found = plan(wide)
     assert [(d.role, d.tp, d.replicas) for d in found.deployments] == [
@@ -140,7 +140,7 @@ def small(seed: int) -> Problem:
         domains=r.choice([(LONG,), (LONG, AGENT)]),
         gap=1e-3,
         window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5, publish=publish(r.choice([5.0, 20.0, 60.0]))),
-        train=Train(
+        train=TrainingWork(
             r.choice([32, 64, 128]), seconds_per_token=r.choice([5e-4, 2e-3, 4e-3]), staleness=r.choice([1, 2])
         ),
     )
@@ -205,7 +205,7 @@ def test_a_simpler_plan_is_never_better(seed: int) -> None:
 @given(st.floats(0.0, 5.0), st.integers(1, 4))
 def test_groups_that_are_all_alike_are_trained_as_fast_as_places_allow(rest: float, staleness: int) -> None:
     for aborts in (True, False):
-        between, started = step_between(
+        between, started = publish_interval(
             (1.0,), rest, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=1e9
         )
         # One publish after another: what began at one is complete when its turn comes, or training is what takes long.
@@ -216,9 +216,9 @@ def test_groups_that_are_all_alike_are_trained_as_fast_as_places_allow(rest: flo
 @given(st.integers(0, 4), st.floats(0.0, 3.0))
 def test_batches_that_wait_leave_their_longest_groups_the_time_that_they_take(staleness: int, rest: float) -> None:
     """A group that starts at a publish has alpha + 1 steps, less training and publish."""
-    lengths = spans(LONG, 8, 32768.0)
+    lengths = longest_member_ratios(LONG, 8, 32768.0)
     free, waiting = (
-        step_between(
+        publish_interval(
             lengths, rest, staleness=staleness, places=staleness + 1.0, aborts=False, waits=waits, groups=32.0
         )[0]
         for waits in (False, True)
@@ -231,10 +231,12 @@ def test_batches_that_wait_leave_their_longest_groups_the_time_that_they_take(st
 
 @given(st.integers(1, 3), st.floats(0.1, 3.0), st.booleans())
 def test_longer_training_never_gives_more_batches(staleness: int, rest: float, aborts: bool) -> None:
-    lengths = spans(LONG, 8, 32768.0)
+    lengths = longest_member_ratios(LONG, 8, 32768.0)
 
     def between(rest_s: float) -> float:
-        return step_between(lengths, rest_s, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=32.0)[0]
+        return publish_interval(
+            lengths, rest_s, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=32.0
+        )[0]
 
     assert rest <= between(rest) <= between(rest * 1.1) + 1e-5
     assert between(rest * 1.1) <= 1.1 * between(rest) + 1e-5

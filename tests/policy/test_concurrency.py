@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.concurrency import AimdSettings, Change, ConcurrencyLimits, Pressure
+from rollart.policy.concurrency import AimdSettings, ConcurrencyLimits, KvPressure, LimitChange
 
-pressures = st.builds(Pressure, st.floats(0, 1), st.integers(0, 50), st.integers(0, 200), st.integers(0, 20))
+pressures = st.builds(KvPressure, st.floats(0, 1), st.integers(0, 50), st.integers(0, 200), st.integers(0, 20))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from("xy"), pressures), max_size=60))
-def test_limits_stay_within_bounds_and_steps(reports: list[tuple[float, str, Pressure]]) -> None:
+def test_limits_stay_within_bounds_and_steps(reports: list[tuple[float, str, KvPressure]]) -> None:
     settings = AimdSettings(start=8, least=2, most=40)
     limits, now = ConcurrencyLimits(settings), 0.0
     for seconds, engine, pressure in reports:
@@ -26,7 +26,7 @@ def test_limits_stay_within_bounds_and_steps(reports: list[tuple[float, str, Pre
         if decision.limit > before:
             assert pressure.kv_used <= settings.low
         if decision.limit < before:
-            assert decision.change in (Change.DOWN_PREEMPTED, Change.DOWN_FULL)
+            assert decision.change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL)
             assert decision.limit >= int(before * settings.decrease)
         assert others == {e: limits.limit(e) for e in others}, "engines do not share a limit"
 
@@ -44,7 +44,7 @@ def test_it_finds_what_the_kv_cache_holds(fits: int, start: int) -> None:
         if running > fits:
             preempted += 1
             late += step >= 300
-        limits.observe("e", Pressure(min(running / fits, 1.0), preempted, running, 0), now=now)
+        limits.observe("e", KvPressure(min(running / fits, 1.0), preempted, running, 0), now=now)
         seen.append(limits.limit("e"))
         now += 5.0
     tail = seen[300:]
@@ -59,29 +59,31 @@ def test_lasting_pressure_ends_at_the_least_and_lasting_room_at_the_most() -> No
     settings_ = AimdSettings(start=30, least=7, most=45, increase=4)
     limits = ConcurrencyLimits(settings_)
     for now in range(0, 1000, 40):
-        limits.observe("full", Pressure(1.0, 0, limits.limit("full"), 3), now=now)
-        limits.observe("free", Pressure(0.1, 0, limits.limit("free"), 0), now=now)
+        limits.observe("full", KvPressure(1.0, 0, limits.limit("full"), 3), now=now)
+        limits.observe("free", KvPressure(0.1, 0, limits.limit("free"), 0), now=now)
     assert (limits.limit("full"), limits.limit("free")) == (7, 45)
 
 
 def test_each_reason() -> None:
     limits = ConcurrencyLimits(AimdSettings(start=8, increase=2, interval_s=5, settle_s=30))
 
-    def see(now: float, kv: float, preemptions: int = 0, running: int = 8, waiting: int = 0) -> tuple[int, Change]:
-        decision = limits.observe("e", Pressure(kv, preemptions, running, waiting), now=now)
+    def see(now: float, kv: float, preemptions: int = 0, running: int = 8, waiting: int = 0) -> tuple[int, LimitChange]:
+        decision = limits.observe("e", KvPressure(kv, preemptions, running, waiting), now=now)
         return decision.limit, decision.change
 
-    assert see(0, 0.5) == (10, Change.UP)
-    assert see(1, 0.5, running=10) == (10, Change.HOLD_SETTLING)
-    assert see(5, 0.5, running=7) == (10, Change.HOLD_UNUSED)
-    assert see(6, 0.5, running=10, waiting=3) == (10, Change.HOLD_WAITING)
-    assert see(7, 0.9, running=10) == (10, Change.HOLD_BAND)
-    assert see(8, 0.5, running=10) == (12, Change.UP)
-    assert see(9, 0.96, running=12) == (9, Change.DOWN_FULL), "an increase that was too much is taken back at once"
-    assert see(20, 1.0, preemptions=4, running=12) == (9, Change.HOLD_SETTLING), "use falls only as trajectories end"
-    assert see(40, 0.9, preemptions=4) == (9, Change.HOLD_BAND), "what was preempted while it drained is not new"
-    assert see(41, 0.9, preemptions=5) == (6, Change.DOWN_PREEMPTED)
-    assert see(80, 0.9, preemptions=0) == (6, Change.HOLD_BAND), "a restarted engine counts anew"
+    assert see(0, 0.5) == (10, LimitChange.UP)
+    assert see(1, 0.5, running=10) == (10, LimitChange.HOLD_SETTLING)
+    assert see(5, 0.5, running=7) == (10, LimitChange.HOLD_UNUSED)
+    assert see(6, 0.5, running=10, waiting=3) == (10, LimitChange.HOLD_WAITING)
+    assert see(7, 0.9, running=10) == (10, LimitChange.HOLD_BAND)
+    assert see(8, 0.5, running=10) == (12, LimitChange.UP)
+    assert see(9, 0.96, running=12) == (9, LimitChange.DOWN_FULL), "an increase that was too much is taken back at once"
+    assert see(20, 1.0, preemptions=4, running=12) == (9, LimitChange.HOLD_SETTLING), (
+        "use falls only as trajectories end"
+    )
+    assert see(40, 0.9, preemptions=4) == (9, LimitChange.HOLD_BAND), "what was preempted while it drained is not new"
+    assert see(41, 0.9, preemptions=5) == (6, LimitChange.DOWN_PREEMPTED)
+    assert see(80, 0.9, preemptions=0) == (6, LimitChange.HOLD_BAND), "a restarted engine counts anew"
     limits.forget("e")
     assert limits.limit("e") == 8
 

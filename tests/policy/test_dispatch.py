@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.dispatch import Group, Split, longest, lpt, lpt_order, makespan, split_instances
+from rollart.policy.dispatch import DispatchGroup, InstanceSplit, longest, lpt, lpt_order, makespan, split_instances
 
 Lengths = st.lists(st.integers(1, 60), max_size=30)
 
@@ -76,8 +76,8 @@ def token_s(batch: int) -> float:
     return 0.02 + 0.0005 * batch
 
 
-def every_split(instances: int, long: Group, rest: Group) -> float:
-    def seconds(group: Group, n: int, bs: int) -> float:
+def every_split(instances: int, long: DispatchGroup, rest: DispatchGroup) -> float:
+    def seconds(group: DispatchGroup, n: int, bs: int) -> float:
         return token_s(bs) * group.tokens * math.ceil(math.ceil(group.trajectories / n) / bs)
 
     times = []
@@ -99,7 +99,7 @@ def every_split(instances: int, long: Group, rest: Group) -> float:
 def test_the_split_is_the_best_of_all(
     instances: int, m_long: int, m_rest: int, l_long: int, l_rest: int, most: int
 ) -> None:
-    long, rest = Group(m_long, l_long, most), Group(m_rest, l_rest, 2 * most)
+    long, rest = DispatchGroup(m_long, l_long, most), DispatchGroup(m_rest, l_rest, 2 * most)
     found = split_instances(instances, long, rest, token_s)
     assert found.long_instances + found.rest_instances == instances
     assert found.seconds == pytest.approx(every_split(instances, long, rest))
@@ -109,21 +109,21 @@ def test_the_split_is_the_best_of_all(
 
 def test_long_ones_get_smaller_batches() -> None:
     """StreamRL's point: 20 % of the trajectories, 16 times as long, on 16 instances."""
-    found = split_instances(16, Group(102, 16_000, 64), Group(410, 1_000, 64), token_s)
+    found = split_instances(16, DispatchGroup(102, 16_000, 64), DispatchGroup(410, 1_000, 64), token_s)
     assert found.long_batch < found.rest_batch
     mixed = token_s(32) * 16_000 * math.ceil(32 / 32)
     assert found.seconds < mixed, "every instance with its share of both takes as long as its longest at a full batch"
 
 
 def test_a_group_without_trajectories_gets_nothing() -> None:
-    none, some = Group(0, 100, 8), Group(8, 100, 8)
-    assert split_instances(4, none, some, token_s) == Split(0, 0, 4, 2, pytest.approx(token_s(2) * 100))
-    assert split_instances(4, some, none, token_s) == Split(4, 2, 0, 0, pytest.approx(token_s(2) * 100))
+    none, some = DispatchGroup(0, 100, 8), DispatchGroup(8, 100, 8)
+    assert split_instances(4, none, some, token_s) == InstanceSplit(0, 0, 4, 2, pytest.approx(token_s(2) * 100))
+    assert split_instances(4, some, none, token_s) == InstanceSplit(4, 2, 0, 0, pytest.approx(token_s(2) * 100))
     assert split_instances(1, none, none, token_s).seconds == 0
     with pytest.raises(ValueError, match="at least one for each"):
         split_instances(1, some, some, token_s)
     with pytest.raises(ValueError, match="at least 1"):
-        Group(1, 1, 0)
+        DispatchGroup(1, 1, 0)
     with pytest.raises(ValueError, match="at least one"):
         lpt([1], 0)
 

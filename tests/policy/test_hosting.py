@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.hosting import Hosting, HostRules
+from rollart.policy.hosting import HostRules, HostSelector
 
 RULES = HostRules()
 NAMES = [f"environment-{n}" for n in range(6)]
 
 
-def hosting(count: int) -> Hosting:
-    made = Hosting(RULES)
+def hosting(count: int) -> HostSelector:
+    made = HostSelector(RULES)
     for name in NAMES[:count]:
         made.join(name)
     return made
 
 
-def broken(made: Hosting, bad: str, now: float, count: int, episodes: int = 20) -> list[str]:
+def broken(made: HostSelector, bad: str, now: float, count: int, episodes: int = 20) -> list[str]:
     """Every host's episodes end, those of one in faults; the causes for which a host is left alone."""
     causes = []
     for _ in range(episodes):
@@ -155,7 +155,7 @@ def test_a_few_faults_are_no_verdict(episodes: int) -> None:
 def test_images_draw_episodes_without_crowding_or_losing_any(
     room: dict[str, tuple[int, int]], missing: dict[str, int]
 ) -> None:
-    hosting = Hosting()
+    hosting = HostSelector()
     for name in room:
         hosting.join(name)
     chosen, anyway = hosting.choose(room, 0.0, missing), hosting.choose(room, 0.0)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from rollart.policy import lengths as module
 from rollart.policy.dispatch import longest, makespan
-from rollart.policy.lengths import LengthEstimate, LengthRanker, Window, conditional_quantile
+from rollart.policy.lengths import LengthEstimate, LengthRanker, QuantileWindow, conditional_quantile
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.integers(1, 8), st.sampled_from([0, 0.5, 0.9, 1]))
 def test_a_window_is_exact(values: list[int], size: int, q: float) -> None:
-    window = Window(size)
+    window = QuantileWindow(size)
     for n, value in enumerate(values, 1):
         window.add(value)
         last = sorted(values[max(n - size, 0) : n])
@@ -26,12 +26,12 @@ def test_a_window_is_exact(values: list[int], size: int, q: float) -> None:
 
 
 def test_quantiles_by_rank() -> None:
-    window = Window(10)
+    window = QuantileWindow(10)
     for value in range(1, 11):
         window.add(value)
     assert [window.quantile(q) for q in (0, 0.1, 0.5, 0.9, 1)] == [1, 1, 5, 9, 10]
     with pytest.raises(ValueError, match="nothing"):
-        Window(1).quantile(0.5)
+        QuantileWindow(1).quantile(0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         window.quantile(1.1)
 

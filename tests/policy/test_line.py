@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.policy.dispatch import lpt_order
-from rollart.policy.line import GRACE, Line
+from rollart.policy.line import GRACE, AdmissionQueue
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=80)
 
 
 @given(LENGTHS)
 def test_those_that_come_together_go_longest_first(lengths: list[int]) -> None:
-    line: Line[int] = Line(longest=True)
+    line: AdmissionQueue[int] = AdmissionQueue(longest=True)
     for n, length in enumerate(lengths):
         line.add(n, age=n, length=length)
     assert [line.leave() for _ in lengths] == lpt_order(lengths)
@@ -23,7 +23,7 @@ def test_those_that_come_together_go_longest_first(lengths: list[int]) -> None:
 
 @given(LENGTHS)
 def test_without_lengths_in_the_order_they_came(lengths: list[int]) -> None:
-    line: Line[int] = Line()
+    line: AdmissionQueue[int] = AdmissionQueue()
     for n, length in enumerate(lengths):
         line.add(n, age=n, length=length)
     assert [line.leave() for _ in lengths] == list(range(len(lengths)))
@@ -31,7 +31,7 @@ def test_without_lengths_in_the_order_they_came(lengths: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 50), st.booleans()), max_size=120), st.booleans())
 def test_none_is_lost_and_those_under_way_go_first(moves: list[tuple[bool, int, bool]], longest: bool) -> None:
-    line: Line[tuple[int, bool]] = Line(longest=longest)
+    line: AdmissionQueue[tuple[int, bool]] = AdmissionQueue(longest=longest)
     inside: set[tuple[int, bool]] = set()
     came: set[tuple[int, bool]] = set()
     for n, (comes, length, begun) in enumerate(moves):
@@ -50,7 +50,7 @@ def test_none_is_lost_and_those_under_way_go_first(moves: list[tuple[bool, int, 
 @given(st.integers(0, 30), st.integers(1, 3))
 def test_a_short_one_is_passed_by_no_more_than_it_was_promised(before: int, coming: int) -> None:
     """One that is shorter than all others, in a line where somebody longer comes whenever somebody is let in."""
-    line: Line[int] = Line(longest=True)
+    line: AdmissionQueue[int] = AdmissionQueue(longest=True)
     for n in range(before):
         line.add(n, age=n, length=10)
     line.add(before, age=before, length=0)
@@ -64,7 +64,7 @@ def test_a_short_one_is_passed_by_no_more_than_it_was_promised(before: int, comi
 
 
 def test_waves_of_any_size_keep_their_order() -> None:
-    line: Line[int] = Line(longest=True)
+    line: AdmissionQueue[int] = AdmissionQueue(longest=True)
     for n in range(500):
         line.add(n, age=n, length=n)
     assert [line.leave() for _ in range(500)] == list(range(499, -1, -1))

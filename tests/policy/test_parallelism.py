@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.parallelism import (
-    Kept,
-    KeptReason,
-    Lent,
+    LendingPlan,
+    LendingRefusal,
+    LendingRefusalReason,
     RolloutInstance,
     RolloutRequest,
     TensorParallelRule,
     TensorParallelState,
     default_tp,
-    lend,
-    observe,
+    next_tensor_parallelism,
     peak_kv_tokens,
+    plan_lending,
 )
 
 RULE = TensorParallelRule((1, 2, 4, 8), devices=8)
@@ -30,7 +30,7 @@ RULE = TensorParallelRule((1, 2, 4, 8), devices=8)
 def run(rule: TensorParallelRule, tp: int, preemptions: list[int]) -> list[int]:
     state, seen = TensorParallelState(tp), []
     for count in preemptions:
-        state, _ = observe(rule, state, count)
+        state, _ = next_tensor_parallelism(rule, state, count)
         seen.append(state.tp)
     return seen
 
@@ -52,17 +52,17 @@ def test_it_stays_within_the_host_and_the_heads() -> None:
     with pytest.raises(ValueError, match="twice"):
         TensorParallelRule((1, 4), devices=8)
     with pytest.raises(ValueError, match="tp 3 is none"):
-        observe(RULE, TensorParallelState(3), 0)
+        next_tensor_parallelism(RULE, TensorParallelState(3), 0)
     with pytest.raises(ValueError, match="not negative"):
-        observe(RULE, TensorParallelState(2), -1)
+        next_tensor_parallelism(RULE, TensorParallelState(2), -1)
 
 
 def test_it_says_why() -> None:
-    state, why = observe(RULE, TensorParallelState(1, preemptions=100), 200)
+    state, why = next_tensor_parallelism(RULE, TensorParallelState(1, preemptions=100), 200)
     assert (state.tp, why) == (2, "preemptions 100 -> 200: tp 1 -> 2")
-    state, why = observe(RULE, TensorParallelState(4, preemptions=0, quiet=3), 0)
+    state, why = next_tensor_parallelism(RULE, TensorParallelState(4, preemptions=0, quiet=3), 0)
     assert (state.tp, why) == (2, "no preemption in 4 steps: tp 4 -> 2")
-    assert observe(RULE, TensorParallelState(4), 0)[1] == ""
+    assert next_tensor_parallelism(RULE, TensorParallelState(4), 0)[1] == ""
 
 
 def test_noise_is_no_rise() -> None:
@@ -75,7 +75,7 @@ def test_noise_is_no_rise() -> None:
 def test_a_load_that_needs_a_size_is_left_it_ever_less_often(need: int, weight: int) -> None:
     state, sizes = TensorParallelState(need), []
     for _ in range(600):
-        state, _ = observe(RULE, state, 0 if state.tp >= need else weight * need // state.tp)
+        state, _ = next_tensor_parallelism(RULE, state, 0 if state.tp >= need else weight * need // state.tp)
         sizes.append(state.tp)
     changes = sum(a != b for a, b in itertools.pairwise(sizes))
     # Four, eight, ... quiet steps, then one try in 64: without the memory it would be 600 / 5 tries.
@@ -90,7 +90,7 @@ def test_a_ramp_of_lengths_is_followed_up_and_down() -> None:
     state = TensorParallelState(8, preemptions=900)
     sizes = []
     for _ in range(20):
-        state, _ = observe(RULE, state, 0)
+        state, _ = next_tensor_parallelism(RULE, state, 0)
         sizes.append(state.tp)
     assert sizes[-1] == 1
 
@@ -123,8 +123,8 @@ LENGTHS = {"math": tuple(range(100, 1001, 100))}
 
 
 def test_half_is_lent_and_its_requests_move_with_their_tokens() -> None:
-    got = lend(4, instances(4), requests(12, 4), LENGTHS, 1.0)
-    assert isinstance(got, Lent)
+    got = plan_lending(4, instances(4), requests(12, 4), LENGTHS, 1.0)
+    assert isinstance(got, LendingPlan)
     assert got.instances == ("e0", "e1")
     assert got.devices == 2
     assert {m.request for m in got.migrations} == {"r0", "r1", "r4", "r5", "r8", "r9"}
@@ -136,24 +136,24 @@ def test_half_is_lent_and_its_requests_move_with_their_tokens() -> None:
 
 def test_not_a_byte_more_than_there_is() -> None:
     fits = instances(4, kv=6600.0 * 160)
-    assert isinstance(lend(4, fits, requests(12, 4), LENGTHS, 160.0), Lent)
+    assert isinstance(plan_lending(4, fits, requests(12, 4), LENGTHS, 160.0), LendingPlan)
     tight = instances(4, kv=6600.0 * 160 - 1)
-    got = lend(4, tight, requests(12, 4), LENGTHS, 160.0)
-    assert isinstance(got, Kept)
-    assert got.reason is KeptReason.KV
+    got = plan_lending(4, tight, requests(12, 4), LENGTHS, 160.0)
+    assert isinstance(got, LendingRefusal)
+    assert got.reason is LendingRefusalReason.KV
     assert "GB of KV" in got.detail
-    assert isinstance(lend(4, fits, requests(12, 4), LENGTHS, 160.0, headroom=0.9), Kept)
+    assert isinstance(plan_lending(4, fits, requests(12, 4), LENGTHS, 160.0, headroom=0.9), LendingRefusal)
 
 
 def test_looked_at_between_20_and_50_percent_every_5() -> None:
     looks, checked = [], 0
     for done in range(0, 101):
-        got = lend(done, instances(4, kv=1.0), requests(100 - done, 4), LENGTHS, 1.0, checked=checked)
-        assert isinstance(got, Kept)
-        if got.reason is KeptReason.KV:
+        got = plan_lending(done, instances(4, kv=1.0), requests(100 - done, 4), LENGTHS, 1.0, checked=checked)
+        assert isinstance(got, LendingRefusal)
+        if got.reason is LendingRefusalReason.KV:
             looks.append(done)
-        assert got.reason is not KeptReason.EARLY or done < 20
-        assert (got.reason is KeptReason.LATE) == (done > 50)
+        assert got.reason is not LendingRefusalReason.EARLY or done < 20
+        assert (got.reason is LendingRefusalReason.LATE) == (done > 50)
         checked = got.checked
     assert looks == [20, 25, 30, 35, 40, 45, 50]
 
@@ -164,23 +164,23 @@ def test_groups_stay_whole() -> None:
     light = [RolloutRequest(f"r{n}", x, "math", c, 0, 10) for n, (x, c) in enumerate([("big", 9), ("a", 5), ("b", 5)])]
     heavy = [replace(light[0], context=11), *light[1:]]
     for load, want in ((light, ("big",)), (heavy, ("a", "b"))):
-        got = lend(1, mixed, load, LENGTHS, 1.0)
-        assert isinstance(got, Lent)
+        got = plan_lending(1, mixed, load, LENGTHS, 1.0)
+        assert isinstance(got, LendingPlan)
         assert got.instances == want
-    one = lend(1, instances(1, devices=8), requests(3, 1), LENGTHS, 1.0)
-    assert isinstance(one, Kept)
-    assert one.reason is KeptReason.WHOLE
+    one = plan_lending(1, instances(1, devices=8), requests(3, 1), LENGTHS, 1.0)
+    assert isinstance(one, LendingRefusal)
+    assert one.reason is LendingRefusalReason.WHOLE
     bundled = [replace(x, bundle="dp0") for x in instances(2)] + [replace(x, bundle="") for x in instances(3)[2:]]
-    got = lend(1, bundled, requests(3, 3), LENGTHS, 1.0)
-    assert isinstance(got, Lent)
+    got = plan_lending(1, bundled, requests(3, 3), LENGTHS, 1.0)
+    assert isinstance(got, LendingPlan)
     assert got.instances == ("e2",), "the half is one of three devices, and two of them go together or not at all"
 
 
 def test_what_nothing_finished_longer_than_goes_to_its_limit() -> None:
-    known = lend(4, instances(2), requests(6, 2, generated=500), LENGTHS, 1.0)
-    beyond = lend(4, instances(2), requests(6, 2, generated=1000, most=9000), LENGTHS, 1.0)
-    unknown = lend(4, instances(2), requests(6, 2, generated=500, most=9000), {}, 1.0)
-    peaks = [x.peak_bytes["e1"] for x in (known, beyond, unknown) if isinstance(x, Lent)]
+    known = plan_lending(4, instances(2), requests(6, 2, generated=500), LENGTHS, 1.0)
+    beyond = plan_lending(4, instances(2), requests(6, 2, generated=1000, most=9000), LENGTHS, 1.0)
+    unknown = plan_lending(4, instances(2), requests(6, 2, generated=500, most=9000), {}, 1.0)
+    peaks = [x.peak_bytes["e1"] for x in (known, beyond, unknown) if isinstance(x, LendingPlan)]
     assert peaks == [6 * (600 + 500), 6 * (600 + 8000), 6 * (600 + 8500)]
 
 
@@ -196,9 +196,9 @@ def test_a_yes_is_kept(seed: int, count: int) -> None:
         RolloutRequest(f"r{n}", rng.choice([None, *(x.id for x in everyone)]), "d", 5 + g, g, 60)
         for n, g in enumerate(rng.randint(0, 40) for _ in range(rng.randint(4, 40)))
     ]
-    got = lend(len(running) // 2, everyone, running, {"d": past}, 10.0, quantile=1.0)
-    if isinstance(got, Kept):
-        assert got.reason is KeptReason.KV
+    got = plan_lending(len(running) // 2, everyone, running, {"d": past}, 10.0, quantile=1.0)
+    if isinstance(got, LendingRefusal):
+        assert got.reason is LendingRefusalReason.KV
         return
     assert got.devices == count // 2
     moved = {m.request: m.target for m in got.migrations}
@@ -223,7 +223,7 @@ def test_a_wrong_yes_is_rare_at_the_default_quantile() -> None:
             length, so_far = rng.choice(past), rng.randint(0, 700)
             if length > so_far:
                 running.append((RolloutRequest(f"r{len(running)}", "e1", "d", so_far, so_far, 8192), length - so_far))
-        got = lend(64, instances(2, kv=1e12), [r for r, _ in running], {"d": past}, 1.0)
-        assert isinstance(got, Lent)
+        got = plan_lending(64, instances(2, kv=1e12), [r for r, _ in running], {"d": past}, 1.0)
+        assert isinstance(got, LendingPlan)
         over += peak_kv_tokens((r.context, rest) for r, rest in running) > got.peak_bytes["e1"]
     assert over == 0

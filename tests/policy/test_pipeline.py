@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from rollart.policy.pipeline import (
     Pipeline,
-    Stage,
+    PipelineStage,
     absorbed_delay,
     accumulated_delay,
     adapted_quotas,
     initial_quotas,
     slackness,
 )
-from rollart.policy.pipelining import Op, Schedule, least_makespan, planned, refined, replayed
+from rollart.policy.pipelining import PipelineOp, PipelineSchedule, least_makespan, planned, refined, replayed
 
-F, B, W = Op.F, Op.B, Op.W
+F, B, W = PipelineOp.F, PipelineOp.B, PipelineOp.W
 
 
 def equal(delays: Sequence[float], n: int = 12, memory: int | None = None, t: float = 10.0) -> Pipeline:
-    return Pipeline((Stage(t, t, t),) * (len(delays) + 1), tuple(delays), n, memory)
+    return Pipeline((PipelineStage(t, t, t),) * (len(delays) + 1), tuple(delays), n, memory)
 
 
 def test_the_published_example() -> None:
@@ -138,9 +138,9 @@ def test_what_cannot_run_is_said() -> None:
     with pytest.raises(ValueError, match="deadlock"):
         replayed(equal([], 1), [[B, F, W]])
     with pytest.raises(ValueError, match="one link less"):
-        Pipeline((Stage(1, 1, 1),), (1.0,), 4)
+        Pipeline((PipelineStage(1, 1, 1),), (1.0,), 4)
     with pytest.raises(ValueError, match="positive"):
-        Stage(1, 0, 1)
+        PipelineStage(1, 0, 1)
     with pytest.raises(ValueError, match="not negative"):
         equal([-1])
 
@@ -148,10 +148,10 @@ def test_what_cannot_run_is_said() -> None:
 def test_unequal_stages_are_refined() -> None:
     """The closed form looks at two neighbours at a time: here another quota saves 14 % of the iteration, and there the
     better quotas are smaller ones."""
-    first = Pipeline((Stage(12, 8, 8), Stage(10, 14, 6), Stage(7, 10, 7)), (10.0, 30.0), 9)
+    first = Pipeline((PipelineStage(12, 8, 8), PipelineStage(10, 14, 6), PipelineStage(7, 10, 7)), (10.0, 30.0), 9)
     assert planned(first, adapted_quotas(first)).makespan_s == 354
     assert refined(first).makespan_s == 306
-    second = Pipeline((Stage(13, 15, 5), Stage(10, 11, 8), Stage(6, 6, 13)), (20.0, 5.0), 6)
+    second = Pipeline((PipelineStage(13, 15, 5), PipelineStage(10, 11, 8), PipelineStage(6, 6, 13)), (20.0, 5.0), 6)
     assert planned(second, adapted_quotas(second)).makespan_s == 241
     assert refined(second).makespan_s == 229
     assert sum(refined(second).quotas or ()) < sum(adapted_quotas(second))
@@ -178,7 +178,7 @@ def test_unequal_stages_refined_within_one_percent_of_any_quotas() -> None:
     rng = random.Random(5)
     for _ in range(60):
         size = rng.choice([2, 3, 4])
-        stages = tuple(Stage(*(rng.randint(5, 15) for _ in range(3))) for _ in range(size))
+        stages = tuple(PipelineStage(*(rng.randint(5, 15) for _ in range(3))) for _ in range(size))
         delays = tuple(float(rng.choice([0, 0, 5, 10, 20, 30])) for _ in range(size - 1))
         pipeline = Pipeline(stages, delays, rng.randint(2 * size, 11), rng.choice([None, 4, 6]))
         best = min(planned(pipeline, x).makespan_s for x in all_quotas(pipeline))
@@ -198,7 +198,7 @@ def test_a_real_pipeline_is_planned_while_a_step_runs() -> None:
 Pipelines = st.integers(1, 4).flatmap(
     lambda size: st.builds(
         Pipeline,
-        st.tuples(*[st.builds(Stage, *[st.integers(1, 20).map(float)] * 3)] * size),
+        st.tuples(*[st.builds(PipelineStage, *[st.integers(1, 20).map(float)] * 3)] * size),
         st.tuples(*[st.sampled_from([0.0, 1.5, 7.0, 40.0])] * (size - 1)),
         st.integers(1, 10),
         st.none() | st.integers(1, 12),
@@ -225,7 +225,7 @@ def some_quotas(pipeline: Pipeline, count: int = 6) -> list[tuple[int, ...]]:
     ]
 
 
-def orders_of(n: int, f: int = 0, b: int = 0, w: int = 0) -> Iterator[tuple[Op, ...]]:
+def orders_of(n: int, f: int = 0, b: int = 0, w: int = 0) -> Iterator[tuple[PipelineOp, ...]]:
     if w == n:
         yield ()
     if f < n:
@@ -236,11 +236,11 @@ def orders_of(n: int, f: int = 0, b: int = 0, w: int = 0) -> Iterator[tuple[Op, 
         yield from ((W, *rest) for rest in orders_of(n, f, b, w + 1))
 
 
-def longest_path(pipeline: Pipeline, orders: Sequence[Sequence[Op]]) -> float:
+def longest_path(pipeline: Pipeline, orders: Sequence[Sequence[PipelineOp]]) -> float:
     """The makespan of fixed orders, as a relaxation over stages: independent of the event simulation. inf: deadlock."""
     size = len(orders)
     at, free = [0] * size, [0.0] * size
-    done: dict[tuple[int, Op], list[float]] = {(i, op): [] for i in range(size) for op in Op}
+    done: dict[tuple[int, PipelineOp], list[float]] = {(i, op): [] for i in range(size) for op in PipelineOp}
     moved = True
     while moved:
         moved = False
@@ -267,7 +267,7 @@ def longest_path(pipeline: Pipeline, orders: Sequence[Sequence[Op]]) -> float:
     return max(free) if all(n == len(o) for n, o in zip(at, orders, strict=True)) else float("inf")
 
 
-def peak_in_flight(order: Sequence[Op]) -> int:
+def peak_in_flight(order: Sequence[PipelineOp]) -> int:
     held = peak = 0
     for op in order:
         held += {F: 1, B: -1, W: 0}[op]
@@ -275,7 +275,7 @@ def peak_in_flight(order: Sequence[Op]) -> int:
     return peak
 
 
-def check_priority(pipeline: Pipeline, schedule: Schedule, i: int, quota: int) -> None:
+def check_priority(pipeline: Pipeline, schedule: PipelineSchedule, i: int, quota: int) -> None:
     """Once its quota was in flight, a stage starts nothing else while a gradient is there, and no W while a forward is
     there and allowed."""
     n, order, starts = pipeline.micro_batches, schedule.orders[i], schedule.starts_s[i]
@@ -308,7 +308,7 @@ def check_priority(pipeline: Pipeline, schedule: Schedule, i: int, quota: int) -
         done[op] += 1
 
 
-def check(pipeline: Pipeline, schedule: Schedule) -> None:
+def check(pipeline: Pipeline, schedule: PipelineSchedule) -> None:
     n, ends = pipeline.micro_batches, {}
     for i, (order, starts) in enumerate(zip(schedule.orders, schedule.starts_s, strict=True)):
         stage, before = pipeline.stages[i], 0.0

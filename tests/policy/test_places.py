@@ -5,21 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.incidents import REMEMBERED, TOGETHER_S, Ends, Losses
-from rollart.policy.places import Claim, PlaceLine, Wish, giving_up
+from rollart.policy.incidents import REMEMBERED, TOGETHER_S, IncidentTracker, IncidentWindow
+from rollart.policy.places import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
 
-wishes = st.builds(Wish, st.sampled_from(Claim), st.integers(0, 3))
+wishes = st.builds(PlacementRequest, st.sampled_from(PlacementPriority), st.integers(0, 3))
 
 
 @given(st.lists(st.tuples(wishes, st.booleans()), max_size=40))
-def test_places_go_by_claim_then_seniority_then_as_they_came(asked: list[tuple[Wish, bool]]) -> None:
-    line: PlaceLine[int] = PlaceLine()
+def test_places_go_by_claim_then_seniority_then_as_they_came(asked: list[tuple[PlacementRequest, bool]]) -> None:
+    line: PlacementQueue[int] = PlacementQueue()
     for number, (wish, stays) in enumerate(asked):
         ticket = line.add(wish, number)
         if not stays:
             line.leave(ticket, wish)
     staying = [(wish.claim, wish.seniority, n) for n, (wish, stays) in enumerate(asked) if stays]
-    assert line.pressing == sum(claim is not Claim.AHEAD for claim, _, _ in staying)
+    assert line.pressing == sum(claim is not PlacementPriority.AHEAD for claim, _, _ in staying)
     got = []
     while (first := line.first()) is not None:
         line.pop()
@@ -32,14 +32,14 @@ def test_places_go_by_claim_then_seniority_then_as_they_came(asked: list[tuple[W
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
 def test_as_many_give_up_as_press_and_no_more_than_there_are(pressing: int, going: int, held: int) -> None:
-    count = giving_up(pressing=pressing, going=going, held=held)
+    count = slots_to_reclaim(pressing=pressing, going=going, held=held)
     assert 0 <= count <= held
     assert count + going >= min(pressing, held)
     assert not count or count + going <= pressing
 
 
 def test_hosts_of_a_node_that_end_together_are_one_incident_and_a_host_that_ends_again_is_another() -> None:
-    ends = Ends()
+    ends = IncidentTracker()
     first = ends.of("a1", "a", "node", 100.0)
     assert ends.of("b1", "b", "node", 100.0 + TOGETHER_S) == first
     assert ends.of("c1", "c", "elsewhere", 100.0) != first
@@ -52,7 +52,7 @@ def test_hosts_of_a_node_that_end_together_are_one_incident_and_a_host_that_ends
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 30)), max_size=60))
 def test_an_incident_has_one_end_of_a_host_and_no_two_far_apart(steps: list[tuple[str, float]]) -> None:
-    ends, now, seen = Ends(), 0.0, dict[str, list[tuple[str, float]]]()
+    ends, now, seen = IncidentTracker(), 0.0, dict[str, list[tuple[str, float]]]()
     for life, (host, later) in enumerate(steps):
         now += later
         seen.setdefault(ends.of(f"{host}{life}", host, "node", now), []).append((host, now))
@@ -62,7 +62,7 @@ def test_an_incident_has_one_end_of_a_host_and_no_two_far_apart(steps: list[tupl
 
 
 def test_ends_that_are_long_past_are_forgotten() -> None:
-    ends = Ends()
+    ends = IncidentTracker()
     for life in range(REMEMBERED + 50):
         ends.of(f"life {life}", "a", "node", float(life))
     assert len(ends.known) == REMEMBERED
@@ -70,7 +70,7 @@ def test_ends_that_are_long_past_are_forgotten() -> None:
 
 @given(st.integers(1, 12), st.lists(st.sampled_from(["", "", "x", "y", "z"]), max_size=60))
 def test_losses_are_those_of_the_last_attempts(size: int, ended: list[str]) -> None:
-    losses = Losses(size)
+    losses = IncidentWindow(size)
     for n, incident in enumerate(ended):
         before = ended[max(0, n - size) : n]
         assert losses.add(incident) is (not incident or incident not in before)

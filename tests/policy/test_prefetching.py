@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.prefetching import MOST_AHEAD, Prefetch, ahead
+from rollart.policy.prefetching import MOST_AHEAD, PrefetchDepth, environments_to_prefetch
 
 
 def test_nothing_is_known_before_a_reset_was_seen_and_a_batch_after_it() -> None:
-    rule = Prefetch(None, quota=64)
+    rule = PrefetchDepth(None, quota=64)
     assert rule.wanted() == 0
     rule.reset(10.0)
     assert rule.wanted() == 64
 
 
 def test_as_many_batches_as_a_reset_outlasts_the_time_between_admissions() -> None:
-    rule = Prefetch(None, quota=8)
+    rule = PrefetchDepth(None, quota=8)
     rule.reset(25.0)
     for now in (0.0, 100.0, 200.0):
         rule.published(now)
@@ -27,14 +27,14 @@ def test_as_many_batches_as_a_reset_outlasts_the_time_between_admissions() -> No
 
 
 def test_a_number_is_a_number() -> None:
-    rule = Prefetch(5, quota=64)
+    rule = PrefetchDepth(5, quota=64)
     rule.reset(1e6)
     assert rule.wanted() == 5
 
 
 @given(st.integers(1, 100), st.floats(0.1, 1e4), st.lists(st.just(0.0) | st.floats(0.01, 1e4), max_size=80))
 def test_bounded_and_whole_batches(quota: int, period: float, resets: list[float]) -> None:
-    found = ahead(quota, period, resets)
+    found = environments_to_prefetch(quota, period, resets)
     assert 0 <= found <= MOST_AHEAD * quota
     assert found % quota == 0
     assert (found >= quota) is any(resets)

@@ -7,13 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.presence import MOST, PATIENCE, Presence, PresenceSettings
+from rollart.policy.presence import MOST, PATIENCE, AvailabilitySettings, NodeAvailability
 
-SETTLE = PresenceSettings(settle_s=10.0, memory_s=1000.0)
+SETTLE = AvailabilitySettings(settle_s=10.0, memory_s=1000.0)
 
 
 def test_a_node_counts_once_it_has_stayed() -> None:
-    presence = Presence(SETTLE)
+    presence = NodeAvailability(SETTLE)
     presence.come("a", {"h20": 8}, 0.0, trusted=True)
     presence.come("b", {"h20": 4}, 5.0)
     assert presence.counted(5.0) == {"h20": 8}
@@ -24,7 +24,7 @@ def test_a_node_counts_once_it_has_stayed() -> None:
 
 
 def test_what_goes_counts_no_more_at_once_and_the_plan_waits_for_rest() -> None:
-    presence = Presence(SETTLE)
+    presence = NodeAvailability(SETTLE)
     for node in "abcdefgh":
         presence.come(node, {"h20": 1}, 0.0, trusted=True)
     presence.go("a", 100.0)
@@ -39,7 +39,7 @@ def test_what_goes_counts_no_more_at_once_and_the_plan_waits_for_rest() -> None:
 
 
 def test_a_node_that_was_told_to_go_is_there_and_does_not_count() -> None:
-    presence = Presence(SETTLE)
+    presence = NodeAvailability(SETTLE)
     presence.come("a", {"h20": 1, "any": 1}, 0.0, trusted=True)
     presence.warn("a")
     presence.warn("unknown")
@@ -53,7 +53,7 @@ def test_a_node_that_was_told_to_go_is_there_and_does_not_count() -> None:
 
 @given(up=st.floats(0.1, SETTLE.settle_s * 2**MOST - 0.1), down=st.floats(0.0, 0.99 * SETTLE.memory_s))
 def test_a_node_that_flaps_is_counted_a_bounded_number_of_times(up: float, down: float) -> None:
-    presence, now, counted = Presence(SETTLE), 0.0, 0
+    presence, now, counted = NodeAvailability(SETTLE), 0.0, 0
     for _ in range(100):
         presence.come("a", {"h20": 1}, now)
         now += up
@@ -70,7 +70,7 @@ Event = tuple[float, str, int]
 
 @given(st.lists(st.tuples(st.floats(0.0, 50.0), st.sampled_from(["come", "go", "warn"]), st.integers(0, 4))))
 def test_never_more_is_counted_than_is_there(events: list[Event]) -> None:
-    presence, now, alive = Presence(SETTLE), 0.0, dict[str, int]()
+    presence, now, alive = NodeAvailability(SETTLE), 0.0, dict[str, int]()
     leaving: set[str] = set()
     for after, what, number in events:
         now, name, pool = now + after, f"n{number}", f"p{number % 2}"

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.redundancy import (
-    End,
-    Extra,
     GroupProgress,
     HealthMeter,
     RedundancySettings,
-    Trajectory,
-    bias,
-    launch,
+    RedundantLaunch,
+    TrajectoryEnding,
+    TrajectorySnapshot,
+    bias_report,
+    redundant_launch,
     to_cancel,
 )
 
@@ -29,13 +29,13 @@ def test_extra_stays_under_its_cap_and_grows_with_risk(
     groups: int, size: int, bad: float, by_groups: bool, by_size: bool, cap: float
 ) -> None:
     settings_ = RedundancySettings(by_groups=by_groups, by_size=by_size, cap=cap)
-    extra = launch(groups, size, bad=bad, seen=100, settings=settings_)
+    extra = redundant_launch(groups, size, bad=bad, seen=100, settings=settings_)
     launched = (groups + extra.groups) * (size + extra.members)
     assert launched <= groups * size * (1 + cap) + 1e-6
     assert extra.groups == 0 or by_groups
     assert extra.members == 0 or by_size
     if by_groups != by_size:
-        worse = launch(groups, size, bad=min(bad + 0.1, 0.6), seen=100, settings=settings_)
+        worse = redundant_launch(groups, size, bad=min(bad + 0.1, 0.6), seen=100, settings=settings_)
         assert (worse.groups, worse.members) >= (extra.groups, extra.members)
 
 
@@ -43,7 +43,7 @@ def test_extra_stays_under_its_cap_and_grows_with_risk(
 def test_what_is_launched_suffices_as_often_as_promised(settings_: RedundancySettings, bad: float) -> None:
     """Drawn, not computed: 32 groups of 8; by groups the whole batch is sure to 95 %, by size each group is."""
     rng = random.Random(7)
-    extra = launch(32, 8, bad=bad, seen=1000, settings=settings_)
+    extra = redundant_launch(32, 8, bad=bad, seen=1000, settings=settings_)
     assert not extra.capped
 
     def whole() -> bool:
@@ -57,20 +57,24 @@ def test_what_is_launched_suffices_as_often_as_promised(settings_: RedundancySet
 
 
 def test_nothing_is_launched_while_all_is_well_or_unknown() -> None:
-    assert launch(32, 8, bad=0.0, seen=1000, settings=BY_GROUPS) == Extra(0, 0, 0.0)
-    assert launch(32, 8, bad=0.5, seen=10, settings=BY_GROUPS) == Extra(0, 0, 0.0)
-    unsure = launch(32, 8, bad=0.0, seen=10, settings=RedundancySettings(prior=0.02, cap=1.0))
+    assert redundant_launch(32, 8, bad=0.0, seen=1000, settings=BY_GROUPS) == RedundantLaunch(0, 0, 0.0)
+    assert redundant_launch(32, 8, bad=0.5, seen=10, settings=BY_GROUPS) == RedundantLaunch(0, 0, 0.0)
+    unsure = redundant_launch(32, 8, bad=0.0, seen=10, settings=RedundancySettings(prior=0.02, cap=1.0))
     assert unsure.groups > 0, "a prior is what one launches by until one knows"
-    capped = launch(32, 8, bad=0.3, seen=1000, settings=RedundancySettings(cap=0.25))
-    assert capped == Extra(8, 0, 0.3, capped=True)
+    capped = redundant_launch(32, 8, bad=0.3, seen=1000, settings=RedundancySettings(cap=0.25))
+    assert capped == RedundantLaunch(8, 0, 0.3, capped=True)
 
 
 def test_health_is_per_domain_and_host_and_follows_what_happens() -> None:
     meter = HealthMeter(memory=50)
     for i in range(200):
-        meter.add("swe", "good", End.GOOD)
-        meter.add("swe", "bad", End.FAILED if i % 2 else End.STRAGGLED if i % 4 == 0 else End.GOOD)
-        meter.add("math", "good", End.GOOD)
+        meter.add("swe", "good", TrajectoryEnding.GOOD)
+        meter.add(
+            "swe",
+            "bad",
+            TrajectoryEnding.FAILED if i % 2 else TrajectoryEnding.STRAGGLED if i % 4 == 0 else TrajectoryEnding.GOOD,
+        )
+        meter.add("math", "good", TrajectoryEnding.GOOD)
     assert meter.rate("math")[0] == 0.0
     assert meter.rate("nothing") == (0.0, 0.0)
     assert meter.rate("swe", {"good": 1.0})[0] == 0.0
@@ -78,7 +82,7 @@ def test_health_is_per_domain_and_host_and_follows_what_happens() -> None:
     assert meter.rate("swe", {"good": 3.0, "bad": 1.0})[0] == pytest.approx(0.75 / 4, abs=0.02)
     assert meter.rate("swe", {"new": 1.0})[0] == pytest.approx(0.375, abs=0.02), "a new host is as the others are"
     for _ in range(200):
-        meter.add("swe", "bad", End.GOOD)
+        meter.add("swe", "bad", TrajectoryEnding.GOOD)
     assert meter.rate("swe", {"bad": 1.0})[0] < 0.03, "what was long ago is forgotten"
 
 
@@ -89,8 +93,8 @@ def progress(draw: st.DrawFn) -> tuple[list[GroupProgress], int, int]:
     groups = [
         GroupProgress(
             f"g{i}",
-            tuple(Trajectory(f"g{i}.f{j}", 1, 1.0, 1) for j in range(done)),
-            tuple(Trajectory(f"g{i}.r{j}", 1, 1.0, 1) for j in range(runs)),
+            tuple(TrajectorySnapshot(f"g{i}.f{j}", 1, 1.0, 1) for j in range(done)),
+            tuple(TrajectorySnapshot(f"g{i}.r{j}", 1, 1.0, 1) for j in range(runs)),
         )
         for i, (done, runs) in enumerate(shapes)
     ]
@@ -115,33 +119,35 @@ def test_cancelled_is_exactly_what_nobody_needs(case: tuple[list[GroupProgress],
             assert not mine & set(ids), "it may still be needed"
 
 
-def tail(rng: random.Random, count: int, low: float) -> list[Trajectory]:
+def tail(rng: random.Random, count: int, low: float) -> list[TrajectorySnapshot]:
     return [
-        Trajectory(str(i), int(rng.lognormvariate(low, 1.0)), rng.random(), rng.randrange(5), rng.random(), None)
+        TrajectorySnapshot(
+            str(i), int(rng.lognormvariate(low, 1.0)), rng.random(), rng.randrange(5), rng.random(), None
+        )
         for i in range(count)
     ]
 
 
 def test_the_report_sees_a_length_bias_and_nothing_else() -> None:
     rng = random.Random(3)
-    report = bias(tail(rng, 300, 6.0), tail(rng, 80, 7.5))
+    report = bias_report(tail(rng, 300, 6.0), tail(rng, 80, 7.5))
     named = {f.name: f for f in report.features}
     assert set(named) == {"tokens", "age_s", "turns", "difficulty"}, "rewards are unknown: not compared"
     assert named["tokens"].delta > 0.6
     assert [n for n, f in named.items() if f.notable()] == ["tokens"]
     (line,) = report.warnings()
     assert line.startswith("cancelled trajectories have more tokens than kept ones")
-    assert bias(tail(rng, 300, 6.0), tail(rng, 80, 6.0)).warnings() == ()
-    assert bias(tail(rng, 300, 6.0), tail(rng, 5, 9.0)).warnings() == (), "five are no evidence"
-    assert bias([], tail(rng, 5, 9.0)).features == ()
+    assert bias_report(tail(rng, 300, 6.0), tail(rng, 80, 6.0)).warnings() == ()
+    assert bias_report(tail(rng, 300, 6.0), tail(rng, 5, 9.0)).warnings() == (), "five are no evidence"
+    assert bias_report([], tail(rng, 5, 9.0)).features == ()
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_effect_size_is_cliffs_delta(kept: list[int], gone: list[int]) -> None:
-    def make(turns: list[int]) -> list[Trajectory]:
-        return [Trajectory("t", 1, 0.0, n) for n in turns]
+    def make(turns: list[int]) -> list[TrajectorySnapshot]:
+        return [TrajectorySnapshot("t", 1, 0.0, n) for n in turns]
 
-    delta = next(f.delta for f in bias(make(kept), make(gone)).features if f.name == "turns")
+    delta = next(f.delta for f in bias_report(make(kept), make(gone)).features if f.name == "turns")
     pairs = sum((g > k) - (g < k) for g in gone for k in kept)
     assert delta == pytest.approx(pairs / (len(kept) * len(gone)))
 
@@ -150,4 +156,4 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="confidence 1"):
         RedundancySettings(confidence=1.0)
     with pytest.raises(ValueError, match="groups 0"):
-        launch(0, 8, bad=0.1, seen=100, settings=BY_GROUPS)
+        redundant_launch(0, 8, bad=0.1, seen=100, settings=BY_GROUPS)

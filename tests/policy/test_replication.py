@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.replication import DynamicFilter, Verdict
+from rollart.policy.replication import DynamicFilter, GroupVerdict
 
 rewards = st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=3)
 
@@ -35,9 +35,9 @@ def test_the_filter_stops_at_its_target_and_not_before(
             assert full or launched == chosen.most, "as many run as should"
             assert decision.exhausted == (not live)
         if not stopped and None not in group:
-            assert (decision.verdict is Verdict.QUALIFIED) == (len(set(group)) > 1)
+            assert (decision.verdict is GroupVerdict.QUALIFIED) == (len(set(group)) > 1)
         if not stopped and None in group:
-            assert decision.verdict is Verdict.FAULTY, "a fault is neither a reward nor a difference"
+            assert decision.verdict is GroupVerdict.FAULTY, "a fault is neither a reward nor a difference"
         stopped = stopped or decision.stop
 
 

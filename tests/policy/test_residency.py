@@ -7,17 +7,17 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.residency import Residency
-from rollart.sim.retained import Retained
+from rollart.policy.residency import KvResidency
+from rollart.sim.retained import RetainedKv
 
 
-def known(capacity: float, most: float = math.inf) -> Residency:
-    r = Residency()
+def known(capacity: float, most: float = math.inf) -> KvResidency:
+    r = KvResidency()
     r.know(capacity, most)
     return r
 
 
-def turn(r: Residency, session: str, tokens: int) -> None:
+def turn(r: KvResidency, session: str, tokens: int) -> None:
     r.begin(session, tokens)
     r.end(session, tokens)
 
@@ -66,7 +66,7 @@ def test_slots_bound_sessions_whatever_their_length() -> None:
 
 
 def test_nothing_is_evicted_while_nobody_knows_what_fits() -> None:
-    r = Residency()
+    r = KvResidency()
     turn(r, "a", 10**9)
     assert r.fits(10**9)
     assert r.fill() == 0.0
@@ -106,7 +106,7 @@ def test_the_bound_holds_and_the_sums_are_those_of_what_is_there(
 @given(st.integers(50, 300), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 50)), max_size=60))
 def test_it_follows_a_simulated_engine_one_turn_at_a_time(capacity: int, turns: list[tuple[str, int]]) -> None:
     """What it takes to be there is there, to the token, as long as no session loses more than half at once."""
-    ours, theirs = known(capacity), Retained()
+    ours, theirs = known(capacity), RetainedKv()
     for session, tokens in turns:
         turn(ours, session, tokens)
         theirs.keep(session, tokens, None)

@@ -6,29 +6,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
-from rollart.policy.affinity import Affinity
-from rollart.policy.pricing import DYNAMO_TOKENS, MARGIN, RULES, UNCACHED_TOKENS, Load, Offer, Tariff, rule
-from rollart.policy.routing import EngineView, Router, TurnView, choose_engine, route
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
+from rollart.policy.affinity import HardwareAffinity
+from rollart.policy.pricing import (
+    DYNAMO_TOKENS,
+    MARGIN,
+    PREFILL_RULES,
+    UNCACHED_TOKENS,
+    EngineLoad,
+    PathPricing,
+    PrefillChoice,
+    prefill_rule,
+)
+from rollart.policy.routing import EngineView, RoutingPolicy, TurnView, choose_engine, route
 from tests.policy.models import LinearModel
 
-P = Seat("fast", "H800", EngineRole.PREFILL)
-D = Seat("wide", "H20", EngineRole.DECODE)
+P = EnginePlacement("fast", "H800", EngineRole.PREFILL)
+D = EnginePlacement("wide", "H20", EngineRole.DECODE)
 
 
-def view(name: str, seat: Seat = D, **more: object) -> EngineView:
+def view(name: str, seat: EnginePlacement = D, **more: object) -> EngineView:
     figures: dict[str, object] = {"running": 0, "sessions": 0, "healthy": True, "version": 0} | more
     return EngineView(name, seat=seat, **figures)  # type: ignore[arg-type]
 
 
-def priced(d: float = 1.0, p: float = 1.0, *, in_flight: float = 0.0, link: float = 0.0, **model: float) -> Router:
+def priced(
+    d: float = 1.0, p: float = 1.0, *, in_flight: float = 0.0, link: float = 0.0, **model: float
+) -> RoutingPolicy:
     prices = RoutePrices({D.kind: d, P.kind: p}, links={("fast", "wide"): link}, in_flight=in_flight, target_s=5.0)
-    return Router(Routes(prices, LinearModel(**model)))
+    return RoutingPolicy(Routes(prices, LinearModel(**model)))
 
 
 names = st.sampled_from([f"e{i}" for i in range(5)])
 seats = st.builds(
-    Seat, pool=st.sampled_from(["a", "b"]), role=st.sampled_from(list(EngineRole)), tp=st.sampled_from([1, 2])
+    EnginePlacement,
+    pool=st.sampled_from(["a", "b"]),
+    role=st.sampled_from(list(EngineRole)),
+    tp=st.sampled_from([1, 2]),
 )
 views = st.lists(
     st.builds(
@@ -65,16 +79,16 @@ routes_ = st.just(Routes()) | st.builds(
     st.just({}) | st.just({"x": {"a": 0.3, "b": 0.7}}),
 )
 routers = st.builds(
-    Router,
+    RoutingPolicy,
     routes_,
-    st.just(Affinity()) | st.just(Affinity({"x": "a"})),
-    st.sampled_from(list(RULES.values())),
+    st.just(HardwareAffinity()) | st.just(HardwareAffinity({"x": "a"})),
+    st.sampled_from(list(PREFILL_RULES.values())),
 )
 
 
 @given(views, turns, routers, st.none() | names, st.integers(0, 1))
 def test_every_path_is_fenced_sticky_and_found(
-    engines: list[EngineView], turn: TurnView, router: Router, sticky: str | None, version: int
+    engines: list[EngineView], turn: TurnView, router: RoutingPolicy, sticky: str | None, version: int
 ) -> None:
     """Whatever the load, rule, prices and roles: a path exists when any engine could serve, both of its engines are
     healthy and of the version, home stays home, and the order of the engines means nothing."""
@@ -96,12 +110,12 @@ def test_every_path_is_fenced_sticky_and_found(
         assert path.prefill != path.decode
 
 
-@given(views, st.none() | names, st.integers(0, 1), st.sampled_from(list(RULES.values())))
+@given(views, st.none() | names, st.integers(0, 1), st.sampled_from(list(PREFILL_RULES.values())))
 def test_without_prices_roles_or_wishes_it_is_the_least_loaded_engine(
     engines: list[EngineView], sticky: str | None, version: int, chosen: object
 ) -> None:
-    plain = [e._replace(seat=Seat(e.seat.pool, tp=e.seat.tp), backlog_s=0.0) for e in engines]
-    path = route(plain, TurnView(100), Router(rule=chosen), sticky=sticky, version=version)  # type: ignore[arg-type]
+    plain = [e._replace(seat=EnginePlacement(e.seat.pool, tp=e.seat.tp), backlog_s=0.0) for e in engines]
+    path = route(plain, TurnView(100), RoutingPolicy(rule=chosen), sticky=sticky, version=version)  # type: ignore[arg-type]
     assert (None if path is None else path.decode) == choose_engine(plain, sticky=sticky, version=version)
     assert path is None or path.prefill is None
 
@@ -125,10 +139,10 @@ def test_a_slack_engine_is_free_until_it_has_a_backlog() -> None:
     tariff = priced(d=2.0, p=0.0).routes
     assert tariff.prices is not None
     assert tariff.model is not None
-    both = Tariff(tariff.prices, tariff.model)
-    assert both.second(Load(P.kind)) == 0.0
-    assert both.second(Load(P.kind, backlog_s=5.0)) == pytest.approx(0.05 * 2.0)
-    assert both.second(Load(D.kind, backlog_s=5.0)) == pytest.approx(4.0)
+    both = PathPricing(tariff.prices, tariff.model)
+    assert both.second(EngineLoad(P.kind)) == 0.0
+    assert both.second(EngineLoad(P.kind, backlog_s=5.0)) == pytest.approx(0.05 * 2.0)
+    assert both.second(EngineLoad(D.kind, backlog_s=5.0)) == pytest.approx(4.0)
 
 
 def test_nothing_scarce_means_that_time_decides() -> None:
@@ -152,13 +166,13 @@ def test_an_expensive_link_keeps_a_turn_home() -> None:
 
 def test_hysteresis_changes_sides_only_for_more_than_the_margin() -> None:
     near, far = 1.0 - MARGIN / 2, 1.0 - 2 * MARGIN
-    decide = RULES["priced"]
-    assert decide(Offer(1000, 1000, local=1.0, remote=near))
-    assert not decide(Offer(1000, 1000, local=1.0, remote=near, was_remote=False))
-    assert decide(Offer(1000, 1000, local=1.0, remote=far, was_remote=False))
-    assert decide(Offer(1000, 1000, local=near, remote=1.0, was_remote=True))
-    assert not decide(Offer(1000, 1000, local=far, remote=1.0, was_remote=True))
-    assert not decide(Offer(1000, 1000, local=1.0, remote=1.0)), "equal: local"
+    decide = PREFILL_RULES["priced"]
+    assert decide(PrefillChoice(1000, 1000, local=1.0, remote=near))
+    assert not decide(PrefillChoice(1000, 1000, local=1.0, remote=near, was_remote=False))
+    assert decide(PrefillChoice(1000, 1000, local=1.0, remote=far, was_remote=False))
+    assert decide(PrefillChoice(1000, 1000, local=near, remote=1.0, was_remote=True))
+    assert not decide(PrefillChoice(1000, 1000, local=far, remote=1.0, was_remote=True))
+    assert not decide(PrefillChoice(1000, 1000, local=1.0, remote=1.0)), "equal: local"
 
 
 @given(st.lists(st.floats(0.95, 1.05), min_size=2, max_size=50))
@@ -166,26 +180,26 @@ def test_noise_within_the_margin_never_flips_a_trajectory(noise: list[float]) ->
     side: bool | None = None
     seen = []
     for factor in noise:
-        side = RULES["priced"](Offer(1000, 1000, local=1.0, remote=factor, was_remote=side))
+        side = PREFILL_RULES["priced"](PrefillChoice(1000, 1000, local=1.0, remote=factor, was_remote=side))
         seen.append(side)
     assert len(set(seen)) == 1
 
 
 def test_the_fixed_thresholds_are_those_of_their_routers() -> None:
-    dynamo, vllm = RULES["dynamo"], RULES["vllm_router"]
-    assert dynamo(Offer(tokens=1500, uncached=1500)), "a first turn: all of it is uncached"
-    assert not dynamo(Offer(tokens=8000, uncached=DYNAMO_TOKENS - 1))
-    assert dynamo(Offer(tokens=8000, uncached=DYNAMO_TOKENS))
-    assert not vllm(Offer(tokens=8000, uncached=UNCACHED_TOKENS))
-    assert vllm(Offer(tokens=8000, uncached=UNCACHED_TOKENS + 1))
-    assert RULES["remote"](Offer(1, 0))
-    assert not RULES["local"](Offer(9000, 9000))
+    dynamo, vllm = PREFILL_RULES["dynamo"], PREFILL_RULES["vllm_router"]
+    assert dynamo(PrefillChoice(tokens=1500, uncached=1500)), "a first turn: all of it is uncached"
+    assert not dynamo(PrefillChoice(tokens=8000, uncached=DYNAMO_TOKENS - 1))
+    assert dynamo(PrefillChoice(tokens=8000, uncached=DYNAMO_TOKENS))
+    assert not vllm(PrefillChoice(tokens=8000, uncached=UNCACHED_TOKENS))
+    assert vllm(PrefillChoice(tokens=8000, uncached=UNCACHED_TOKENS + 1))
+    assert PREFILL_RULES["remote"](PrefillChoice(1, 0))
+    assert not PREFILL_RULES["local"](PrefillChoice(9000, 9000))
     with pytest.raises(ValueError, match=r"routing rule 'cheapest' is unknown .* dynamo, local, priced, remote"):
-        rule("cheapest")
+        prefill_rule("cheapest")
 
 
 def test_the_prefill_engine_is_chosen_by_prefix_then_backlog_then_id() -> None:
-    router = Router(rule=RULES["remote"])
+    router = RoutingPolicy(rule=PREFILL_RULES["remote"])
     turn = TurnView(1000)
 
     def chosen(*prefills: EngineView) -> str | None:
@@ -210,12 +224,12 @@ def test_the_prefill_engine_is_chosen_by_prefix_then_backlog_then_id() -> None:
 
 def test_tied_homes_are_given_out_by_the_planned_shares() -> None:
     """Two pools at the same price: the shares decide; at a price apart by more than the margin, the price does."""
-    a, b = Seat("a"), Seat("b")
+    a, b = EnginePlacement("a"), EnginePlacement("b")
     shares = {"x": {"a": 0.25, "b": 0.75}}
 
     def given_out(price_b: float) -> dict[str, int]:
         prices = RoutePrices({a.kind: 1.0, b.kind: price_b})
-        router = Router(Routes(prices, LinearModel(), shares))
+        router = RoutingPolicy(Routes(prices, LinearModel(), shares))
         homes: dict[str, int] = {}
         for _ in range(100):
             path = route(
@@ -242,8 +256,8 @@ def test_what_a_pool_that_is_down_would_take_goes_to_the_others_by_their_shares(
     the rule: with n pools each is within n of its part at any time."""
     whole = sum(weights.values())
     shares = {pool: weight / whole for pool, weight in weights.items()}
-    router = Router(Routes(shares={"x": shares}))
-    engines = [view(f"e-{pool}", Seat(pool), healthy=pool in up) for pool in "abcd"]
+    router = RoutingPolicy(Routes(shares={"x": shares}))
+    engines = [view(f"e-{pool}", EnginePlacement(pool), healthy=pool in up) for pool in "abcd"]
     homes = {pool: 1000 for pool in "abcd" if pool not in up}
     rounds = 60
     for _ in range(rounds):
@@ -257,18 +271,18 @@ def test_what_a_pool_that_is_down_would_take_goes_to_the_others_by_their_shares(
 
 
 def test_without_prices_shares_alone_place_homes() -> None:
-    router = Router(Routes(shares={"x": {"a": 0.5, "b": 0.5}}))
+    router = RoutingPolicy(Routes(shares={"x": {"a": 0.5, "b": 0.5}}))
     homes = {"a": 3}
-    engines = [view("e0", Seat("a")), view("e1", Seat("b"), running=4)]
+    engines = [view("e0", EnginePlacement("a")), view("e1", EnginePlacement("b"), running=4)]
     path = route(engines, TurnView(10, domain="x"), router, sticky=None, version=0, homes=homes)
     assert path is not None
     assert path.decode == "e1"
 
 
 def test_affinity_ranks_the_wish_then_the_order_then_the_rest() -> None:
-    affinity = Affinity({"lake": "H800"}, default="h20", order=("l40",))
+    affinity = HardwareAffinity({"lake": "H800"}, default="h20", order=("l40",))
     seats = {
-        name: Seat(pool, device)
+        name: EnginePlacement(pool, device)
         for name, pool, device in (
             ("a", "big", "H800"),
             ("b", "h20", "H20"),
@@ -278,26 +292,26 @@ def test_affinity_ranks_the_wish_then_the_order_then_the_rest() -> None:
     }
     assert [affinity.rank("lake", seats[n]) for n in "abcd"] == [0, 2, 1, 2]
     assert [affinity.rank("math", seats[n]) for n in "abcd"] == [2, 0, 1, 2]
-    assert Affinity({"lake": "H800"}).wants("math") is None
-    assert Affinity({"default": "H800"}).wants("math") is None, "a domain may have that name"
-    assert not Affinity()
+    assert HardwareAffinity({"lake": "H800"}).wants("math") is None
+    assert HardwareAffinity({"default": "H800"}).wants("math") is None, "a domain may have that name"
+    assert not HardwareAffinity()
 
 
 def test_a_role_that_the_plan_lacks_costs_what_its_devices_do() -> None:
     """Somebody flipped an engine: a kind without a price must not draw every turn as if it were free."""
-    tariff = Tariff(RoutePrices({D.kind: 2.0, P.kind: 3.0}), LinearModel())
-    assert tariff.second(Load(D.kind._replace(role=EngineRole.ENGINE))) == 2.0
-    assert tariff.second(Load(EngineKind("elsewhere", EngineRole.ENGINE, 1))) == 0.0, "the plan does not need it"
+    tariff = PathPricing(RoutePrices({D.kind: 2.0, P.kind: 3.0}), LinearModel())
+    assert tariff.second(EngineLoad(D.kind._replace(role=EngineRole.ENGINE))) == 2.0
+    assert tariff.second(EngineLoad(EngineKind("elsewhere", EngineRole.ENGINE, 1))) == 0.0, "the plan does not need it"
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", sorted(PREFILL_RULES))
 @pytest.mark.parametrize("price", [0.0, 1.0])
 def test_nothing_is_handed_over_where_nothing_connects(name: str, price: float) -> None:
     class Apart(LinearModel):
         def handoff_s(self, source: EngineKind, target: EngineKind, tokens: float) -> float:
             return float("inf")
 
-    router = Router(Routes(RoutePrices({D.kind: price}), Apart()), rule=rule(name))
+    router = RoutingPolicy(Routes(RoutePrices({D.kind: price}), Apart()), rule=prefill_rule(name))
     for sticky in ("d", None):
         path = route([view("d"), view("p", P)], TurnView(5000), router, sticky=sticky, version=0)
         assert path is not None
@@ -307,12 +321,16 @@ def test_nothing_is_handed_over_where_nothing_connects(name: str, price: float) 
 def test_one_kind_of_engine_needs_no_prices() -> None:
     assert priced().plain(1)
     assert not priced().plain(2)
-    assert Router().plain(3)
-    assert not Router(affinity=Affinity({"x": "a"})).plain(1)
+    assert RoutingPolicy().plain(3)
+    assert not RoutingPolicy(affinity=HardwareAffinity({"x": "a"})).plain(1)
 
 
 def test_trajectories_spread_over_prefill_engines_that_stand_idle_in_between() -> None:
-    first, second, router = view("p0", P, sessions=7), view("p1", P, sessions=6), Router(rule=rule("remote"))
+    first, second, router = (
+        view("p0", P, sessions=7),
+        view("p1", P, sessions=6),
+        RoutingPolicy(rule=prefill_rule("remote")),
+    )
     found = route([view("d"), first, second], TurnView(100), router, sticky=None, version=0)
     assert found is not None
     assert found.prefill == "p1"

@@ -20,19 +20,19 @@ from rollart.policy.samplers import (
     age_weights,
     partition,
 )
-from rollart.policy.table import Ready, Row
+from rollart.policy.table import ReadyRows, SampleRow
 
 groups_of_rows = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), max_size=6)
 
 
-def ready(groups: list[list[int]], versions: list[int] | None = None) -> Ready:
+def ready(groups: list[list[int]], versions: list[int] | None = None) -> ReadyRows:
     """Rows g<i>.<j> with these token counts, all ready, in order."""
     rows = {
-        f"g{i}.{j}": Row(f"g{i}.{j}", f"g{i}", len(group), tokens, 0 if versions is None else versions[i])
+        f"g{i}.{j}": SampleRow(f"g{i}.{j}", f"g{i}", len(group), tokens, 0 if versions is None else versions[i])
         for i, group in enumerate(groups)
         for j, tokens in enumerate(group)
     }
-    return Ready(rows, lambda _: 0)
+    return ReadyRows(rows, lambda _: 0)
 
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 6), st.sampled_from(Balancing))
@@ -76,7 +76,7 @@ def test_first_come_first_served(groups: list[list[int]], count: int) -> None:
 
 def test_whole_groups_skip_the_incomplete_one() -> None:
     view = ready([[1, 1], [1, 1], [1]])
-    partial = Ready({k: v for k, v in view.rows.items() if k != "g0.1"}, view.missing)
+    partial = ReadyRows({k: v for k, v in view.rows.items() if k != "g0.1"}, view.missing)
     got = WholeGroups(2)(partial)
     assert got is not None
     assert got.consumed == ("g1.0", "g1.1", "g2.0")
@@ -136,9 +136,9 @@ def test_a_deadline_takes_what_is_there_oldest_and_nearly_whole_first(
     ages: list[tuple[int, int]], target: int, least: int, due: bool
 ) -> None:
     target, least = max(target, least), min(target, least)
-    rows = {f"r{i}": Row(f"r{i}", f"g{i}", 4, 1, v) for i, (v, _) in enumerate(ages)}
+    rows = {f"r{i}": SampleRow(f"r{i}", f"g{i}", 4, 1, v) for i, (v, _) in enumerate(ages)}
     missing = {f"g{i}": m for i, (_, m) in enumerate(ages)}
-    got = Deadline(target, least, version=5, due=due, gamma=0.5)(Ready(rows, missing.__getitem__))
+    got = Deadline(target, least, version=5, due=due, gamma=0.5)(ReadyRows(rows, missing.__getitem__))
     if len(rows) < target and not (due and len(rows) >= least):
         assert got is None
         return

@@ -10,13 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.schedules import SCHEDULES, Admission, InFlight, Judged, Rewarding, Schedule, Turns, resolve
+from rollart.policy.schedules import (
+    SCHEDULES,
+    Admission,
+    InFlightHandling,
+    RewardTiming,
+    Schedule,
+    StalenessCheck,
+    TurnSynchrony,
+    resolve,
+)
 
 
 def test_the_table_of_the_documentation() -> None:
     rows = {n: resolve(n, None) for n in SCHEDULES}
-    assert [n for n, s in rows.items() if s.turns is Turns.LOCKSTEP] == ["sync"]
-    assert [n for n, s in rows.items() if s.rewarding is Rewarding.INLINE] == ["sync"]
+    assert [n for n, s in rows.items() if s.turns is TurnSynchrony.LOCKSTEP] == ["sync"]
+    assert [n for n, s in rows.items() if s.rewarding is RewardTiming.INLINE] == ["sync"]
     assert [n for n, s in rows.items() if s.training_blocks_rollout] == ["sync", "sync_plus"]
     assert [s.alpha for s in rows.values()] == [0, 0, 1, 1, 1, 1, 1]
     windowed = [n for n, s in rows.items() if s.admission is Admission.WINDOW]
@@ -24,7 +33,7 @@ def test_the_table_of_the_documentation() -> None:
     assert [n for n, s in rows.items() if s.aborts_stale] == ["rollart", "paced"]
     assert [n for n, s in rows.items() if s.paced] == ["paced"]
     assert [n for n, s in rows.items() if not s.drops_stale] == ["areal"]
-    assert [n for n, s in rows.items() if s.in_flight is InFlight.DRAINED] == ["sync", "sync_plus", "one_off"]
+    assert [n for n, s in rows.items() if s.in_flight is InFlightHandling.DRAINED] == ["sync", "sync_plus", "one_off"]
 
 
 def test_resolve_names_the_rule_that_is_broken() -> None:
@@ -42,10 +51,10 @@ def test_resolve_names_the_rule_that_is_broken() -> None:
 def test_contradictions_cannot_be_built() -> None:
     base = resolve("rollart")
     for change in (
-        {"judged": Judged.NOWHERE},
-        {"in_flight": InFlight.DRAINED},
-        {"turns": Turns.LOCKSTEP},
-        {"rewarding": Rewarding.INLINE},
+        {"judged": StalenessCheck.NOWHERE},
+        {"in_flight": InFlightHandling.DRAINED},
+        {"turns": TurnSynchrony.LOCKSTEP},
+        {"rewarding": RewardTiming.INLINE},
         {"training_blocks_rollout": True},
         {"alpha": -1},
     ):
@@ -105,13 +114,13 @@ def test_lag_and_overlap_follow_from_the_switches(name: str, alpha: int, batch: 
     for _ in range(300):
         model.step()
     assert model.version >= 5, "it goes on"
-    if schedule.judged is not Judged.AT_START:
+    if schedule.judged is not StalenessCheck.AT_START:
         assert max(model.lags) <= schedule.alpha
     if name == "one_off":
         assert set(model.lags[batch:]) == {1}, "every batch but the first is exactly one step behind"
     if schedule.training_blocks_rollout:
         assert not model.overlapped
-    if schedule.in_flight is InFlight.DRAINED:
+    if schedule.in_flight is InFlightHandling.DRAINED:
         assert not model.updated_over_live
     elif schedule.alpha:
         assert model.overlapped

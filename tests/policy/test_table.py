@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollart.policy.samplers import Fifo, WholeGroups
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Pick, Ready, Row, SampleTable, Selection, Taken
+from rollart.policy.table import PickedRow, ReadyRows, SampleRow, SampleTable, Selection, TakenRows
 
 COLUMNS = ("responses", "reward", "ref", "advantage")
 TASKS = {
@@ -33,7 +33,7 @@ class World:
 
     def __init__(self, rng: random.Random, capacity: int) -> None:
         self.rng, self.capacity, self.table = rng, capacity, table(capacity)
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, SampleRow] = {}
         self.unwritten: dict[str, set[str]] = {}
         self.taken: dict[str, Counter[str]] = {t: Counter() for t in TASKS}
         self.dropped: set[str] = set()
@@ -49,7 +49,7 @@ class World:
             self.open.append((f"g{self.groups}", size, 0))
             self.groups += 1
         group, size, here = self.open.pop()
-        row = Row(f"{group}.{here}", group, size, self.rng.randint(1, 99), self.rng.randint(0, 3))
+        row = SampleRow(f"{group}.{here}", group, size, self.rng.randint(1, 99), self.rng.randint(0, 3))
         self.table.add(row)
         self.rows[row.id], self.unwritten[row.id] = row, set(COLUMNS)
         if here + 1 < size:
@@ -126,9 +126,9 @@ def test_the_promises_of_the_table(seed: int, capacity: int) -> None:
 def test_a_slow_task_holds_up_no_other_and_keeps_the_row() -> None:
     t = table()
     for i in range(3):
-        t.add(Row(f"r{i}", "g", 3, 10), "responses")
-    assert t.take("score", Fifo(2)) == Taken(
-        (tuple(Pick(Row(f"r{i}", "g", 3, 10), 10) for i in range(2)),), ("r0", "r1"), ()
+        t.add(SampleRow(f"r{i}", "g", 3, 10), "responses")
+    assert t.take("score", Fifo(2)) == TakenRows(
+        (tuple(PickedRow(SampleRow(f"r{i}", "g", 3, 10), 10) for i in range(2)),), ("r0", "r1"), ()
     )
     assert [*t.ready("ref").rows] == ["r0", "r1", "r2"]
     assert t.take("train", WholeGroups(1)) is None
@@ -149,7 +149,7 @@ def test_the_consumer_that_asks_more_often_gets_more() -> None:
     t = SampleTable(["x"], capacity=400)
     t.declare("work", ["x"])
     for i in range(400):
-        t.add(Row(str(i), str(i), 1, 1), "x")
+        t.add(SampleRow(str(i), str(i), 1, 1), "x")
     got: Counter[str] = Counter()
     for tick in range(300):
         for worker, every in (("fast", 1), ("slow", 3)):
@@ -166,7 +166,7 @@ def test_streaming_hands_over_in_half_the_time_of_batches() -> None:
         t.declare("first", ["a"])
         t.declare("second", ["b"])
         for i in range(32):
-            t.add(Row(str(i), str(i), 1, 1), "a")
+            t.add(SampleRow(str(i), str(i), 1, 1), "a")
         now, free_at, written = 0, {"first": 0, "second": 0}, dict[int, tuple[str, ...]]()
         while len(t):
             for row in written.pop(now, ()):
@@ -186,7 +186,7 @@ def test_streaming_hands_over_in_half_the_time_of_batches() -> None:
 def test_stale_groups_are_named_once_and_dropped_whole() -> None:
     t = table()
     for i, version in enumerate((0, 3, 3)):
-        t.add(Row(f"r{i}", "g" if i < 2 else "h", 2, 1, version), "responses")
+        t.add(SampleRow(f"r{i}", "g" if i < 2 else "h", 2, 1, version), "responses")
     assert t.stale(3, StalenessBound(2)) == ("g",)
     assert t.drop("g") == ("r0", "r1")
     assert t.drop("g") == ()
@@ -196,30 +196,30 @@ def test_stale_groups_are_named_once_and_dropped_whole() -> None:
 
 def test_a_group_that_began_always_fits() -> None:
     t = table(capacity=5)
-    t.add(Row("a0", "a", 3, 1))
+    t.add(SampleRow("a0", "a", 3, 1))
     assert t.room() == 2
     with pytest.raises(ValueError, match="group b of 3 rows does not fit: 3 of 5 are taken"):
-        t.add(Row("b0", "b", 3, 1))
-    t.add(Row("b0", "b", 2, 1))
+        t.add(SampleRow("b0", "b", 3, 1))
+    t.add(SampleRow("b0", "b", 2, 1))
     for row in ("a1", "a2"):
-        t.add(Row(row, "a", 3, 1))
+        t.add(SampleRow(row, "a", 3, 1))
     with pytest.raises(ValueError, match="group a has 3 rows, 3 are here"):
-        t.add(Row("a3", "a", 3, 1))
+        t.add(SampleRow("a3", "a", 3, 1))
 
 
 def test_bad_use_is_said() -> None:
     t = table()
-    t.add(Row("a", "g", 2, 4), "responses")
-    t.add(Row("b", "g", 2, 4), "responses", "reward", "ref", "advantage")
+    t.add(SampleRow("a", "g", 2, 4), "responses")
+    t.add(SampleRow("b", "g", 2, 4), "responses", "reward", "ref", "advantage")
     for call, message in (
-        (lambda: t.add(Row("a", "g", 2, 1)), "row a is in the table already"),
+        (lambda: t.add(SampleRow("a", "g", 2, 1)), "row a is in the table already"),
         (lambda: t.put("a", "responses"), "column responses was written before"),
         (lambda: t.put("a", "nonsense"), "unknown column nonsense"),
         (lambda: t.take("nobody", Fifo(1)), "unknown task nobody: declared are score, ref, train"),
         (lambda: t.declare("late", ["ref"]), "declare it before the first row"),
-        (lambda: Row("x", "g", 0, 1), "group size 0"),
+        (lambda: SampleRow("x", "g", 0, 1), "group size 0"),
         (lambda: SampleTable(["a", "a"], capacity=1), "each once"),
-        (lambda: SampleTable(["a"], capacity=1).add(Row("x", "g", 1, 1)), "no task is declared"),
+        (lambda: SampleTable(["a"], capacity=1).add(SampleRow("x", "g", 1, 1)), "no task is declared"),
         (lambda: SampleTable(["a"], capacity=1).declare("t", []), "reads no column"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -228,13 +228,13 @@ def test_bad_use_is_said() -> None:
 
 def test_a_sampler_cannot_break_the_rules() -> None:
     t = table()
-    rows = [Row("a", "g", 2, 4), Row("b", "g", 2, 4)]
+    rows = [SampleRow("a", "g", 2, 4), SampleRow("b", "g", 2, 4)]
     for row in rows:
         t.add(row, *COLUMNS)
-    a, b = (Pick(r, r.tokens) for r in rows)
+    a, b = (PickedRow(r, r.tokens) for r in rows)
 
     def refused(task: str, selection: Selection, message: str) -> None:
-        def sampler(_: Ready) -> Selection:
+        def sampler(_: ReadyRows) -> Selection:
             return selection
 
         before = [*t.ready(task).rows]
@@ -245,5 +245,5 @@ def test_a_sampler_cannot_break_the_rules() -> None:
     refused("score", Selection(((a,),), ("a", "c")), "which is not ready")
     refused("score", Selection(((a, a),), ("a",)), "picked a row twice")
     refused("score", Selection(((a,),), ("b",)), "did not consume")
-    refused("score", Selection(((Pick(rows[0], 5),),), ("a",)), "more tokens")
+    refused("score", Selection(((PickedRow(rows[0], 5),),), ("a",)), "more tokens")
     refused("train", Selection(((b,),), ("b",)), "split group g")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.tailbatch import Effect, Response, Round, RoundKind, TailBatching, TailDomain
+from rollart.policy.tailbatch import Response, RoundEffect, RoundKind, TailBatching, TailDomain, TailRound
 
 
 class Driver:
@@ -51,7 +51,7 @@ class Driver:
             assert sum(map(len, places)) == len(everything), "a prompt is in two places"
         assert not any(left.values()), "the epoch ended before its prompts"
 
-    def run_round(self, round_: Round) -> None:
+    def run_round(self, round_: TailRound) -> None:
         self.live = set(round_.launch)
         assert len(self.live) == len(round_.launch)
         before = Counter(p.partition("-")[0] for p in self.trained)
@@ -69,11 +69,11 @@ class Driver:
             grown = after[name] - before[name]
             assert grown == target or (grown < target and len(self.given_up) > dropped_before)
 
-    def event(self) -> Effect:
+    def event(self) -> RoundEffect:
         response = self.rng.choice(sorted(self.live))
         if self.gone and self.rng.random() < 0.1:
             late = self.policy.finished(self.rng.choice(self.gone))
-            assert late == Effect(late=True), "a cancelled response that ends anyway changes nothing"
+            assert late == RoundEffect(late=True), "a cancelled response that ends anyway changes nothing"
         if self.rng.random() < self.faults:
             if self.rng.random() < 0.2:
                 self.given_up.add(response.prompt)
@@ -83,7 +83,7 @@ class Driver:
         self.live.discard(response)
         return self.policy.finished(response)
 
-    def apply(self, effect: Effect) -> bool:
+    def apply(self, effect: RoundEffect) -> bool:
         assert set(effect.abort) <= self.live
         assert not set(effect.launch) & self.live
         self.live -= set(effect.abort)
@@ -174,12 +174,12 @@ def test_a_short_round_aborts_the_slow_and_a_long_one_waits_for_them() -> None:
     assert len(first.launch) == 25
     for prompt in ("p0", "p1", "p2"):
         for index in range(3):
-            assert policy.finished(Response(prompt, 1, index)) == Effect()
+            assert policy.finished(Response(prompt, 1, index)) == RoundEffect()
         effect = policy.finished(Response(prompt, 1, 4))
         assert effect.abort == (Response(prompt, 1, 3),), "the first four count, the fifth is aborted"
         assert effect.completed is not None
         assert [r.index for r in effect.completed.responses] == [0, 1, 2, 4]
-    effect = Effect()
+    effect = RoundEffect()
     for index in range(4):
         effect = policy.finished(Response("p4", 1, index))
     assert effect.round_over
@@ -192,7 +192,7 @@ def test_a_short_round_aborts_the_slow_and_a_long_one_waits_for_them() -> None:
 def test_redundant_responses_absorb_a_failure_before_one_is_launched_again() -> None:
     policy = TailBatching([TailDomain("a", 4, 4)])
     policy.next_round({"a": ["p0", "p1", "p2", "p3", "p4"]})
-    assert policy.failed(Response("p0", 1, 0)) == Effect()
+    assert policy.failed(Response("p0", 1, 0)) == RoundEffect()
     assert policy.failed(Response("p0", 1, 1)).launch == (Response("p0", 1, 5),)
     assert policy.failed(Response("p1", 1, 0), defer=True).deferred == ("p1",)
     assert policy.failed(Response("p2", 1, 0), defer=True).deferred == (), "the round needs the other four"

@@ -15,11 +15,11 @@ from rollart.policy.updates import (
     Delayed,
     EngineState,
     OnDivergence,
-    Probe,
-    Reason,
     Staggered,
     UpdatePlan,
     UpdatePolicy,
+    UpdateReason,
+    VersionProbe,
     bytes_on_wire,
     may_publish,
     may_serve,
@@ -103,7 +103,7 @@ def fleet(make: Callable[[int], UpdatePolicy], alpha: int, engines: int, seed: i
 def probes(threshold: float, per_step: float = 1.0, reserve: int = 1) -> Callable[[int], UpdatePolicy]:
     def make(version: int) -> UpdatePolicy:
         far = {v: per_step * (version - v) for v in range(version)}
-        return OnDivergence(Probe(version, f"w{version}", far), threshold, reserve)
+        return OnDivergence(VersionProbe(version, f"w{version}", far), threshold, reserve)
 
     return make
 
@@ -146,7 +146,7 @@ def test_staggered_updates_no_more_than_its_fraction_of_those_that_could_serve(
     assert len(taken) <= max(int(fraction * healthy), 1)
     assert not able or healthy == 1 or able - taken, "one that can serve stays"
     assert {e.id for e in states if e.healthy and e.version < 3} <= plan.update.keys(), "the blocked lose nothing"
-    turn = [(e.version, e.busy, e.id) for e in states if plan.wait.get(e.id) is Reason.TURN]
+    turn = [(e.version, e.busy, e.id) for e in states if plan.wait.get(e.id) is UpdateReason.TURN]
     chosen = [(e.version, e.busy, e.id) for e in states if e.id in taken]
     assert not turn or not chosen or max(chosen) < min(turn), "oldest, then least busy, first"
 
@@ -157,31 +157,31 @@ def test_what_each_policy_does_after_a_publish() -> None:
         *(EngineState(n, v, healthy=n != "d") for n, v in (("b", 3), ("c", 2), ("d", 2))),
     ]
     plan = AllAtOnce().plan(engines, version=4, alpha=1)
-    assert plan.update == dict.fromkeys("abc", Reason.NEW_VERSION)
-    assert plan.wait == {"d": Reason.DOWN}
+    assert plan.update == dict.fromkeys("abc", UpdateReason.NEW_VERSION)
+    assert plan.wait == {"d": UpdateReason.DOWN}
     assert plan.serving(engines) == ()
     plan = Delayed(10.0).plan(engines, version=4, alpha=1)
-    assert plan.update == {"b": Reason.IDLE, "c": Reason.ALPHA}
-    assert plan.wait == {"d": Reason.DOWN, "a": Reason.ITERATION}
+    assert plan.update == {"b": UpdateReason.IDLE, "c": UpdateReason.ALPHA}
+    assert plan.wait == {"d": UpdateReason.DOWN, "a": UpdateReason.ITERATION}
     assert plan.drain == {"a"}
     assert plan.blocked == {"b", "c", "d"}, "one that is down is too old as well: it may not come back as it is"
     assert plan.serving(engines) == ("a",)
     late = [replace(engines[0], since_s=10.0)]
-    assert Delayed(10.0).plan(late, version=4, alpha=1).update == {"a": Reason.WAITED}
+    assert Delayed(10.0).plan(late, version=4, alpha=1).update == {"a": UpdateReason.WAITED}
     plan = Staggered(0.25).plan(engines, version=4, alpha=1)
-    assert plan.update == {"b": Reason.NEW_VERSION, "c": Reason.ALPHA}
-    assert plan.wait == {"d": Reason.DOWN, "a": Reason.TURN}
-    probe = Probe(4, "w4", {3: 0.001, 2: 0.02})
+    assert plan.update == {"b": UpdateReason.NEW_VERSION, "c": UpdateReason.ALPHA}
+    assert plan.wait == {"d": UpdateReason.DOWN, "a": UpdateReason.TURN}
+    probe = VersionProbe(4, "w4", {3: 0.001, 2: 0.02})
     plan = OnDivergence(probe, 0.01).plan(engines, version=4, alpha=3)
-    assert plan.update == {"c": Reason.DIVERGED}
-    assert plan.wait == {"d": Reason.DOWN, "a": Reason.CLOSE, "b": Reason.CLOSE}
+    assert plan.update == {"c": UpdateReason.DIVERGED}
+    assert plan.wait == {"d": UpdateReason.DOWN, "a": UpdateReason.CLOSE, "b": UpdateReason.CLOSE}
     assert plan.serving(engines) == ("a", "b")
     assert bytes_on_wire(plan, engines=4, weight_bytes=1000, probe_bytes=8) == 1032
     same = [replace(engines[2], weights="w4")]
     plan = OnDivergence(probe, 0.0).plan(same, version=4, alpha=3)
-    assert (plan.update, plan.relabel) == ({}, {"c": Reason.SAME_WEIGHTS}), "no byte for weights that it has"
-    unknown = OnDivergence(Probe(4, "w4", {}), 1.0).plan(engines, version=4, alpha=3)
-    assert unknown.update["a"] is Reason.DIVERGED, "what was not measured counts as far"
+    assert (plan.update, plan.relabel) == ({}, {"c": UpdateReason.SAME_WEIGHTS}), "no byte for weights that it has"
+    unknown = OnDivergence(VersionProbe(4, "w4", {}), 1.0).plan(engines, version=4, alpha=3)
+    assert unknown.update["a"] is UpdateReason.DIVERGED, "what was not measured counts as far"
 
 
 def test_bytes_on_the_wire_fall_as_the_threshold_rises() -> None:
@@ -222,7 +222,7 @@ def test_bad_use_is_said() -> None:
     with pytest.raises(ValueError, match="staleness of at least 1"):
         Staggered().plan(engines, version=5, alpha=0)
     with pytest.raises(ValueError, match="the probe is of version 4, current is 5"):
-        OnDivergence(Probe(4, "", {}), 0.1).plan(engines, version=5, alpha=1)
-    for broken in (lambda: Staggered(0.0), lambda: Delayed(-1.0), lambda: OnDivergence(Probe(0, "", {}), -1.0)):
+        OnDivergence(VersionProbe(4, "", {}), 0.1).plan(engines, version=5, alpha=1)
+    for broken in (lambda: Staggered(0.0), lambda: Delayed(-1.0), lambda: OnDivergence(VersionProbe(0, "", {}), -1.0)):
         with pytest.raises(ValueError, match="must"):
             broken()

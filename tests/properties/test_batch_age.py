@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollart.compose.simulate import simulate
 from rollart.errors import RollartError
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.load import load_run
@@ -89,6 +89,6 @@ def test_no_batch_holds_a_sample_past_its_bound(
         late = [lag for step in done.steps for lag in step.lags.elements() if lag > run.staleness]
         assert len(done.steps) == STEPS
         assert run.schedule == "areal" or not late
-        with Reader(done.directory) as reader:
+        with LedgerReader(done.directory) as reader:
             reported = sum(int(e.fields["samples"] or 0) for e in reader.events("batch_over_staleness"))
         assert reported == len(late), "AReaL's excess is reported, batch by batch"

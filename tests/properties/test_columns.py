@@ -20,8 +20,8 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.buffer import PORTION, Column, Due
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
-from rollart.sim.trainers import above_group
+from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.sim.trainers import group_mean_advantages
 
 
 @st.composite
@@ -39,7 +39,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = True) -> SimulatedRun:
         policy["reward_of"] = lambda r: float(r.getrandbits(1))
     elif kind == "due" and schedule not in FIXED_LAG:
         policy = {"due": Due(2.0)}
-    world = make(
+    world = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 5)),
@@ -75,7 +75,7 @@ def trained(world: SimulatedRun) -> Counter[str]:
         found.update(s.id for s in batch)
         for group, size in Counter(s.group for s in batch).items():
             assert size == sizes[group.split("-")[0]], "I6: whole groups"
-        for sample, credit in zip(batch, above_group(batch), strict=True):
+        for sample, credit in zip(batch, group_mean_advantages(batch), strict=True):
             if Column.REFERENCE in world.columns:
                 pairs = zip(sample.logprobs, sample.loss_mask, strict=True)
                 assert sample.reference == tuple(p - 0.25 if m else 0.0 for p, m in pairs)
@@ -129,7 +129,7 @@ def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
     loop.run(killed(), seed=fuzz)
     trained(world)
     committed = journal.versions[-1][0] if journal.versions else 0
-    second = make(
+    second = make_simulated_run(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
         alpha=world.alpha,
         schedule=world.schedule,
@@ -165,7 +165,7 @@ def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
     """2 s for each sample's reference, in turn, hide behind the slowest trajectory but for what ends last."""
     exposed = {}
     for columns in ((), (Column.REFERENCE,)):
-        world = make(
+        world = make_simulated_run(
             quotas={"a": (8, 2)},
             alpha=0,
             steps=4,
@@ -184,7 +184,7 @@ def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
 
 
 def test_a_trainer_that_fails_every_time_ends_the_run_with_what_it_says() -> None:
-    world = make(quotas={"a": (4, 2)}, columns=(Column.REFERENCE,))
+    world = make_simulated_run(quotas={"a": (4, 2)}, columns=(Column.REFERENCE,))
     world.trainer.fail_columns = frozenset(range(1, 100))
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=1)

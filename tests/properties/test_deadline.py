@@ -13,7 +13,7 @@ from rollart.ledger.memory import MemoryRecorder
 from rollart.model import TrainReport, TrainSample
 from rollart.runtime.buffer import Due
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedTrainer
 from tests.properties.test_invariants import worlds
 
@@ -95,7 +95,7 @@ def test_a_resume_counts_what_late_batches_went_without(world: SimulatedRun, fuz
     loop.run(killed(), seed=fuzz)
     if not journal.versions or (done := journal.versions[-1][1]) == world.steps:
         return
-    second = make(
+    second = make_simulated_run(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
         alpha=world.alpha,
         schedule=world.schedule,

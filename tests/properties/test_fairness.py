@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, Follow, bounded_shares
+from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftSettings, bounded_shares
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.runtime.sharing import Fairness
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
 from tests.properties.test_filter import died
 
@@ -47,10 +47,10 @@ def worlds(draw: st.DrawFn) -> SimulatedRun:
     floors = [draw(st.sampled_from([0.0, 0.1, 0.3])) for _ in range(count)]
     caps = [draw(st.sampled_from([1.0, 0.8])) if count > 1 else 1.0 for _ in range(count)]
     shares = tuple(DomainShare(NAMES[i], draw(st.floats(0.1, 10.0)), floors[i], caps[i]) for i in range(count))
-    follow = draw(st.sampled_from([None, Follow(memory=2.0, max_step=0.2)]))
+    follow = draw(st.sampled_from([None, DriftSettings(memory=2.0, max_step=0.2)]))
     seed = draw(st.integers(0, 10_000))
     filtering = size > 1 and draw(st.booleans())
-    run = make(
+    run = make_simulated_run(
         quotas={NAMES[i]: (n * size, size) for i, n in enumerate(groups)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 2)),
         steps=draw(st.integers(1, 6)),
@@ -142,7 +142,7 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
         recovered = await journal.recover()
         assert recovered is not None
         assert sum(recovered.consumed.values()) == done * sum(d.quota // d.group_size for d in world.domains)
-        parts = make(version=recovered.version)
+        parts = make_simulated_run(version=recovered.version)
         second = replace(
             world,
             journal=journal,
@@ -167,7 +167,7 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
 @pytest.mark.parametrize("seed", range(6))
 def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -> None:
     """The version before is published beside the growth of a batch, and shares follow what it cost."""
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (4, 1), "b": (4, 1)},
         alpha=2,
         steps=10,
@@ -178,7 +178,7 @@ def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -
         overlap=True,
         reward_of=lambda r: float(r.random() < 0.4),
         fairness=Fairness(
-            (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, Follow(memory=1.0, max_step=1.0, sensitivity=2.0)
+            (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, DriftSettings(memory=1.0, max_step=1.0, sensitivity=2.0)
         ),
     )
     world.trainer.streams = True

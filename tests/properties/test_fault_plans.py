@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rollart.compose.simulate import simulate
-from rollart.compose.simulations import found_in
+from rollart.compose.simulations import simulation_finding
 from rollart.errors import RollartError
-from rollart.ledger.intervals import tears
-from rollart.ledger.reader import Reader
+from rollart.ledger.intervals import find_tiling_errors
+from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES
 from rollart.sim.loop import Deadlock
 from rollart.spec.faults import FaultPlanSpec
@@ -79,10 +79,10 @@ def test_a_run_survives_its_faults_or_says_why_not(
         if done is None:
             return
         assert [s.trajectories for s in done.steps] == [16] * STEPS
-        with Reader(done.directory) as reader:
-            assert not tears(reader.intervals()), "every second of every device is in one state"
+        with LedgerReader(done.directory) as reader:
+            assert not find_tiling_errors(reader.intervals()), "every second of every device is in one state"
             assert reader.facts().trained_samples == STEPS * 16, "each once"
-        cost = found_in(done).faults
+        cost = simulation_finding(done).faults
         assert (cost is None) == (plan == FaultPlanSpec(hosts=HOSTS))
         if cost is not None:
             assert all(seconds >= 0 for seconds in cost.trouble.down_s.values())

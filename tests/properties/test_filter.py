@@ -19,7 +19,7 @@ from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.rounds import AGAIN
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed
 
 
@@ -34,7 +34,7 @@ def worlds(draw: st.DrawFn, *, tail: bool = False, keep: bool | None = None) -> 
     policy: dict[str, Any] = {"tail": TailSettings(1.5, draw(st.sampled_from([1.0, 1.5])))} if tail else {}
     if not tail:
         policy["redundancy"] = Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5])))
-    return make(
+    return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 5)),
@@ -169,7 +169,7 @@ def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun,
     async def resume() -> SimulatedRun:
         recovered = await journal.recover()
         assert recovered is not None
-        second = make(
+        second = make_simulated_run(
             quotas={d.name: (d.quota, d.group_size) for d in world.domains},
             alpha=world.alpha,
             schedule=world.schedule,
@@ -194,7 +194,9 @@ def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun,
 
 
 def test_a_domain_that_always_earns_the_same_ends_the_run_and_says_so() -> None:
-    world = make(quotas={"sums": (8, 4), "lake": (4, 2)}, steps=3, filter=FilterSettings(zero_variance=True, most=5.0))
+    world = make_simulated_run(
+        quotas={"sums": (8, 4), "lake": (4, 2)}, steps=3, filter=FilterSettings(zero_variance=True, most=5.0)
+    )
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=1)
     error = first(caught.value)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.clusters.gang import _Search, fit
+from rollart.adapters.clusters.gang import _PlacementSearch, place_bundles
 from rollart.adapters.clusters.labels import matches
 from rollart.fleet import Bundle, BundleGroup, Strategy
 from rollart.ports import Node
@@ -44,7 +44,7 @@ def test_a_gang_fits_if_there_is_a_way(
     bundles = [b for group in gang for b in group.bundles]
     ways = itertools.product(nodes, repeat=len(bundles))
     there = any(holds(gang, dict(zip((b.name for b in bundles), way, strict=True)), nodes) for way in ways)
-    found = fit(gang, nodes)
+    found = place_bundles(gang, nodes)
     assert (found is not None) == there
     assert found is None or holds(gang, dict(found), nodes)
 
@@ -65,6 +65,6 @@ def holds(gang: Sequence[BundleGroup], where: dict[str, Node], nodes: Sequence[N
 def test_nodes_that_are_alike_are_tried_once() -> None:
     nodes = [Node(f"n{i}", {"gpu": "x", "ray.io/node-id": f"{i}"}, {"GPU": 8.0}, {"GPU": 8.0}) for i in range(40)]
     gang = [BundleGroup(f"g{i}", (Bundle(f"g{i}", {"GPU": 5.0}, {"gpu": "x"}),)) for i in range(41)]
-    search = _Search(gang, nodes)
+    search = _PlacementSearch(gang, nodes)
     assert search.find() is None
     assert search.steps <= 2 * len(gang)

@@ -1,7 +1,7 @@
 """Prefill and decode on two engines, under random faults, updates and role flips, on the virtual loop.
 
-The simulated engines write down every KV that crosses a weight version (`Fabric.broken`): with engines that trust the
-router, as vLLM does, an empty list is the router's fence.
+The simulated engines write down every KV that crosses a weight version (`HandoffFabric.broken`): with engines that
+trust the router, as vLLM does, an empty list is the router's fence.
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollart.fleet import EngineKind, EngineRole, Move, MoveKind, Observed, Proposal, RoutePrices, Routes, Seat
-from rollart.policy.affinity import Affinity
+from rollart.fleet import (
+    EngineKind,
+    EnginePlacement,
+    EngineRole,
+    FleetMove,
+    FleetMoveKind,
+    FleetObservation,
+    Proposal,
+    RoutePrices,
+    Routes,
+)
+from rollart.policy.affinity import HardwareAffinity
 from rollart.policy.handing import MOST_HANDED
-from rollart.policy.pricing import rule
-from rollart.policy.routing import Router
+from rollart.policy.pricing import prefill_rule
+from rollart.policy.routing import RoutingPolicy
 from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
 from rollart.runtime.handing import Handoffs
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits, Turns
 from rollart.sim import loop
-from rollart.sim.handoff import Fabric, HandoffEngine, Pace
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.handoff import HandoffEngine, HandoffFabric, HandoffTimings
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.policy.models import LinearModel
 
 ROLES = list(EngineRole)
@@ -51,14 +61,14 @@ class World:
         steps: int = 3,
         seed: int = 0,
         alpha: int = 1,
-        pace: Pace | None = None,
+        pace: HandoffTimings | None = None,
         handoff_s: float = 2.0,
         train_s: float = 0.3,
         handoffs: int | None = 0,
         slots: int = 1_000_000,
     ) -> None:
-        self.fabric = Fabric()
-        self.run: SimulatedRun = make(
+        self.fabric = HandoffFabric()
+        self.run: SimulatedRun = make_simulated_run(
             quotas={"a": (4, 2), "b": (2, 1)},
             alpha=alpha,
             steps=steps,
@@ -76,11 +86,12 @@ class World:
         ]
         self.run.engines = list(self.engines)
         self.run.seats = {
-            f"e{i}": Seat("fast" if role is EngineRole.PREFILL else "wide", role=role) for i, role in enumerate(roles)
+            f"e{i}": EnginePlacement("fast" if role is EngineRole.PREFILL else "wide", role=role)
+            for i, role in enumerate(roles)
         }
         kinds = {seat.kind for seat in self.run.seats.values()}
         prices = Routes(RoutePrices(dict.fromkeys(kinds, 1.0)), LinearModel()) if priced else Routes()
-        self.run.router = Router(routes=prices, rule=rule(rule_name))
+        self.run.router = RoutingPolicy(routes=prices, rule=prefill_rule(rule_name))
 
     def check(self) -> None:
         """Whatever happened: fenced, complete, nothing held, nothing twice."""
@@ -235,7 +246,7 @@ def test_nothing_is_mixed_where_engines_take_versions_one_by_one(
     world.check()
 
 
-BUSY = Pace(prefill_s=0.05, decode_s=0.05, pull_s=0.05)
+BUSY = HandoffTimings(prefill_s=0.05, decode_s=0.05, pull_s=0.05)
 """Slow enough that every update meets prefills and pulls under way."""
 
 
@@ -316,23 +327,23 @@ class Restless:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         await asyncio.sleep(self._rng.random() * 0.1)
         kinds = [EngineKind(pool, role, 1) for pool in ("fast", "wide") for role in ROLES]
         prices = RoutePrices({kind: self._rng.random() for kind in kinds}, in_flight=self._rng.random())
         share = self._rng.random()
         return Routes(prices, LinearModel(), {"a": {"fast": share, "wide": 1 - share}})
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         if self._rng.random() < 0.2:
             raise ArithmeticError("no convergence")
         return Routes() if self._rng.random() < 0.2 else await self.reprice(observed)
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         here = [kind for kind, load in sorted(observed.load.items()) if load.engines]
         kind = self._rng.choice(here)
         after = self._rng.choice([r for r in ROLES if r is not kind.role])
-        move = Move(MoveKind.FLIP, kind.pool, kind.tp, 1, kind.role, after)
+        move = FleetMove(FleetMoveKind.FLIP, kind.pool, kind.tp, 1, kind.role, after)
         return Proposal((move,), await self.reprice(observed), 1.0, 2.0)
 
     def adopt(self, proposal: Proposal) -> None:
@@ -383,8 +394,8 @@ def test_the_same_seed_is_the_same_run(seed: int) -> None:
 def test_a_pool_that_dies_stalls_nobody(seed: int) -> None:
     """Domain `a` wants pool `fast`; all of it goes and never comes back."""
     world = World(prefill=0, decode=1, both=2, seed=seed, rule_name="local", turns=4, steps=4)
-    world.run.seats = {"e0": Seat("fast"), "e1": Seat("wide"), "e2": Seat("wide")}
-    world.run.router = Router(affinity=Affinity({"a": "fast"}, order=("wide",)))
+    world.run.seats = {"e0": EnginePlacement("fast"), "e1": EnginePlacement("wide"), "e2": EnginePlacement("wide")}
+    world.run.router = RoutingPolicy(affinity=HardwareAffinity({"a": "fast"}, order=("wide",)))
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -18,18 +18,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.types import Assignment, Role
-from rollart.compose.crews import keepers
-from rollart.compose.elastic import fitting, modelled_nodes
-from rollart.compose.faults import Trouble
-from rollart.compose.simulated_hosts import modelled_hosts
-from rollart.ledger.intervals import tears
+from rollart.compose.crews import host_count_keepers
+from rollart.compose.elastic import fit_to_devices, simulated_nodes
+from rollart.compose.faults import SimulationFaults
+from rollart.compose.simulated_hosts import simulated_environment_hosts
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.runtime.leases import Leases
 from rollart.sim import loop
-from rollart.sim.environments import Host
-from rollart.sim.hosts import ModelledHosts, kept
-from rollart.sim.machines import Machines
-from rollart.sim.run import make
+from rollart.sim.environments import SimulatedHost
+from rollart.sim.hosts import ModelledHosts, run_autoscaled_hosts
+from rollart.sim.machines import MachineInventory
+from rollart.sim.run import make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.resolve import Resolved, resolve_files
@@ -69,7 +69,7 @@ class Watched(MemoryRecorder):
     one that is up holds any."""
 
     hosts: ModelledHosts
-    machines: Machines
+    machines: MachineInventory
 
     def interval(self, *args: Any, **row: Any) -> None:
         self.look()
@@ -94,20 +94,22 @@ class World:
     """The hosts on machines of which these are up at the start."""
 
     def __init__(self, up: set[int]) -> None:
-        self.recorder, trouble, wanted = Watched(), Trouble(FaultPlanSpec(), resolved(), 0), resolved()
+        self.recorder, trouble, wanted = Watched(), SimulationFaults(FaultPlanSpec(), resolved(), 0), resolved()
         assert trouble.machines is not None
         self.machines, self.wanted = trouble.machines, wanted
         for number, name in enumerate(MACHINES):
             self.machines.machines[name].up = number in up
-        found = modelled_hosts(fitting(wanted, self.machines.there()), trouble, wanted)
+        found = simulated_environment_hosts(fit_to_devices(wanted, self.machines.there()), trouble, wanted)
         assert found is not None
         self.hosts = found
         self.recorder.hosts, self.recorder.machines = found, self.machines
 
     async def kept(self, leases: Leases) -> None:
-        nodes = modelled_nodes(self.wanted, self.machines, self.recorder)
+        nodes = simulated_nodes(self.wanted, self.machines, self.recorder)
         fleet = self.hosts.open(leases, self.recorder)
-        await kept(fleet, lambda fleet: keepers(self.wanted, nodes, fleet, None, self.recorder))
+        await run_autoscaled_hosts(
+            fleet, lambda fleet: host_count_keepers(self.wanted, nodes, fleet, None, self.recorder)
+        )
 
     def happen(self, what: str, machine: str) -> None:
         {"come": self.machines.come, "warn": self.machines.warn, "go": self.machines.go}[what](machine)
@@ -142,7 +144,7 @@ def settled(world: World, story: Callable[[], Awaitable[None]]) -> None:
 
     loop.run(main())
     assert not any(room.machine for room in world.machines._rooms), "all rooms are given back"
-    assert tears(world.recorder.intervals) == []
+    assert find_tiling_errors(world.recorder.intervals) == []
 
 
 @settings(max_examples=40, deadline=None)
@@ -188,7 +190,7 @@ def test_hosts_go_with_their_machine_and_others_come_with_one() -> None:
 def played(seed: int) -> World:
     """A run of three steps whose machines come and go all the time."""
     rng, world = random.Random(seed), World({0, 1})
-    run = make(
+    run = make_simulated_run(
         quotas={"d": (12, 3)},
         steps=3,
         engines=2,
@@ -201,7 +203,7 @@ def played(seed: int) -> World:
         journal=world.recorder,
     )
 
-    def environment(where: Host) -> SimulatedEnvironment:
+    def environment(where: SimulatedHost) -> SimulatedEnvironment:
         return SimulatedEnvironment(turns=3, seed=seed, seconds=lambda r: r.expovariate(1.0))
 
     world.hosts.make["d"] = environment

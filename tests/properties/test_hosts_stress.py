@@ -15,10 +15,10 @@ from rollart.model import Observation, Step
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.sim import loop
-from rollart.sim.environments import Host
-from rollart.sim.faults import FaultPlan, Rate, host
+from rollart.sim.environments import SimulatedHost
+from rollart.sim.faults import FaultPlan, FaultRate, host_target
 from rollart.sim.hosts import ModelledHosts
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
 
 pytestmark = pytest.mark.slow  # about 5 s of computing
@@ -61,7 +61,7 @@ class Ended(SimulatedEnvironment):
 @pytest.mark.parametrize(("schedule", "prefetch"), [("rollart", 24), ("sync", None), ("areal", None)])
 def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: int | None) -> None:
     recorder, ends = Watched(), Counter[int]()
-    run = make(
+    run = make_simulated_run(
         quotas={"d": (64, 4)},
         alpha=1 if schedule != "sync" else 0,
         steps=25,
@@ -75,10 +75,10 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
         journal=recorder,
     )
 
-    def environment(where: Host) -> Ended:
+    def environment(where: SimulatedHost) -> Ended:
         return Ended(ends, turns=3, seed=11, seconds=lambda r: r.expovariate(0.5))
 
-    machines = [Host(f"environment-{n}", node=f"node-{n // 2}") for n in range(6)]
+    machines = [SimulatedHost(f"environment-{n}", node=f"node-{n // 2}") for n in range(6)]
     limits = replace(HostLimits(per_host=14, health_s=float("inf"), start_s=1e6, call_s=200.0), max_restarts=1000)
     recorder.hosts = run.hosts = ModelledHosts(machines, {"d": environment}, limits, start_s=2.0)
     run.domains = [replace(run.domains[0], environment=run.hosts.environment("d"))]
@@ -86,8 +86,8 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
     run.prefetch = None if prefetch is None else PrefetchSettings(prefetch)
     run.max_attempts = 1000
     dying = FaultPlan(
-        {m.name: host(m) for m in machines},
-        rates=[Rate([m.name for m in machines], every_s=60.0, seconds=15.0)],
+        {m.name: host_target(m) for m in machines},
+        rates=[FaultRate([m.name for m in machines], every_s=60.0, seconds=15.0)],
         seed=3,
     )
 

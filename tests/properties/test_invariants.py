@@ -17,7 +17,7 @@ from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 
 
 @st.composite
@@ -25,7 +25,7 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES)) -> Wo
     schedule = draw(st.sampled_from(schedules))
     sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=2))
     scale = draw(st.sampled_from([0.1, 1.0, 5.0]))
-    world = make(
+    world = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 5)),
@@ -173,7 +173,7 @@ def test_resume_trains_every_sample_once_and_continues(world: World, fuzz: int, 
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=fuzz)
     assert caught.value.subgroup(Killed) is not None
-    second = make(
+    second = make_simulated_run(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
         alpha=world.alpha,
         schedule=world.schedule,
@@ -196,7 +196,7 @@ def test_resume_trains_every_sample_once_and_continues(world: World, fuzz: int, 
 
 @pytest.mark.parametrize("alpha", [0, 1, 2])
 def test_intervals_of_every_resource_tile_the_run(alpha: int) -> None:
-    world = make(alpha=alpha, steps=4, engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 2.0)
+    world = make_simulated_run(alpha=alpha, steps=4, engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 2.0)
     loop.run(world.run(), seed=7)
     by_resource: dict[str, list[tuple[float, float]]] = {}
     for interval in world.recorder.intervals:
@@ -207,7 +207,7 @@ def test_intervals_of_every_resource_tile_the_run(alpha: int) -> None:
 
 
 def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
-    world = make(engines=2, steps=4, engine_s=lambda r: 1.0, train_s=lambda r: 0.5)
+    world = make_simulated_run(engines=2, steps=4, engine_s=lambda r: 1.0, train_s=lambda r: 0.5)
 
     async def main() -> None:
         import asyncio
@@ -224,7 +224,7 @@ def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
 
 def test_a_long_first_turn_is_aborted_at_the_publish_that_makes_it_stale() -> None:
     """I2 for single-turn domains: nothing is decoded to the end only to be thrown away."""
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (4, 1)},
         steps=12,
         turns=1,

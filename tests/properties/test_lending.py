@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from placement.hardware import device
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import tears
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.lending import LendingSettings
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.engines import EngineLimits, ModelledEngine
-from rollart.sim.environments import World
+from rollart.sim.environments import SimulatedDomain
 from rollart.sim.loop import run
 from rollart.sim.mass import MassTokenizer
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
-from rollart.sim.workload import PRESETS, Generated
+from rollart.sim.workload import PRESETS, GeneratedWorkload
 from tests.sim.models import shape, steps
 
 DEVICES = 4
@@ -37,8 +37,8 @@ class Lent:
 
     def __init__(self, *, seed: int = 0, kv: int = 10_000_000, setup_s: float = 1.0, domain: str = "gem_math") -> None:
         self.recorder = MemoryRecorder()
-        world = World(Generated(PRESETS[domain], seed, name=domain), seed=seed, name=domain)
-        made = self.run = make(
+        world = SimulatedDomain(GeneratedWorkload(PRESETS[domain], seed, name=domain), seed=seed, name=domain)
+        made = self.run = make_simulated_run(
             quotas={domain: (24, 4)},
             steps=4,
             alpha=0,
@@ -89,7 +89,7 @@ class Lent:
         assert made.control.lender is not None
         assert made.control.lender.lent == ()
         assert not any(m.away or m.draining for m in made.control.gateway._roster.members.values())
-        assert tears(self.recorder.intervals) == []
+        assert find_tiling_errors(self.recorder.intervals) == []
         by_device: dict[str, float] = defaultdict(float)
         for i in self.recorder.intervals:
             by_device[i.resource] += i.seconds

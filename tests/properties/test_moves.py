@@ -13,19 +13,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.errors import PartDied
-from rollart.fleet import EngineKind, EngineRole, Move, MoveKind, Observed, Proposal, RoutePrices, Routes
+from rollart.fleet import (
+    EngineKind,
+    EngineRole,
+    FleetMove,
+    FleetMoveKind,
+    FleetObservation,
+    Proposal,
+    RoutePrices,
+    Routes,
+)
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-from rollart.ledger.intervals import tears
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Completion, GenerateRequest
-from rollart.policy.pricing import rule
-from rollart.policy.routing import Router
+from rollart.policy.pricing import prefill_rule
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits
 from rollart.sim import loop
 from rollart.sim.fleet import SimulatedSite
-from rollart.sim.handoff import Fabric, HandoffEngine
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.handoff import HandoffEngine, HandoffFabric
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.policy.models import LinearModel
 
 ROLES = list(EngineRole)
@@ -50,21 +59,23 @@ class Nomad:
         self._rng = rng
         self.adopted = 0
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         prices = RoutePrices({kind: self._rng.random() for kind in observed.load}, in_flight=self._rng.random())
         return Routes(prices, LinearModel())
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         return await self.reprice(observed)
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         assert observed.movable
         moves = []
         for kind, load in sorted(observed.load.items()):
             if load.healthy and self._rng.random() < 0.5:
-                moves.append(Move(MoveKind.DRAIN, kind.pool, kind.tp, self._rng.randint(1, load.healthy), kind.role))
+                moves.append(
+                    FleetMove(FleetMoveKind.DRAIN, kind.pool, kind.tp, self._rng.randint(1, load.healthy), kind.role)
+                )
         for kind in self._rng.sample(KINDS, self._rng.randint(1, 3)):
-            moves.append(Move(MoveKind.START, kind.pool, kind.tp, 1, None, kind.role))
+            moves.append(FleetMove(FleetMoveKind.START, kind.pool, kind.tp, 1, None, kind.role))
         return Proposal(tuple(moves), await self.reprice(observed), 1.0, 2.0)
 
     def adopt(self, proposal: Proposal) -> None:
@@ -73,12 +84,12 @@ class Nomad:
 
 class World:
     def __init__(self, seed: int, *, drain_s: float, rule_name: str) -> None:
-        self.fabric = Fabric()
+        self.fabric = HandoffFabric()
         self.recorder = MemoryRecorder()
         self.rng = random.Random(seed)
         self.planner = Nomad(random.Random(seed + 1))
         self.made: dict[str, Watched] = {}
-        self.run: SimulatedRun = make(
+        self.run: SimulatedRun = make_simulated_run(
             quotas={"a": (4, 2), "b": (2, 1)},
             steps=5,
             turns=4,
@@ -91,7 +102,7 @@ class World:
             recorder=self.recorder,
             journal=self.recorder,
             planner=self.planner,
-            router=Router(rule=rule(rule_name)),
+            router=RoutingPolicy(rule=prefill_rule(rule_name)),
             rebalance=RebalanceSettings(reprice_s=0.1, flows_s=0.5, measure_s=0.1, settle_s=0.1),
             kinds=[EngineKind("fast", EngineRole.ENGINE, 1), EngineKind("wide", EngineRole.ENGINE, 2)],
             drain_s=drain_s,
@@ -154,7 +165,7 @@ class World:
 
     def _check_devices(self) -> None:
         """What is billed is what is there: never more than the pools have, never two of a name, never a gap."""
-        assert tears(self.recorder.intervals) == []
+        assert find_tiling_errors(self.recorder.intervals) == []
         opened, closed = self.events(RESOURCE_OPENED), self.events(RESOURCE_CLOSED)
         assert len(opened) == len(set(opened))
         assert sorted(opened) == sorted(closed)
@@ -202,10 +213,10 @@ def test_what_was_drained_last_comes_back_where_nothing_else_starts() -> None:
     """The only engine goes for two smaller ones, and these do not start for a while."""
 
     class Once(Nomad):
-        async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+        async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
             moves = (
-                Move(MoveKind.DRAIN, "wide", 4, 1, EngineRole.ENGINE),
-                Move(MoveKind.START, "wide", 2, 2, None, EngineRole.ENGINE),
+                FleetMove(FleetMoveKind.DRAIN, "wide", 4, 1, EngineRole.ENGINE),
+                FleetMove(FleetMoveKind.START, "wide", 2, 2, None, EngineRole.ENGINE),
             )
             return Proposal(moves, Routes(), 1.0, 2.0)
 

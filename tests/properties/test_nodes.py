@@ -14,13 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.compose.elastic import GivenPlanner
+from rollart.compose.elastic import FixedCountPlanner
 from rollart.errors import PartDied
-from rollart.fleet import EngineKind, EngineRole, KindLoad, MoveKind, Observed
-from rollart.ledger.intervals import tears
+from rollart.fleet import EngineKind, EngineRole, FleetMoveKind, FleetObservation, KindLoad
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
-from rollart.policy.presence import PresenceSettings
+from rollart.policy.presence import AvailabilitySettings
 from rollart.ports import Engine
 from rollart.runtime.fleet import Placed
 from rollart.runtime.nodes import Nodes
@@ -28,8 +28,8 @@ from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits
 from rollart.sim import loop
 from rollart.sim.fleet import SimulatedPart, SimulatedSite
-from rollart.sim.handoff import Fabric, HandoffEngine
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.handoff import HandoffEngine, HandoffFabric
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.spec.resolve import Resolved, resolve_files
 from tests.e2e.harness import tiny
 
@@ -62,7 +62,7 @@ class Ground(SimulatedSite):
     """Nodes of two devices each: an engine sits on one, dies with it, and comes back where there is room."""
 
     def __init__(self, recorder: MemoryRecorder) -> None:
-        fabric = Fabric()
+        fabric = HandoffFabric()
         super().__init__({"wide": 0}, lambda name: HandoffEngine(name, fabric), recorder, start_s=0.2)
         self.nodes: dict[str, int] = {}
         self.on: dict[EngineId, str] = {}
@@ -120,7 +120,7 @@ class World:
         self.site = Ground(self.recorder)
         self.made = 0
         self.drained_last = 0
-        self.run: SimulatedRun = make(
+        self.run: SimulatedRun = make_simulated_run(
             quotas={"a": (4, 2), "b": (2, 1)},
             steps=8,
             turns=4,
@@ -132,13 +132,13 @@ class World:
             limits=GatewayLimits(generate_s=20.0, engine_s=400.0, handoff_s=2.0),
             recorder=self.recorder,
             journal=self.recorder,
-            planner=GivenPlanner(resolved(), None),
+            planner=FixedCountPlanner(resolved(), None),
             rebalance=RebalanceSettings(reprice_s=0.0, flows_s=0.0, measure_s=5.0, settle_s=0.1),
             kinds=[KIND],
             drain_s=20.0,
         )
         self.run.site = self.site
-        self.nodes = Nodes(PresenceSettings(settle_s, 60.0), self.site.where, {"wide": 6})
+        self.nodes = Nodes(AvailabilitySettings(settle_s, 60.0), self.site.where, {"wide": 6})
 
     async def main(self, *, trouble: bool) -> None:
         self.site.nodes["n0"] = SIZE
@@ -195,7 +195,7 @@ class World:
         trained = [s.id for _, batch in self.run.trainer.batches for s in batch]
         assert len(trained) == len(set(trained)), "once"
         assert not self.run.leases.book.open
-        assert tears(self.recorder.intervals) == []
+        assert find_tiling_errors(self.recorder.intervals) == []
         serving = 0
         for event in self.recorder.events:
             serving += {"engine_started": 1, "engine_lost": -1, "engine_drained": -1}.get(event.kind, 0)
@@ -229,9 +229,9 @@ def test_engines_start_on_a_node_that_joins() -> None:
     assert len(world.site.parts) == WANTED
 
 
-def ask(planner: GivenPlanner, load: Mapping[EngineKind, int], devices: Mapping[str, int]) -> dict[str, int]:
+def ask(planner: FixedCountPlanner, load: Mapping[EngineKind, int], devices: Mapping[str, int]) -> dict[str, int]:
     """Engines by role after the proposal's moves; the planner must not need the loop."""
-    observed = Observed({}, {k: KindLoad(n, n, 0.0, 0.0) for k, n in load.items()}, 0.0, 0.0, True, devices)
+    observed = FleetObservation({}, {k: KindLoad(n, n, 0.0, 0.0) for k, n in load.items()}, 0.0, 0.0, True, devices)
     proposal = asyncio.run(planner.replan(observed, "nodes"))
     roles: dict[str, int] = {}
     for kind, n in load.items():
@@ -240,14 +240,14 @@ def ask(planner: GivenPlanner, load: Mapping[EngineKind, int], devices: Mapping[
         for role, sign in ((move.before, -1), (move.after, 1)):
             if role is not None:
                 roles[role] = roles.get(role, 0) + sign * move.replicas
-        assert move.kind is not MoveKind.DRAIN, "what serves stays"
+        assert move.kind is not FleetMoveKind.DRAIN, "what serves stays"
     return {str(role): n for role, n in roles.items() if n}
 
 
 @settings(max_examples=60)
 @given(prefill=st.integers(0, 3), decode=st.integers(0, 3), there=st.integers(0, 8))
 def test_given_engines_fill_what_is_there_and_no_role_is_without_one(prefill: int, decode: int, there: int) -> None:
-    planner = GivenPlanner(resolved(prefill=2, decode=2), None)
+    planner = FixedCountPlanner(resolved(prefill=2, decode=2), None)
     load = {
         EngineKind("wide", role, 1): n for role, n in ((EngineRole.PREFILL, prefill), (EngineRole.DECODE, decode)) if n
     }

@@ -14,7 +14,7 @@ from rollart.model import WeightsRef
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 from rollart.sim.world import SimulatedTrainer
 from tests.properties.test_invariants import watch_outstanding, worlds
 
@@ -127,7 +127,7 @@ def test_a_controller_killed_at_any_moment_resumes(world: World, fuzz: int, mome
     loop.run(killed(), seed=fuzz)
     journal = world.journal
     committed = journal.versions[-1][0] if journal.versions else 0
-    second = make(
+    second = make_simulated_run(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
         alpha=world.alpha,
         schedule=world.schedule,
@@ -160,7 +160,9 @@ def test_training_goes_on_beside_a_long_push() -> None:
     up."""
     seconds = {}
     for overlap in (False, True):
-        world = make(quotas={"a": (8, 2)}, alpha=3, steps=12, engine_s=lambda r: 0.1, train_s=lambda r: 6.0)
+        world = make_simulated_run(
+            quotas={"a": (8, 2)}, alpha=3, steps=12, engine_s=lambda r: 0.1, train_s=lambda r: 6.0
+        )
         world.trainer = Watched(world.trainer)
         world.trainer.push_s = lambda r: 6.0
         world.overlap = overlap
@@ -175,7 +177,7 @@ def test_training_goes_on_beside_a_long_push() -> None:
 
 def test_schedules_of_one_batch_at_a_time_still_wait() -> None:
     for schedule in ("sync", "sync_plus"):
-        world = make(alpha=0, schedule=schedule, steps=3, train_s=lambda r: 1.0)
+        world = make_simulated_run(alpha=0, schedule=schedule, steps=3, train_s=lambda r: 1.0)
         world.trainer = Watched(world.trainer)
         world.trainer.push_s = lambda r: 5.0
         world.overlap = True
@@ -185,7 +187,7 @@ def test_schedules_of_one_batch_at_a_time_still_wait() -> None:
 
 
 def test_the_next_batch_of_one_off_waits_for_the_weights_that_it_begins_with() -> None:
-    world = make(
+    world = make_simulated_run(
         alpha=1, schedule="one_off", steps=6, engine_s=lambda r: 0.2, train_s=lambda r: random.Random(1).random()
     )
     world.trainer = Watched(world.trainer)

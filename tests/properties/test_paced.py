@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.pacing import Member, lacking, may_join
+from rollart.policy.pacing import PacedGroup, groups_to_wait_for, may_join
 from rollart.policy.redundancy import Redundancy
 from rollart.runtime.buffer import Due
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds
 
 
@@ -41,7 +41,7 @@ def test_nothing_begun_is_lost_for_its_length(world: SimulatedRun, fuzz: int) ->
 )
 @example(alpha=0, kind="deadline", faults=True, fuzz=33)  # streamed: a prompt started while the batch was given
 def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, faults: bool, fuzz: int) -> None:
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (6, 2), "b": (2, 1)},
         alpha=alpha,
         steps=5,
@@ -66,7 +66,7 @@ def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, fault
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_wait_is_bounded_by_its_lease(streams: bool) -> None:
     """One trajectory in thirty takes 1,000 s: the batch goes without it after the lease, and the run goes on."""
-    world = make(
+    world = make_simulated_run(
         schedule="paced",
         quotas={"a": (4, 2)},
         steps=8,
@@ -96,14 +96,14 @@ def test_a_batch_that_grows_never_takes_the_room_of_a_group_at_its_bound(
     """Within the window's counts: whatever joins first, what has to be in the batch still fits."""
     version = 3
     counts: Counter[int] = Counter()
-    members: list[tuple[Member, bool]] = []
+    members: list[tuple[PacedGroup, bool]] = []
     for i, (v0, complete) in enumerate(drawn):
         k = v0 - (version - alpha)
         if k < 0 or any(sum(counts[a] for a in range(b + 1)) >= (b + 1) * quota for b in range(k, alpha + 1)):
             continue  # past its bound, or more than admission lets in
         counts[k] += 1
-        members.append((Member(str(i), v0, 1), complete))
-    batch: list[Member] = []
+        members.append((PacedGroup(str(i), v0, 1), complete))
+    batch: list[PacedGroup] = []
     for joins in (True, False):  # those that are complete first, then the others as they end
         for m, complete in members:
             rest = [other for other, _ in members if other is not m and other not in batch]
@@ -111,5 +111,5 @@ def test_a_batch_that_grows_never_takes_the_room_of_a_group_at_its_bound(
                 batch.append(m)
     assert len(batch) <= quota
     left = [m for m, _ in members if m not in batch]
-    assert not lacking(batch, left, quota=quota, version=version, alpha=alpha)
+    assert not groups_to_wait_for(batch, left, quota=quota, version=version, alpha=alpha)
     assert all(m.v0 > version - alpha for m in left)

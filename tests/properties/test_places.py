@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.model import Observation, Step
-from rollart.policy.places import Claim
+from rollart.policy.places import PlacementPriority
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.runtime.control import ControlSettings
@@ -22,10 +22,10 @@ from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop
-from rollart.sim.environments import Host
-from rollart.sim.faults import FaultPlan, Rate, host
+from rollart.sim.environments import SimulatedHost
+from rollart.sim.faults import FaultPlan, FaultRate, host_target
 from rollart.sim.hosts import ModelledHosts
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
 
 STEP_S = 5.0
@@ -88,7 +88,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
     schedule = draw(st.sampled_from(tuple(SCHEDULES)))
     sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=2))
     census, seed, turns = Census(), draw(st.integers(0, 10_000)), draw(st.integers(1, 3))
-    run = make(
+    run = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 2)),
         steps=draw(st.integers(1, 3)),
@@ -100,10 +100,10 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
         redundancy=Redundancy(1.5, 1.5) if draw(st.booleans()) else Redundancy(),
     )
 
-    def factory(where: Host) -> Counted:
+    def factory(where: SimulatedHost) -> Counted:
         return Counted(census, turns=turns, seed=seed, seconds=lambda r: r.uniform(0.0, STEP_S / 5))
 
-    machines = [Host(f"environment-{n}") for n in range(draw(st.integers(1, 3)))]
+    machines = [SimulatedHost(f"environment-{n}") for n in range(draw(st.integers(1, 3)))]
     limits = HostLimits(per_host=draw(st.integers(1, 3)), health_s=float("inf"), start_s=1e6, call_s=STEP_S)
     limits = replace(limits, max_restarts=1000)
     hosts = ModelledHosts(
@@ -123,8 +123,10 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
     run.settings = settings_of  # type: ignore[method-assign]
     plan = None
     if deaths:
-        rate = Rate([m.name for m in machines], draw(st.sampled_from([10.0, 60.0])), draw(st.sampled_from([1.0, 20.0])))
-        plan = FaultPlan({m.name: host(m) for m in machines}, rates=[rate], seed=seed)
+        rate = FaultRate(
+            [m.name for m in machines], draw(st.sampled_from([10.0, 60.0])), draw(st.sampled_from([1.0, 20.0]))
+        )
+        plan = FaultPlan({m.name: host_target(m) for m in machines}, rates=[rate], seed=seed)
     return Small(run, hosts, census, plan)
 
 
@@ -171,13 +173,13 @@ def test_hosts_that_die_take_their_episodes_and_leak_no_place(small: Small, fuzz
 def few(places: int, ahead: int, **quotas: tuple[int, int]) -> tuple[Small, dict[str, Mapping[str, Any]]]:
     """A run on one host with so many places, and what its episodes waited for them."""
     census = Census()
-    run = make(quotas=quotas, alpha=0, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 5.0)
+    run = make_simulated_run(quotas=quotas, alpha=0, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 5.0)
 
-    def factory(where: Host) -> Counted:
+    def factory(where: SimulatedHost) -> Counted:
         return Counted(census, turns=2, seed=0, seconds=lambda r: 0.5)
 
     limits = HostLimits(per_host=places, health_s=float("inf"), start_s=1e6)
-    run.hosts = ModelledHosts([Host("environment-0")], {d.name: factory for d in run.domains}, limits)
+    run.hosts = ModelledHosts([SimulatedHost("environment-0")], {d.name: factory for d in run.domains}, limits)
     run.domains = [replace(d, environment=run.hosts.environment(d.name)) for d in run.domains]
     run.prefetch = PrefetchSettings(ahead)
     small = Small(run, run.hosts, census, None)
@@ -191,7 +193,7 @@ def test_a_wait_for_a_place_is_told() -> None:
     _, told = few(2, 6, d=(4, 2))
     assert told["train"]["waited"] > 0
     assert told["train"]["wait_s"] >= told["train"]["longest_s"] > 0
-    assert set(told) <= {claim.name.lower() for claim in Claim}
+    assert set(told) <= {claim.name.lower() for claim in PlacementPriority}
 
 
 def test_what_is_ahead_of_need_gives_way_to_those_that_run() -> None:

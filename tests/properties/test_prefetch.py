@@ -17,7 +17,7 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.domain import training_seed
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
 
 LOCKED = tuple(name for name in FIXED_LAG if name in SCHEDULES)
@@ -66,7 +66,7 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES), *, fa
     seed = draw(st.integers(0, 10_000))
     tail = faults and schedule in ("sync", "sync_plus") and draw(st.booleans())
     redundant = Redundancy(1.5, 1.5) if faults and not tail and draw(st.booleans()) else Redundancy()
-    world = make(
+    world = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 2)),
         steps=draw(st.integers(1, 5)),
@@ -147,7 +147,7 @@ def test_the_same_is_trained_with_and_without(world: SimulatedRun, ahead: int) -
         again = replace(world, trainer=replace(world.trainer, batches=[]), published=[])
         again.prefetch = PrefetchSettings(n) if n else None
         again.journal = again.recorder = MemoryRecorder()
-        fresh = make(engines=len(world.engines), engine_s=lambda r: r.expovariate(1.0))
+        fresh = make_simulated_run(engines=len(world.engines), engine_s=lambda r: r.expovariate(1.0))
         again.engines = fresh.engines
         loop.run(again.run(), seed=None)
         found[n] = [sorted((s.id, s.token_ids) for s in batch) for _, batch in again.trainer.batches]

@@ -16,7 +16,7 @@ from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
 from tests.properties.test_updating import POLICIES
 
@@ -37,7 +37,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
     if limit is not None:
         aimd = AimdSettings(start=limit, most=limit)
         policy["concurrency"] = ConcurrencySettings(aimd, skew_aware=draw(st.booleans()))
-    return make(
+    return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 4)),
@@ -152,7 +152,7 @@ def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fu
     async def resume() -> SimulatedRun:
         recovered = await journal.recover()
         assert recovered is not None
-        second = make(
+        second = make_simulated_run(
             quotas={d.name: (d.quota, d.group_size) for d in world.domains},
             alpha=world.alpha,
             schedule=world.schedule,
@@ -186,7 +186,7 @@ def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fu
 def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
     """Seconds of a step of 12 groups of 8 with a heavy tail, and the most that lived on an engine; four engines that
     take 8 each."""
-    world = make(
+    world = make_simulated_run(
         quotas={"d": (96, 8)},
         alpha=0,
         steps=1,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollart.fleet import EngineKind, EngineRole
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-from rollart.ledger.intervals import tears
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineStats, TrainReport, TrainSample
 from rollart.policy.parallelism import TensorParallelRule
@@ -21,7 +21,7 @@ from rollart.runtime.resharding import ReshardSettings
 from rollart.runtime.turns import GatewayLimits
 from rollart.sim import loop
 from rollart.sim.fleet import SimulatedSite
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedEngine, SimulatedTrainer
 
 DEVICES = 4
@@ -56,7 +56,7 @@ def world(
     """One pool of four devices; `pressure[i]` is what every engine preempts during step i."""
     recorder = MemoryRecorder()
     Pressed.pressure = 0
-    run = make(
+    run = make_simulated_run(
         quotas={"a": (60, 2)},
         steps=len(pressure),
         turns=3,
@@ -93,7 +93,7 @@ def check(run: SimulatedRun, recorder: MemoryRecorder) -> None:
     assert set(trained.values()) == {1}
     assert run.published == list(range(1, run.steps + 1))
     assert not run.leases.book.open
-    assert tears(recorder.intervals) == []
+    assert find_tiling_errors(recorder.intervals) == []
     held, by_name = 0.0, defaultdict(float)
     for event in recorder.events:
         if event.kind in (RESOURCE_OPENED, RESOURCE_CLOSED) and event.subject != "trainer":

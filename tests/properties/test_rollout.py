@@ -16,7 +16,7 @@ from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.rounds import AGAIN
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 FACTORS = st.sampled_from([1.0, 1.25, 1.5, 2.0])
 
@@ -31,7 +31,7 @@ def worlds(draw: st.DrawFn, *, tail: bool = False) -> SimulatedRun:
         policy = {"tail": TailSettings(draw(FACTORS), draw(FACTORS))}
     else:
         policy = {"redundancy": Redundancy(draw(FACTORS), draw(FACTORS), draw(st.booleans()))}
-    return make(
+    return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 6)),
@@ -149,7 +149,7 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
 
 
 def test_a_sample_that_goes_stale_while_it_is_written_has_one_row_that_says_so() -> None:
-    world = make(quotas={"d": (1, 1)}, alpha=1, schedule="rollart", steps=4, engines=2)
+    world = make_simulated_run(quotas={"d": (1, 1)}, alpha=1, schedule="rollart", steps=4, engines=2)
 
     class Slow(MemoryRecorder):
         async def finish(self, sample: Any, charge: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_resume_loses_no_prompt_and_trains_none_twice(world: SimulatedRun, fuz
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=fuzz)
     assert caught.value.subgroup(Killed) is not None
-    second = make(
+    second = make_simulated_run(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
         alpha=world.alpha,
         schedule=world.schedule,

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.model import Completion, GenerateRequest, PauseMode, WeightsRef
-from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
+from rollart.policy.updates import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 from rollart.sim.world import SimulatedEngine
 
 POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
@@ -24,8 +24,8 @@ POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
     "patient": lambda: Delayed(1e6),
     "staggered": lambda: Staggered(0.3),
     "half": lambda: Staggered(0.5),
-    "near": lambda: OnDivergence(Probe(-1, "", {}), 0.0015),
-    "far": lambda: OnDivergence(Probe(-1, "", {}), 1.0),
+    "near": lambda: OnDivergence(VersionProbe(-1, "", {}), 0.0015),
+    "far": lambda: OnDivergence(VersionProbe(-1, "", {}), 1.0),
 }
 
 
@@ -72,7 +72,7 @@ def worlds(draw: st.DrawFn, policies: tuple[str, ...] = tuple(POLICIES)) -> tupl
     groups, size = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     alpha = draw(st.integers(1, 3))
     load = draw(st.sampled_from([0.1, 2.0, 10.0]))
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (groups * size, size)},
         alpha=alpha,
         steps=draw(st.integers(2, 6)),
@@ -148,7 +148,7 @@ def reasons(world: World) -> Counter[str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_delayed_update_interrupts_nothing_that_may_end(seed: int) -> None:
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (8, 2)},
         alpha=2,
         steps=8,
@@ -176,7 +176,7 @@ def test_a_delayed_update_interrupts_nothing_that_may_end(seed: int) -> None:
 
 
 def test_an_update_is_put_off_no_longer_than_that() -> None:
-    world = make(
+    world = make_simulated_run(
         quotas={"a": (8, 2)},
         alpha=3,
         steps=6,
@@ -207,7 +207,7 @@ def test_staggered_updates_keep_somebody_serving_where_one_of_all_stops_everybod
     """Loading takes 5 s. All at once, no turn begins meanwhile; staggered, turns begin all the time."""
     gaps = {}
     for name, updates in (("all", None), ("staggered", Staggered(0.25))):
-        world = make(
+        world = make_simulated_run(
             quotas={"a": (16, 1)},
             alpha=2,
             steps=6,
@@ -237,7 +237,9 @@ def test_staggered_updates_keep_somebody_serving_where_one_of_all_stops_everybod
 
 def test_the_end_of_the_run_needs_no_engine_to_be_current() -> None:
     """The last versions may never reach every engine: nobody asks for them."""
-    world = make(alpha=2, steps=3, engines=3, load_s=lambda r: 1e4, updates=Staggered(0.3), train_s=lambda r: 1.0)
+    world = make_simulated_run(
+        alpha=2, steps=3, engines=3, load_s=lambda r: 1e4, updates=Staggered(0.3), train_s=lambda r: 1.0
+    )
     rng = random.Random(1)
     world.limits = type(world.limits)(sync_s=1e6)
     loop.run(world.run(), seed=rng.randrange(100))
@@ -246,8 +248,8 @@ def test_the_end_of_the_run_needs_no_engine_to_be_current() -> None:
 
 def loads(alpha: int, threshold: float | None, steps: int = 12) -> int:
     """Loads of weights by all three engines, of versions 1.00e-3 nats apart."""
-    updates = None if threshold is None else OnDivergence(Probe(-1, "", {}), threshold)
-    world = make(
+    updates = None if threshold is None else OnDivergence(VersionProbe(-1, "", {}), threshold)
+    world = make_simulated_run(
         quotas={"a": (8, 2)},
         alpha=alpha,
         steps=steps,

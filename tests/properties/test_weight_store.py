@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore
-from rollart.adapters.weights.objects import MemoryObjects
+from rollart.adapters.weights.objects import MemoryObjectStore
 from rollart.policy.pipeline import MOST_BUCKETS, InFlight
 from rollart.sim.loop import run
 
 BUCKET = 100
 
 
-class Way(MemoryObjects):
+class Way(MemoryObjectStore):
     """A store that every blob takes `seconds` to reach, whatever else is on the way."""
 
     def __init__(self, seconds: float) -> None:

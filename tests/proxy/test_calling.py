@@ -11,9 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.calling import Reader, folded
-from rollart.adapters.proxy.messages import Begun, Call, Done, More, Part, Said, Text
-from rollart.adapters.proxy.scanning import Scan
+from rollart.adapters.proxy.calling import ToolCallParser, merge_events
+from rollart.adapters.proxy.messages import (
+    ArgumentsDelta,
+    OutputEvent,
+    OutputPart,
+    TextDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from rollart.adapters.proxy.scanning import PartialJsonScanner
 from rollart.adapters.proxy.tools import PARSERS
 
 json_values = st.recursive(
@@ -87,8 +95,8 @@ def answers(draw: st.DrawFn) -> str:
     return "".join(piece() for _ in range(draw(st.integers(0, 4))))
 
 
-def read(spelling: str, text: str, cuts: Sequence[int]) -> tuple[list[Said], Reader]:
-    reader, said, at = Reader(spelling), list[Said](), 0
+def read(spelling: str, text: str, cuts: Sequence[int]) -> tuple[list[OutputEvent], ToolCallParser]:
+    reader, said, at = ToolCallParser(spelling), list[OutputEvent](), 0
     for cut in cuts:
         said += reader.feed(text[at : at + cut])
         at += cut
@@ -102,36 +110,36 @@ def read(spelling: str, text: str, cuts: Sequence[int]) -> tuple[list[Said], Rea
 def test_however_it_is_cut_it_says_the_same(text: str, cuts: list[int], spelling: str) -> None:
     whole, reader = read(spelling, text, [])
     cut, _ = read(spelling, text, cuts)
-    assert folded(cut) == folded(whole)
+    assert merge_events(cut) == merge_events(whole)
     assert [c.written for c in _calls(cut)] == [c.written for c in _calls(whole)]
     for said in (whole, cut):
         _well_formed(said)
-    assert _nothing_lost(text, folded(whole), reader)
+    assert _nothing_lost(text, merge_events(whole), reader)
     content, calls = PARSERS[spelling](text)
     if all(call.whole for call in _calls(whole)):
-        assert (content, calls) == ("".join(p for p in folded(whole) if isinstance(p, str)), tuple(_calls(whole)))
+        assert (content, calls) == ("".join(p for p in merge_events(whole) if isinstance(p, str)), tuple(_calls(whole)))
 
 
-def _calls(said: Sequence[Said]) -> list[Call]:
-    return [one.call for one in said if isinstance(one, Done)]
+def _calls(said: Sequence[OutputEvent]) -> list[ToolCall]:
+    return [one.call for one in said if isinstance(one, ToolCallEnd)]
 
 
-def _well_formed(said: Sequence[Said]) -> None:
+def _well_formed(said: Sequence[OutputEvent]) -> None:
     """Calls one after the other, whose pieces are their arguments; a whole one's are JSON that says what it says."""
     begun, pieces = None, ""
     for one in said:
         match one:
-            case Text(text):
+            case TextDelta(text):
                 assert begun is None
                 assert text
-            case Begun():
+            case ToolCallStart():
                 assert begun is None
                 begun, pieces = one, ""
-            case More(index, text):
+            case ArgumentsDelta(index, text):
                 assert begun is not None
                 assert (index, bool(text)) == (begun.index, True)
                 pieces += text
-            case Done(index, call):
+            case ToolCallEnd(index, call):
                 assert begun is not None
                 assert (index, call.name, call.written) == (begun.index, begun.name, pieces)
                 if call.whole:
@@ -140,7 +148,7 @@ def _well_formed(said: Sequence[Said]) -> None:
     assert begun is None
 
 
-def _nothing_lost(text: str, parts: Sequence[Part], reader: Reader) -> bool:
+def _nothing_lost(text: str, parts: Sequence[OutputPart], reader: ToolCallParser) -> bool:
     """What was said, piece by piece, is the text but for white space and what makes a call of it."""
 
     def squashed(some: str) -> str:
@@ -163,7 +171,7 @@ def _nothing_lost(text: str, parts: Sequence[Part], reader: Reader) -> bool:
 
 
 def test_arguments_leave_as_they_are_drawn() -> None:
-    reader = Reader("hermes")
+    reader = ToolCallParser("hermes")
     seen = [
         reader.feed(piece)
         for piece in (
@@ -179,18 +187,18 @@ def test_arguments_leave_as_they_are_drawn() -> None:
             "call>",
         )
     ]
-    call = Call("f", {"city": "Oslo\n", "n": 12})
+    call = ToolCall("f", {"city": "Oslo\n", "n": 12})
     assert seen == [
-        [Text("Well.")],
+        [TextDelta("Well.")],
         [],
-        [Begun(0, "f"), More(0, '{"ci')],
-        [More(0, 'ty": "Os')],
-        [More(0, "lo")],
-        [More(0, '\\n", "n": ')],
+        [ToolCallStart(0, "f"), ArgumentsDelta(0, '{"ci')],
+        [ArgumentsDelta(0, 'ty": "Os')],
+        [ArgumentsDelta(0, "lo")],
+        [ArgumentsDelta(0, '\\n", "n": ')],
         [],
-        [More(0, "12}")],
+        [ArgumentsDelta(0, "12}")],
         [],
-        [Done(0, call)],
+        [ToolCallEnd(0, call)],
     ]
 
 
@@ -206,9 +214,9 @@ def test_arguments_leave_as_they_are_drawn() -> None:
 )
 def test_a_call_that_breaks_off_keeps_what_was_given_out(said: str, content: str, arguments: Any, rest: str) -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + said
-    parts = folded(read("hermes", text, [3] * 40)[0])
+    parts = merge_events(read("hermes", text, [3] * 40)[0])
     assert [p for p in parts if isinstance(p, str)] == ([rest] if rest else [])
-    (call,) = [p for p in parts if isinstance(p, Call)]
+    (call,) = [p for p in parts if isinstance(p, ToolCall)]
     assert (call.arguments, call.whole) == (arguments, False)
     assert PARSERS["hermes"](text) == (text, ()), "it is captured as the text that it is"
 
@@ -216,7 +224,7 @@ def test_a_call_that_breaks_off_keeps_what_was_given_out(said: str, content: str
 @settings(max_examples=300, deadline=None)
 @given(text=written())
 def test_a_scan_is_what_a_parser_says(text: str) -> None:
-    scan = Scan()
+    scan = PartialJsonScanner()
     taken = scan.push(text)
     if scan.done:
         value = json.loads(text[:taken], parse_constant=lambda _: pytest.fail("no JSON"))

@@ -18,9 +18,9 @@ from rollart.adapters.proxy import anthropic as messages
 from rollart.adapters.proxy import openai_chat as chat
 from rollart.adapters.proxy import openai_responses as responses
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Head
+from rollart.adapters.proxy.messages import PolicyResponse, ResponseHeader
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.unfolding import OutputDelta
 from rollart.model import Completion, FinishReason, VersionSpan
 from tests.proxy.scripted import spelling
 from tests.proxy.test_calling import answers
@@ -65,7 +65,7 @@ class Saying:
         else:
             api = messages if path.endswith("/messages") else chat
             ask = api.ask(body)
-        drawn: list[tuple[Head, Delta]] = []
+        drawn: list[tuple[ResponseHeader, OutputDelta]] = []
         tell = (lambda head, delta: drawn.append((head, delta))) if ask.stream else None
         answer = asyncio.run(self.session.answer(ask, created=0, streamed=tell))
         if not ask.stream:
@@ -74,7 +74,7 @@ class Saying:
         return http.Response(200, content=sent, headers={"content-type": "text/event-stream"})
 
 
-def _events(events: Any, drawn: list[tuple[Head, Delta]], answer: Answer) -> Iterator[bytes]:
+def _events(events: Any, drawn: list[tuple[ResponseHeader, OutputDelta]], answer: PolicyResponse) -> Iterator[bytes]:
     yield from events.begin()
     for _, delta in drawn:
         yield from events.drawn(delta)

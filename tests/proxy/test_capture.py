@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.capture import Begun, Capture, Turn
+from rollart.adapters.proxy.capture import CapturedTurn, SessionCapture, TurnRelation
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import BadRequest, Call, Message, Prompt
-from rollart.adapters.proxy.sessions import shortened
-from rollart.adapters.proxy.tools import bare_json, hermes
+from rollart.adapters.proxy.messages import BadRequest, Message, PromptInput, ToolCall
+from rollart.adapters.proxy.sessions import truncate_at_stops
+from rollart.adapters.proxy.tools import parse_bare_json, parse_hermes
 from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.proxy.scripted import CALL, END, TEMPLATE, spelling
@@ -46,18 +46,18 @@ def letters(form: ChatFormat, text: str, *, end: bool = True) -> Completion:
     return Completion(ids, tuple(-0.5 * i for i in range(len(ids))), spans if ids else (), finish)
 
 
-def say(capture: Capture, form: ChatFormat, prompt: Prompt, text: str, *, end: bool = True) -> Turn:
+def say(capture: SessionCapture, form: ChatFormat, prompt: PromptInput, text: str, *, end: bool = True) -> CapturedTurn:
     completion = letters(form, text, end=end)
     content, calls = form.parse(text) if prompt.tools else (text, ())
     return capture.keep(capture.plan(prompt), completion, Message("assistant", content, calls))
 
 
 def test_the_tokens_that_were_sampled_are_sent_again_as_they_are(form: ChatFormat) -> None:
-    capture = Capture(form)
-    first = say(capture, form, Prompt((user("hi"),)), "world")
-    assert first.planned.begun is Begun.START
-    second = capture.plan(Prompt((user("hi"), Message("assistant", "world"), user("world"))))
-    assert (second.begun, second.after) == (Begun.EXTENDS, 0)
+    capture = SessionCapture(form)
+    first = say(capture, form, PromptInput((user("hi"),)), "world")
+    assert first.planned.begun is TurnRelation.START
+    second = capture.plan(PromptInput((user("hi"), Message("assistant", "world"), user("world"))))
+    assert (second.begun, second.after) == (TurnRelation.EXTENDS, 0)
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert second.token_ids != form.encode(second.text), "encoded again they would be others: world is one token"
     assert form.text(second.token_ids) == second.text
@@ -75,19 +75,19 @@ def test_the_tokens_that_were_sampled_are_sent_again_as_they_are(form: ChatForma
 
 
 def test_white_space_around_an_answer_and_ids_of_calls_may_change(form: ChatFormat) -> None:
-    capture = Capture(form)
-    say(capture, form, Prompt((user("hi"),), TOOLS), f"well {CALL}")
-    told = Message("assistant", "well\n", (Call("weather", {"city": "Oslo"}, "another-id"),))
-    planned = capture.plan(Prompt((user("hi"), told, Message("tool", "sun", call_id="another-id")), TOOLS))
-    assert planned.begun is Begun.EXTENDS
+    capture = SessionCapture(form)
+    say(capture, form, PromptInput((user("hi"),), TOOLS), f"well {CALL}")
+    told = Message("assistant", "well\n", (ToolCall("weather", {"city": "Oslo"}, "another-id"),))
+    planned = capture.plan(PromptInput((user("hi"), told, Message("tool", "sun", call_id="another-id")), TOOLS))
+    assert planned.begun is TurnRelation.EXTENDS
     assert planned.shown == form.encode("<|tool|>sun<|end|><|answer|>")
 
 
 def test_an_answer_that_was_cut_off_is_ended_by_tokens_that_are_shown(form: ChatFormat) -> None:
-    capture = Capture(form)
-    turn = say(capture, form, Prompt((user("hi"),)), "wor", end=False)
-    planned = capture.plan(Prompt((user("hi"), Message("assistant", "wor"), user("go on"))))
-    assert planned.begun is Begun.EXTENDS
+    capture = SessionCapture(form)
+    turn = say(capture, form, PromptInput((user("hi"),)), "wor", end=False)
+    planned = capture.plan(PromptInput((user("hi"), Message("assistant", "wor"), user("go on"))))
+    assert planned.begun is TurnRelation.EXTENDS
     assert planned.shown[0] == form.stop_ids[0]
     assert planned.token_ids == turn.token_ids + planned.shown
 
@@ -102,19 +102,19 @@ def test_an_answer_that_was_cut_off_is_ended_by_tokens_that_are_shown(form: Chat
     ],
 )
 def test_what_goes_on_from_nothing_is_a_branch_of_its_own(form: ChatFormat, messages: tuple[Message, ...]) -> None:
-    capture = Capture(form)
-    say(capture, form, Prompt((user("hi"),)), "world")
-    planned = capture.plan(Prompt(messages))
-    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    capture = SessionCapture(form)
+    say(capture, form, PromptInput((user("hi"),)), "world")
+    planned = capture.plan(PromptInput(messages))
+    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
     assert "no captured turn" in planned.reason
     assert planned.token_ids == planned.shown == form.encode(planned.text)
 
 
 def test_other_tools_are_another_conversation(form: ChatFormat) -> None:
-    capture = Capture(form)
-    say(capture, form, Prompt((user("hi"),)), "world")
-    planned = capture.plan(Prompt((user("hi"), Message("assistant", "world"), user("x")), TOOLS))
-    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    capture = SessionCapture(form)
+    say(capture, form, PromptInput((user("hi"),)), "world")
+    planned = capture.plan(PromptInput((user("hi"), Message("assistant", "world"), user("x")), TOOLS))
+    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
     assert "what was shown before" in planned.reason
 
 
@@ -123,27 +123,27 @@ def test_a_template_that_drops_earlier_thoughts_starts_a_branch_and_says_so(dire
         "{{- m.content }}", "{{- m.content if loop.last else m.content.split('</think>')[-1] }}"
     )
     form = ChatFormat(directory, template=dropping)
-    capture = Capture(form)
+    capture = SessionCapture(form)
     thought = Message("assistant", "<think>hm</think>world")
-    say(capture, form, Prompt((user("hi"),)), thought.content)
-    planned = capture.plan(Prompt((user("hi"), thought, user("x"))))
-    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    say(capture, form, PromptInput((user("hi"),)), thought.content)
+    planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
+    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
     assert "once more follows" in planned.reason
     always = ChatFormat(directory, template=TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]"))
-    capture = Capture(always)
-    say(capture, always, Prompt((user("hi"),)), thought.content)
-    planned = capture.plan(Prompt((user("hi"), thought, user("x"))))
-    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    capture = SessionCapture(always)
+    say(capture, always, PromptInput((user("hi"),)), thought.content)
+    planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
+    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
     assert "than it was said" in planned.reason
 
 
 def test_two_that_go_on_from_one_turn_share_its_tokens(form: ChatFormat) -> None:
-    capture = Capture(form)
-    first = say(capture, form, Prompt((user("hi"),)), "world")
+    capture = SessionCapture(form)
+    first = say(capture, form, PromptInput((user("hi"),)), "world")
     history = (user("hi"), Message("assistant", "world"))
-    left, right = capture.plan(Prompt((*history, user("a")))), capture.plan(Prompt((*history, user("b"))))
+    left, right = capture.plan(PromptInput((*history, user("a")))), capture.plan(PromptInput((*history, user("b"))))
     kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in (left, right)]
-    assert [t.planned.begun for t in kept] == [Begun.EXTENDS, Begun.FORK]
+    assert [t.planned.begun for t in kept] == [TurnRelation.EXTENDS, TurnRelation.FORK]
     one, other = capture.branches()
     assert (one.shared, other.shared) == (0, len(first.token_ids))
     assert [t.number for t in one.turns] == [0, 1]
@@ -151,52 +151,52 @@ def test_two_that_go_on_from_one_turn_share_its_tokens(form: ChatFormat) -> None
 
 
 def test_first_turns_under_way_at_once_are_branches(form: ChatFormat) -> None:
-    capture = Capture(form)
-    plans = [capture.plan(Prompt((user("hi"),))) for _ in range(2)]
+    capture = SessionCapture(form)
+    plans = [capture.plan(PromptInput((user("hi"),))) for _ in range(2)]
     kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in plans]
-    assert [t.planned.begun for t in kept] == [Begun.START, Begun.DIVERGED]
+    assert [t.planned.begun for t in kept] == [TurnRelation.START, TurnRelation.DIVERGED]
 
 
 def test_bare_text_and_ids_go_on_by_their_beginning(form: ChatFormat) -> None:
-    capture = Capture(form)
-    first = say(capture, form, Prompt(text="hi "), "world")
-    planned = capture.plan(Prompt(text="hi world, hello"))
-    assert (planned.begun, planned.after, planned.shown) == (Begun.EXTENDS, 0, form.encode(", hello"))
-    assert capture.plan(Prompt(text="hi wor")).begun is Begun.DIVERGED
-    assert capture.plan(Prompt(token_ids=first.token_ids)).begun is Begun.DIVERGED, "ids go on from ids"
-    ids = say(capture, form, Prompt(token_ids=(1, 2, 3)), "world")
-    planned = capture.plan(Prompt(token_ids=(*ids.token_ids, 7)))
-    assert (planned.begun, planned.after, planned.shown) == (Begun.EXTENDS, 1, (7,))
+    capture = SessionCapture(form)
+    first = say(capture, form, PromptInput(text="hi "), "world")
+    planned = capture.plan(PromptInput(text="hi world, hello"))
+    assert (planned.begun, planned.after, planned.shown) == (TurnRelation.EXTENDS, 0, form.encode(", hello"))
+    assert capture.plan(PromptInput(text="hi wor")).begun is TurnRelation.DIVERGED
+    assert capture.plan(PromptInput(token_ids=first.token_ids)).begun is TurnRelation.DIVERGED, "ids go on from ids"
+    ids = say(capture, form, PromptInput(token_ids=(1, 2, 3)), "world")
+    planned = capture.plan(PromptInput(token_ids=(*ids.token_ids, 7)))
+    assert (planned.begun, planned.after, planned.shown) == (TurnRelation.EXTENDS, 1, (7,))
 
 
 def test_a_tokenizer_without_template_shows_contents(tmp_path: Path) -> None:
     form = ChatFormat(write_tokenizer(tmp_path).parent)
     assert form.plain
     lake = "You are on the ice ."
-    planned = Capture(form).plan(Prompt((user(lake),)))
+    planned = SessionCapture(form).plan(PromptInput((user(lake),)))
     assert planned.token_ids == form.encode(lake)
-    capture = Capture(form)
+    capture = SessionCapture(form)
     done = Completion((*form.encode("You"), *form.stop_ids), (0.0, 0.0), (VersionSpan(0, 0, 2),), FinishReason.STOP)
     turn = capture.keep(planned, done, Message("assistant", "You"))
-    onwards = capture.plan(Prompt((user(lake), Message("assistant", "You"), user("are on"))))
-    assert onwards.begun is Begun.EXTENDS
+    onwards = capture.plan(PromptInput((user(lake), Message("assistant", "You"), user("are on"))))
+    assert onwards.begun is TurnRelation.EXTENDS
     assert onwards.token_ids == turn.token_ids + form.encode("are on")
 
 
 def test_a_text_that_ends_an_answer_is_cut_with_the_tokens_it_begins_in(form: ChatFormat) -> None:
     whole = letters(form, "worldly")
-    cut = shortened(whole, ("nothing", "ld"), form.text)
+    cut = truncate_at_stops(whole, ("nothing", "ld"), form.text)
     assert form.text(cut.token_ids) == "wor"
     assert (len(cut.logprobs), cut.finish) == (3, FinishReason.STOP)
     assert cut.spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3))
-    assert shortened(whole, ("nothing",), form.text) is whole
-    assert shortened(whole, ("w",), form.text).spans == ()
+    assert truncate_at_stops(whole, ("nothing",), form.text) is whole
+    assert truncate_at_stops(whole, ("w",), form.text).spans == ()
 
 
 def test_a_template_refuses_in_words(directory: Path) -> None:
     form = ChatFormat(directory, template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRequest, match="roles must alternate"):
-        Capture(form).plan(Prompt((user("a"), user("b"))))
+        SessionCapture(form).plan(PromptInput((user("a"), user("b"))))
 
 
 WORDS = st.sampled_from(["world", "hi", "w", "", "two words"])
@@ -208,14 +208,14 @@ def test_every_sampled_token_is_kept_once_and_never_changed(
     form: ChatFormat, data: st.DataObject, steps: list[tuple[str, str, bool]]
 ) -> None:
     """Any harness: it goes on from any conversation it had, or from a new one, and may rewrite what it was told."""
-    capture = Capture(form)
+    capture = SessionCapture(form)
     conversations: list[tuple[Message, ...]] = [()]
     said: list[tuple[int, ...]] = []
     for asked, answer, end in steps:
         history = data.draw(st.sampled_from(conversations))
         if history and data.draw(st.booleans(), label="rewrites"):
             history = (dataclasses.replace(history[0], content=history[0].content + "!"), *history[1:])
-        prompt = Prompt((*history, user(asked)))
+        prompt = PromptInput((*history, user(asked)))
         turn = say(capture, form, prompt, answer, end=end)
         said.append(letters(form, answer, end=end).token_ids)
         conversations.append((*prompt.messages, turn.answer))
@@ -230,7 +230,7 @@ def test_every_sampled_token_is_kept_once_and_never_changed(
         assert list(_depths(branch.turns)) == list(range(len(branch.turns)))
 
 
-def _depths(turns: tuple[Turn, ...]) -> Iterator[int]:
+def _depths(turns: tuple[CapturedTurn, ...]) -> Iterator[int]:
     for turn in turns:
         assert turn.planned.token_ids + turn.token_ids[len(turn.planned.token_ids) :] == turn.token_ids
         yield turn.depth
@@ -241,7 +241,7 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory)
-    call = Message("assistant", "", (Call("weather", {"city": "Ås"}, "1"),))
+    call = Message("assistant", "", (ToolCall("weather", {"city": "Ås"}, "1"),))
     messages = (Message("system", "<b>"), user("hi"), call, Message("tool", "sun", call_id="1"))
     for tools in ((), TOOLS):
         for prompt in (True, False):
@@ -259,6 +259,6 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
 @pytest.mark.parametrize("odd", ['"\\ud83d"', "NaN", "1e999", "[" * 3000, "[" * 3000 + "]" * 3000])
 def test_what_only_python_takes_for_json_is_said_and_no_call(odd: str) -> None:
     said = f'{{"name": "f", "arguments": {{"x": {odd}}}}}'
-    assert bare_json(said) == (said, ())
+    assert parse_bare_json(said) == (said, ())
     called = f"<tool_call>{said}</tool_call>"
-    assert hermes(called) == (called, ())
+    assert parse_hermes(called) == (called, ())

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.harness import GRACE_S, Agent, Episode, Harnesses
+from rollart.adapters.proxy.harness import GRACE_S, Agent, HarnessRunner, ProxyEpisode
 from rollart.adapters.proxy.server import Proxy
 from rollart.compose import prepare
-from rollart.compose.proxy import listening
+from rollart.compose.proxy import serve_app
 from rollart.errors import SpecError
 from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
 from rollart.sim import loop
@@ -30,11 +30,13 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return ChatFormat(path)
 
 
-def play(form: ChatFormat, agent: Agent, scenario: Callable[[Episode], Awaitable[None]], *, context: int = 256) -> None:
+def play(
+    form: ChatFormat, agent: Agent, scenario: Callable[[ProxyEpisode], Awaitable[None]], *, context: int = 256
+) -> None:
     async def body() -> None:
         proxy = Proxy(form)
-        async with asyncio.timeout(120), listening(proxy.app(), host="127.0.0.1", port=0) as url:
-            async with Harnesses(proxy, url, context=context) as harnesses:
+        async with asyncio.timeout(120), serve_app(proxy.app(), host="127.0.0.1", port=0) as url:
+            async with HarnessRunner(proxy, url, context=context) as harnesses:
                 episode = harnesses.factory(agent, {})("lake-1.0r2", 7)
                 await scenario(episode)
                 await episode.close()
@@ -60,7 +62,7 @@ async def one_answer(base_url: str, session: str, seed: int) -> float:
 
 
 def test_its_requests_are_the_trajectorys_and_its_answer_is_the_reward(form: ChatFormat) -> None:
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         wanted = await episode.wanted()
         assert wanted is not None
         assert form.text(wanted.token_ids) == "<|user|>hi<|end|><|answer|>"
@@ -91,7 +93,7 @@ def test_the_base_url_is_one_that_clients_take_as_it_is(
         async with aiohttp.ClientSession() as http, http.post(base.format(base_url=base_url) + path, json=asked) as got:
             return float(got.status == 200)
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         assert await episode.wanted() is not None
         episode.answer(world(form))
         assert await episode.wanted() is None
@@ -115,7 +117,7 @@ def test_a_program_at_a_wrong_url_is_told_the_right_one(form: ChatFormat, path: 
             assert answer.status == 404
             assert f"session other is not open at {unopened}" in (await answer.json())["error"]["message"]
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         assert await episode.wanted() is None
         assert episode.ending().reward == 0.0
 
@@ -133,7 +135,7 @@ def test_a_reward_may_be_told_to_the_proxy_or_be_a_step(form: ChatFormat) -> Non
 
     for agent in (told, stepped):
 
-        async def scenario(episode: Episode) -> None:
+        async def scenario(episode: ProxyEpisode) -> None:
             assert await episode.wanted() is None
             assert (episode.ending().reward, episode.ending().success) == (0.5, True)
 
@@ -148,7 +150,7 @@ def test_the_longest_branch_is_trained(form: ChatFormat) -> None:
             await chat(http, base_url, [*messages, user("more")])
             await chat(http, base_url, [user("something else")])
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         while await episode.wanted() is not None:
             episode.answer(world(form))
         assert [s.turn for s in episode.segments()] == [0, 0, 1, 1]
@@ -158,14 +160,14 @@ def test_the_longest_branch_is_trained(form: ChatFormat) -> None:
 
 
 def test_out_of_turns_or_room_is_an_end_and_no_fault(form: ChatFormat) -> None:
-    async def turns(episode: Episode) -> None:
+    async def turns(episode: ProxyEpisode) -> None:
         assert await episode.wanted() is not None
         episode.exhaust()
         episode.answer(world(form))
         assert await episode.wanted() is None
         assert (episode.ending().reward, episode.ending().success) == (0.0, False)
 
-    async def room(episode: Episode) -> None:
+    async def room(episode: ProxyEpisode) -> None:
         asked = 0
         while await episode.wanted() is not None:
             episode.answer(world(form))
@@ -181,7 +183,7 @@ def test_what_it_raises_is_told(form: ChatFormat) -> None:
     async def broken(base_url: str, session: str, seed: int) -> None:
         raise OSError("the sandbox is gone")
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         with pytest.raises(OSError, match="the sandbox is gone"):
             await episode.wanted()
 
@@ -192,7 +194,7 @@ def test_one_that_exits_ends_its_episode_and_not_the_run(form: ChatFormat) -> No
     async def exiting(base_url: str, session: str, seed: int) -> None:
         sys.exit(0)
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         with pytest.raises(RuntimeError, match="it exited with 0"):
             await episode.wanted()
 
@@ -208,7 +210,7 @@ def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> Non
         finally:
             ended.append(session)
 
-    async def scenario(episode: Episode) -> None:
+    async def scenario(episode: ProxyEpisode) -> None:
         assert await episode.wanted() is not None
 
     play(form, waiting, scenario)
@@ -226,14 +228,14 @@ def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> Non
 def test_a_harness_that_is_none_is_told_before_a_run(harness: str, arguments: dict[str, Any], said: str) -> None:
     spec = DomainSpec(name="odd", environment=HarnessSpec(harness=harness), environment_args=arguments)
     with pytest.raises(SpecError, match=said):
-        prepare.harness_of(spec, None)
+        prepare.harness_factory(spec, None)
 
 
 def test_a_harness_has_nothing_to_be_played_with() -> None:
     spec = DomainSpec(name="two", environment=HarnessSpec(harness="tests.proxy.agents:two_answers"))
-    assert prepare.harness_of(spec, None) is None, "nothing is played: a plan"
+    assert prepare.harness_factory(spec, None) is None, "nothing is played: a plan"
     with pytest.raises(SpecError, match="domain 'two' is a harness"):
-        prepare.environment_of(spec)()
+        prepare.environment_factory(spec)()
 
 
 def test_one_that_swallows_its_cancellation_is_left_behind(
@@ -250,7 +252,7 @@ def test_one_that_swallows_its_cancellation_is_left_behind(
 
     async def main() -> None:
         proxy, clock = Proxy(form), asyncio.get_running_loop()
-        async with Harnesses(proxy, "http://nowhere", context=256) as harnesses:
+        async with HarnessRunner(proxy, "http://nowhere", context=256) as harnesses:
             began = harnesses.factory(deaf, {})
             first = began("lake-1", 7)
             began("lake-2", 7)

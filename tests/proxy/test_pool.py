@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import EngineError
-from rollart.model import Completion, EngineId, FinishReason, GenerateRequest, Piece, Sampling, VersionSpan
+from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, GenerateRequest, Sampling, VersionSpan
 
 
 class Counting:
@@ -38,7 +38,7 @@ class Counting:
         logprobs = tuple(-0.001 * i for i in ids)
         if request.told is not None:
             for at in range(min(told, count - (end == ""))):
-                request.told(Piece(ids[at : at + 1], logprobs[at : at + 1], self.version))
+                request.told(CompletionChunk(ids[at : at + 1], logprobs[at : at + 1], self.version))
         if end == "gone":
             raise EngineError(f"{self.id} is gone", retryable=True)
         finish = FinishReason.ABORT if end == "interrupted" else FinishReason.LENGTH
@@ -48,7 +48,7 @@ class Counting:
 ends = st.lists(st.tuples(st.sampled_from(["gone", "interrupted"]), st.integers(0, 6), st.integers(0, 6)), max_size=3)
 
 
-def ask(engines: list[Counting], max_tokens: int, told: list[Piece] | None) -> Completion:
+def ask(engines: list[Counting], max_tokens: int, told: list[CompletionChunk] | None) -> Completion:
     async def body() -> Completion:
         pool = EnginePool(cast(Any, engines))
         await pool.open()
@@ -66,7 +66,7 @@ def ask(engines: list[Counting], max_tokens: int, told: list[Piece] | None) -> C
 @settings(deadline=None)
 @given(first=ends, second=ends, third=ends, most=st.integers(1, 20))
 def test_what_was_told_stays_the_beginning(first: Any, second: Any, third: Any, most: int) -> None:
-    told: list[Piece] = []
+    told: list[CompletionChunk] = []
     engines = [Counting(n, list(e)) for n, e in enumerate((first, second, third))]
     try:
         answer = ask(engines, most, told)

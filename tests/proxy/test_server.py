@@ -14,14 +14,14 @@ import pytest
 from rollart.adapters.proxy import anthropic, openai_chat
 from rollart.adapters.proxy import streaming as module
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Message, Prompt
-from rollart.adapters.proxy.messages import Ask as Ask_
-from rollart.adapters.proxy.record import BLOCK, Recording, read_sessions
+from rollart.adapters.proxy.messages import CompletionRequest as Ask_
+from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput
+from rollart.adapters.proxy.record import READ_BLOCK, SessionRecorder, read_sessions
 from rollart.adapters.proxy.server import Proxy
-from rollart.adapters.proxy.shelf import Limits
-from rollart.compose.proxy import listening
+from rollart.adapters.proxy.shelf import SessionLimits
+from rollart.compose.proxy import serve_app
 from rollart.errors import EngineError, StorageFailed, UsageError
-from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
+from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 from tests.proxy.scripted import spelling
 
 CHAT = "/v1/chat/completions"
@@ -52,12 +52,12 @@ class Speaker:
         self.released = 0
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         self.sampling.append(sampling)
         if self.tells and told is not None:
             ids = self.form.encode(self.tells)
-            told(Piece(ids, (-0.1,) * len(ids), 0))
+            told(CompletionChunk(ids, (-0.1,) * len(ids), 0))
         self.asked.set()
         try:
             await self.go.wait()
@@ -83,7 +83,7 @@ def with_proxy(form: ChatFormat, scenario: Callable[[Ask, Speaker, str], Awaitab
         speaker = Speaker(form)
         proxy = Proxy(form, policy=lambda _: speaker, **options)
         async with (
-            listening(proxy.app(), host="127.0.0.1", port=0) as url,
+            serve_app(proxy.app(), host="127.0.0.1", port=0) as url,
             aiohttp.ClientSession() as http,
             asyncio.timeout(120),
         ):
@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_aborts_its_generation(form: ChatFormat, stream:
 def test_a_stream_that_waits_long_says_so_and_tells_a_late_failure(
     form: ChatFormat, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "QUIET_S", 0.001)
+    monkeypatch.setattr(module, "KEEPALIVE_INTERVAL_S", 0.001)
 
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
         speaker.go.clear()
@@ -360,7 +360,7 @@ def test_a_key_is_asked_for_in_the_words_of_either_api(form: ChatFormat) -> None
 
 
 def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "turns.jsonl")
+    recording = SessionRecorder(tmp_path / "turns.jsonl")
 
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
         for name in ("a", "b", "a", "c"):
@@ -379,14 +379,14 @@ def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> N
             assert (await ask("/sessions/a", method="DELETE"))[0] == 409
             speaker.go.set()
 
-    with_proxy(form, scenario, limits=Limits(sessions=2, idle_s=0), recording=recording)
+    with_proxy(form, scenario, limits=SessionLimits(sessions=2, idle_s=0), recording=recording)
     recording.close()
     kept = read_sessions(tmp_path / "turns.jsonl")
     assert {name: len(paths) for name, paths in kept.items()} == {"a": 3, "b": 1, "c": 2}
     with (tmp_path / "turns.jsonl").open("a") as file:
         file.write(json.dumps({"session": "torn"})[:-3])
     assert read_sessions(tmp_path / "turns.jsonl") == kept
-    again = Recording(tmp_path / "turns.jsonl")
+    again = SessionRecorder(tmp_path / "turns.jsonl")
 
     async def afterwards(ask: Ask, speaker: Speaker, url: str) -> None:
         assert (await ask(f"/s/e{CHAT}", HI))[0] == 200
@@ -397,20 +397,20 @@ def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> N
     assert {**kept, "e": more["e"]} == more, "the next life begins a line of its own"
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b"x" * (BLOCK - 3), b"x" * BLOCK, b"x" * (2 * BLOCK + 1)])
+@pytest.mark.parametrize("torn", [b"", b"{", b"x" * (READ_BLOCK - 3), b"x" * READ_BLOCK, b"x" * (2 * READ_BLOCK + 1)])
 @pytest.mark.parametrize("whole", [b"", b"{}\n", b"{}\n{}\n"])
 def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "turns.jsonl"
     path.write_bytes(whole + torn)
-    Recording(path).close()
+    SessionRecorder(path).close()
     assert path.read_bytes() == whole
 
 
 def test_an_answer_that_was_cached_twice_was_not_cached_more_than_it_is(form: ChatFormat) -> None:
     ids = form.encode("hi")
     twice = Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), FinishReason.STOP, 200, 150)
-    answer = Answer((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
-    assert anthropic.body(Ask_(Prompt()), answer)["usage"]["input_tokens"] == 0
+    answer = PolicyResponse((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
+    assert anthropic.body(Ask_(PromptInput()), answer)["usage"]["input_tokens"] == 0
     assert openai_chat.usage(answer)["prompt_tokens_details"]["cached_tokens"] == 100
 
 
@@ -436,9 +436,9 @@ def test_sampling_is_the_requests_and_ends_where_the_model_does(form: ChatFormat
 
 
 def test_a_turn_that_could_not_be_recorded_was_never_there(form: ChatFormat, tmp_path: Path) -> None:
-    recording, fails = Recording(tmp_path / "turns.jsonl"), [True]
+    recording, fails = SessionRecorder(tmp_path / "turns.jsonl"), [True]
 
-    class Failing(Recording):
+    class Failing(SessionRecorder):
         def turn(self, session: Any, turn: Any) -> None:
             if fails:
                 raise StorageFailed("no room on the disk")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.shelf import RESERVE, Limits
+from rollart.adapters.proxy.shelf import GROWTH_RESERVE, SessionLimits
 from tests.proxy.scripted import spelling
 from tests.proxy.test_server import CHAT, HI, Ask, Speaker, with_proxy
 
@@ -44,7 +44,7 @@ def test_ended_sessions_go_first_and_active_ones_never(form: ChatFormat) -> None
         assert seen['rollart_proxy_given_up_total{why="ended"}'] == 1
         assert seen["rollart_proxy_refused_total"] == 2
 
-    with_proxy(form, scenario, limits=Limits(sessions=3))
+    with_proxy(form, scenario, limits=SessionLimits(sessions=3))
 
 
 @pytest.mark.parametrize("of", ["tokens", "size"])
@@ -63,7 +63,7 @@ def test_what_sessions_hold_is_bounded(form: ChatFormat, of: str) -> None:
         assert (await ask(f"/s/other{CHAT}", HI))[0] == 503
         held, limit = most(await figures(ask))
         one = held / (len(answers) - 1)
-        assert limit * RESERVE <= held < limit * RESERVE + one, "less than one answer beyond"
+        assert limit * GROWTH_RESERVE <= held < limit * GROWTH_RESERVE + one, "less than one answer beyond"
         assert (await ask("/sessions/long/end", {}))[0] == 200
         assert (await ask(f"/s/other{CHAT}", HI))[0] == 200
         held, _ = most(await figures(ask))
@@ -71,4 +71,4 @@ def test_what_sessions_hold_is_bounded(form: ChatFormat, of: str) -> None:
         assert (await ask("/sessions/other", method="DELETE"))[0] == 200
         assert most(await figures(ask))[0] == 0
 
-    with_proxy(form, scenario, limits=Limits(**{of: 200 if of == "tokens" else 10_000}))
+    with_proxy(form, scenario, limits=SessionLimits(**{of: 200 if of == "tokens" else 10_000}))

@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.calling import folded
+from rollart.adapters.proxy.calling import merge_events
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, Call, Message, Part, Prompt
+from rollart.adapters.proxy.messages import (
+    CompletionRequest,
+    Message,
+    OutputPart,
+    PolicyResponse,
+    PromptInput,
+    ToolCall,
+)
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.adapters.proxy.unfolding import Delta, Unfolding
-from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
+from rollart.adapters.proxy.unfolding import IncrementalDecoder, OutputDelta
+from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 from tests.proxy.scripted import CALL, spelling
 
 _FORMS: dict[str, ChatFormat] = {}
@@ -64,22 +71,24 @@ class Telling:
         self.completion, self.sizes = completion, sizes
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         at = 0
         for size in self.sizes if told is not None else ():
             piece = slice(at, min(at + size, len(self.completion.token_ids) - 1))
             if told is not None and piece.start < piece.stop:
-                told(Piece(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
+                told(CompletionChunk(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
             at += size
         return self.completion
 
     async def release(self) -> None: ...
 
 
-def answered(form: ChatFormat, ask: Ask, policy: Telling, *, streamed: bool) -> tuple[Answer, list[Delta]]:
+def answered(
+    form: ChatFormat, ask: CompletionRequest, policy: Telling, *, streamed: bool
+) -> tuple[PolicyResponse, list[OutputDelta]]:
     session = ProxySession("s", form, policy, kept=lambda *_: None)
-    deltas: list[Delta] = []
+    deltas: list[OutputDelta] = []
     tell = (lambda _, delta: deltas.append(delta)) if streamed else None
     return asyncio.run(session.answer(ask, created=0, streamed=tell)), deltas
 
@@ -103,25 +112,25 @@ def test_what_was_streamed_is_how_the_answer_begins(
     finish = FinishReason.STOP if ended else FinishReason.LENGTH
     completion = Completion(ids, logprobs, (VersionSpan(0, 0, len(ids)),) if ids else (), finish)
     given_tools = ({"type": "function", "function": {"name": "f"}},) if tools else ()
-    ask = Ask(Prompt((Message("user", "hi"),), given_tools), stop=tuple(stops))
+    ask = CompletionRequest(PromptInput((Message("user", "hi"),), given_tools), stop=tuple(stops))
     plain, _ = answered(form, ask, Telling(completion, sizes), streamed=False)
     answer, deltas = answered(form, ask, Telling(completion, sizes), streamed=True)
     assert answer.completion == plain.completion, "captured is the same"
     assert (answer.message, answer.finish) == (plain.message, plain.finish)
     said = [one for d in deltas for one in d.said] + list(answer.rest)
-    assert _unnamed(folded(said)) == _unnamed(plain.parts) == _unnamed(answer.parts)
+    assert _unnamed(merge_events(said)) == _unnamed(plain.parts) == _unnamed(answer.parts)
     shown = sum((d.token_ids for d in deltas), ()), sum((d.logprobs for d in deltas), ())
     assert shown == (plain.completion.token_ids[: answer.shown], plain.completion.logprobs[: answer.shown])
 
 
-def _unnamed(parts: Sequence[Part]) -> list[Part]:
-    return [replace(p, id="") if isinstance(p, Call) else p for p in parts]
+def _unnamed(parts: Sequence[OutputPart]) -> list[OutputPart]:
+    return [replace(p, id="") if isinstance(p, ToolCall) else p for p in parts]
 
 
 def test_text_leaves_as_soon_as_it_is_certain() -> None:
     def seen(form: ChatFormat, text: str, *, stops: Sequence[str] = (), tools: bool = False) -> list[str]:
-        unfolding = Unfolding(form, stops=stops, tools=tools)
-        deltas = [unfolding.push(Piece((i,), (0.0,), 0)) for letter in text for i in form.encode(letter)]
+        unfolding = IncrementalDecoder(form, stops=stops, tools=tools)
+        deltas = [unfolding.push(CompletionChunk((i,), (0.0,), 0)) for letter in text for i in form.encode(letter)]
         return ["" if d is None else d.text for d in deltas]
 
     hermes = _FORMS["hermes"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rollart.report.cells import cell_text
-from rollart.report.rows import Column
+from rollart.report.rows import TableColumn
 
 
 def test_milliseconds_that_are_none_are_none() -> None:
-    wait = Column("wait", "ms")
+    wait = TableColumn("wait", "ms")
     assert [cell_text(v, wait) for v in (0.0, 2.132e-11, -3e-9, 0.25, 12.5, 1234.5)] == [
         "0",
         "0",

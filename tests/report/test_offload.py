@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.reader import CallRow, Reader, RunFacts
+from rollart.ledger.reader import CallRow, LedgerReader, RunFacts
 from rollart.ledger.store import Ledger
 from rollart.model import TrajectoryId
 from rollart.ports import Charge
-from rollart.report.offload import MATCH_S, Trace, matched, offload, trace
+from rollart.report.offload import MATCH_S, CallTrace, matched_calls, offload, read_trace
 from rollart.report.rows import collect
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation
@@ -38,7 +38,7 @@ def call(t0: float, seconds: float = 2.0, *, function: str = "f", items: int = 1
     return CallRow(**(fields | more))
 
 
-def given(calls: list[CallRow], **more: Any) -> Trace:
+def given(calls: list[CallRow], **more: Any) -> CallTrace:
     spec = FunctionSpec.model_construct(name="f", source="f.py", keep_alive_s=3.0, concurrency=8)
     fields: dict[str, Any] = {
         "calls": calls,
@@ -47,7 +47,7 @@ def given(calls: list[CallRow], **more: Any) -> Trace:
         "specs": {"f": spec, "g": spec},
         "core_usd_hour": 3.6,
     }
-    return Trace(**(fields | more))
+    return CallTrace(**(fields | more))
 
 
 def test_dedicated_workers_by_hand() -> None:
@@ -116,14 +116,14 @@ def test_a_worker_is_as_large_as_its_memory() -> None:
 def test_calls_are_matched_with_the_trajectories_that_waited_for_them() -> None:
     lives = [("pond", 0.0, 2.1), ("lake", 1.0, 2.2), ("lake", 1.5, 2.3), ("lake", 3.0, 9.0), ("lake", 9.5, 10.0)]
     early = [call(0, items=2), call(2.5, 1.0), call(9.0, 0.5)]
-    calls, found = matched(early, lives, frozenset({"lake"}))
+    calls, found = matched_calls(early, lives, frozenset({"lake"}))
     # No trajectory had begun before the first call; the next one ended too late after the second; the last began late.
     assert (found, [c.since for c in calls]) == (0, [None, None, None])
     later = [call(1.6, 0.5, items=2), call(8.0, 0.9)]
-    calls, found = matched(later, lives, frozenset({"lake"}))
+    calls, found = matched_calls(later, lives, frozenset({"lake"}))
     assert (found, [(c.since, c.kind) for c in calls]) == (2, [(1.0, "lake"), (3.0, "lake")])
-    assert matched(later, [("lake", 0.0, 2.1 + MATCH_S + 0.1)], frozenset({"lake"}))[1] == 0
-    assert matched(later, lives, frozenset())[1] == 0
+    assert matched_calls(later, [("lake", 0.0, 2.1 + MATCH_S + 0.1)], frozenset({"lake"}))[1] == 0
+    assert matched_calls(later, lives, frozenset())[1] == 0
 
 
 def test_a_recorded_run(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_a_recorded_run(tmp_path: Path) -> None:
             await ledger.flush()
 
     asyncio.run(main())
-    with Reader(tmp_path) as reader:
-        found, run = trace(reader), collect(reader, "r")
+    with LedgerReader(tmp_path) as reader:
+        found, run = read_trace(reader), collect(reader, "r")
     assert (found.core_usd_hour, found.core_gb, found.core_source) == (0.5, 4.0, "pool 'here'")
     assert (found.specs["f"].keep_alive_s, found.specs["f"].concurrency) == (7.0, 2)
     assert run.fault_threshold == 0.05

@@ -12,7 +12,7 @@ from rollart.ledger.reader import FinishedRow
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge
-from rollart.report.profile import observed, profiles_of
+from rollart.report.profile import observed_trajectories, profiles_of
 from serverless.types import Invocation
 
 FIRST, NEW, OUTPUT = 24, 7, 2
@@ -37,7 +37,7 @@ def lake(turns: int, t: float = 0.0) -> FinishedRow:
 
 def test_rows_keep_what_was_asked_for() -> None:
     rows = [lake(turns) for turns in (1, 3, 3, 8, 5)]
-    for seen, row in zip(observed(rows), rows, strict=True):
+    for seen, row in zip(observed_trajectories(rows), rows, strict=True):
         assert (seen.first_tokens, seen.new_tokens) == (FIRST, NEW * (row.turns - 1))
         assert (seen.output_tokens, seen.reset_s, seen.wait_s) == (OUTPUT * row.turns, 0.25, 0.5 * row.turns)
         assert seen.first_tokens + seen.new_tokens + seen.output_tokens == row.tokens

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.intervals import IntervalSum, State
+from rollart.ledger.intervals import IntervalSum, ResourceState
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow, WorkerSum
 from rollart.ports import RunEvent
@@ -165,7 +165,7 @@ intervals = st.lists(
         IntervalSum,
         role=st.sampled_from(["engine", "trainer", "prefill"]),
         resource=st.sampled_from("abcd"),
-        state=st.sampled_from([str(s) for s in State]),
+        state=st.sampled_from([str(s) for s in ResourceState]),
         cause=st.sampled_from(["", "crash"]),
         seconds=money,
         unit_seconds=money,

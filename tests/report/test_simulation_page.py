@@ -10,20 +10,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rollart.report.charts import Bar, Group, Segment, bars, nice_ticks
+from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, nice_ticks
 from rollart.report.figures import DOLLARS, PERCENT, PLAIN, estimate
 from rollart.report.markup import element
 from rollart.report.page import page
 from rollart.report.render import render
-from rollart.report.rows import Column, Report, Table
-from rollart.report.simulation import FIGURES, Finding, simulation
+from rollart.report.rows import Report, Table, TableColumn
+from rollart.report.simulation import FIGURES, SimulationFigures, simulation
 from rollart.report.simulation_page import simulation_page
 from rollart.report.timeline import timeline_of
 
 EVIL = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>\x00"
 
 
-def found(schedule: str, seed: int, **more: Any) -> Finding:
+def found(schedule: str, seed: int, **more: Any) -> SimulationFigures:
     fields: dict[str, Any] = {
         "schedule": schedule,
         "seed": seed,
@@ -44,7 +44,7 @@ def found(schedule: str, seed: int, **more: Any) -> Finding:
         "waste": {"engine: idle": 3.0, "engine: sync": 1.0},
         "waits": {"engine: idle": 7200.0},
     }
-    return Finding(**(fields | more))
+    return SimulationFigures(**(fields | more))
 
 
 def parsed(text: str) -> ElementTree.Element:
@@ -193,7 +193,7 @@ def test_names_are_text_and_nothing_else() -> None:
     text = simulation_page(report, [drawn.labelled(EVIL)])
     closed(text)
     assert EVIL.replace("\x00", "\ufffd") in texts(parsed(text), "li")
-    table = Table("t", EVIL, (Column(EVIL), Column("n", "number")), ((EVIL, 1),))
+    table = Table("t", EVIL, (TableColumn(EVIL), TableColumn("n", "number")), ((EVIL, 1),))
     closed(page(Report(EVIL, EVIL, (table,), (EVIL,))))
 
 
@@ -201,12 +201,12 @@ def test_nothing_to_draw() -> None:
     text = simulation_page(simulation("r", [found("sync", 0, lags={}, waste={}, waits={}, usd_per_1k=0.0)]), [])
     closed(text)
     assert texts(parsed(text), "p").count("nothing") == 3
-    closed(page(Report("cost", "r", (Table("t", "T", (Column("a"),), ()),))))
+    closed(page(Report("cost", "r", (Table("t", "T", (TableColumn("a"),), ()),))))
 
 
 def test_an_interval_is_cut_before_it_hides_the_bars() -> None:
     """Two seeds far apart have an interval of many times their mean."""
-    svg = bars("t", [Group("a", (Bar("a", (Segment("a", 10.0, "s0"),), 1000.0),))])
+    svg = bar_chart("t", [BarGroup("a", (Bar("a", (BarSegment("a", 10.0, "s0"),), 1000.0),))])
     (rect,) = ElementTree.fromstring(str(svg)).iter("rect")
     assert float(rect.get("width") or 0) > 200
 

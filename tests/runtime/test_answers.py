@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from rollart.errors import EngineError, ForeignWeights
-from rollart.model import Completion, FinishReason, GenerateRequest, Piece, Sampling, VersionSpan, WeightsRef
-from rollart.policy.answers import Trust, wrong_answer
+from rollart.model import Completion, CompletionChunk, FinishReason, GenerateRequest, Sampling, VersionSpan, WeightsRef
+from rollart.policy.answers import EngineTrust, wrong_answer
 from rollart.runtime.gateway import GatewayLimits
 from tests.runtime.test_heard import Telling, gateway_of
 from tests.runtime.test_recovery import FakeEngine, FakePart, Fleet, supervised, virtual
@@ -158,14 +158,14 @@ def test_tokens_that_are_heard_are_checked_as_they_come() -> None:
             tell = request.told
             assert tell is not None
 
-            def garbled(piece: Piece) -> None:
+            def garbled(piece: CompletionChunk) -> None:
                 tell(piece if piece.token_ids[0] < 3 else dataclasses.replace(piece, logprobs=(math.nan,)))
 
             return await super().generate(dataclasses.replace(request, told=garbled))
 
     async def main() -> None:
         engines: list[Telling] = [Garbling("e0"), Telling("e1")]
-        gateway, heard = gateway_of(engines), list[Piece]()
+        gateway, heard = gateway_of(engines), list[CompletionChunk]()
         answer = await gateway.generate("s", (0,), Sampling(8), spend=lambda _: None, told=heard.append)
         assert answer.token_ids == tuple(range(1, 9))
         assert engines[1].requests[0].token_ids == (0, 1, 2)
@@ -183,7 +183,7 @@ def test_versions_that_an_update_brings_during_the_answer_are_right() -> None:
 
 
 def test_trust_returns_with_right_answers() -> None:
-    trust = Trust()
+    trust = EngineTrust()
     for _ in range(50):
         assert not trust.failed()
         for _ in range(20):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollart.border import checked_observation, checked_step, due
+from rollart.border import checked_observation, checked_step, require_awaitable
 from rollart.model import AbortReason, Observation, Step
 from rollart.sim import loop
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 
 LOOK = Observation("look")
 
@@ -67,7 +67,7 @@ class Bad:
 @pytest.mark.parametrize("answer", [None, Step(LOOK, reward=math.nan, done=True), "done"])
 def test_broken_answers_drop_the_group_and_name_the_cause(answer: Any) -> None:
     """Nothing of it is durable, nothing reaches the trainer, and the run still ends with whole batches."""
-    run = make(steps=2)
+    run = make_simulated_run(steps=2)
     broken = 0
     plain = run.domains[0].environment
 
@@ -101,9 +101,11 @@ def test_a_method_that_is_no_coroutine_is_told_by_its_name() -> None:
             return asyncio.sleep(0, Step(Observation(action)))
 
     with pytest.raises(TypeError, match=r"reset answered Observation at once \(rule: `async def reset`\)"):
-        due(Plain().reset(1), "reset")
+        require_awaitable(Plain().reset(1), "reset")
 
     async def main() -> None:
-        assert await due(Plain().step("a"), "step") == Step(Observation("a")), "whatever can be awaited will do"
+        assert await require_awaitable(Plain().step("a"), "step") == Step(Observation("a")), (
+            "whatever can be awaited will do"
+        )
 
     loop.run(main())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from rollart import controller_loop
-from rollart.controller_loop import ControllerLoop, LoopWatch
+from rollart.controller_loop import ControllerLoop, LoopWatchdog
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Observation, Step
 from rollart.policy.lease import Expiry
@@ -45,7 +45,7 @@ def watched(step: Callable[[], object], after_s: float = 0.0) -> Step:
     async def main() -> Step:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ControllerLoop)
-        watch = LoopWatch(loop, stop=lambda: None, say=lambda holder, seconds: None, end=end, limit_s=1.0)
+        watch = LoopWatchdog(loop, stop=lambda: None, say=lambda holder, seconds: None, end=end, limit_s=1.0)
         with watch.watching():
             answer = await in_process(lambda: World(step))().step("a")
             await asyncio.sleep(after_s)
@@ -129,7 +129,7 @@ def test_calls_that_block_one_turn_are_each_held_to_their_own_time() -> None:
     async def main() -> list[object]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ControllerLoop)
-        watch = LoopWatch(loop, stop=lambda: None, say=lambda *_: None, end=lambda *_: None, limit_s=2.0)
+        watch = LoopWatchdog(loop, stop=lambda: None, say=lambda *_: None, end=lambda *_: None, limit_s=2.0)
         with watch.watching():
             steps = [in_process(lambda: World(busy))().step("a") for _ in range(3)]
             return list(await asyncio.gather(*steps, return_exceptions=True))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollart.errors import UsageError
 from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.presence import PresenceSettings
+from rollart.policy.presence import AvailabilitySettings
 from rollart.runtime.crews import CrewKeeper
 from rollart.runtime.nodes import Nodes
 from rollart.sim import loop as virtual
@@ -74,7 +74,7 @@ class Fleet:
 class Scene:
     def __init__(self, *, most: int = 6, at_first: int = 1) -> None:
         self.recorder = MemoryRecorder()
-        self.nodes = Nodes(PresenceSettings(settle_s=SETTLE_S), dict, {"cores": 100})
+        self.nodes = Nodes(AvailabilitySettings(settle_s=SETTLE_S), dict, {"cores": 100})
         self.cores: dict[str, int] = {}
         self.fleet = Fleet(self.nodes, self.cores)
         self.keeper = CrewKeeper(

@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 
 from rollart.errors import LeaseExpired
-from rollart.fleet import EngineRole, Seat
+from rollart.fleet import EnginePlacement, EngineRole
 from rollart.model import EngineId
-from rollart.sim.handoff import Pace
+from rollart.sim.handoff import HandoffTimings
 from tests.runtime.test_handoff import PROMPT, Bench, virtual
 
 SPLIT = {
-    "p": Seat("fast", role=EngineRole.PREFILL),
-    "d": Seat("wide", role=EngineRole.DECODE),
-    "e": Seat("wide", role=EngineRole.DECODE),
+    "p": EnginePlacement("fast", role=EngineRole.PREFILL),
+    "d": EnginePlacement("wide", role=EngineRole.DECODE),
+    "e": EnginePlacement("wide", role=EngineRole.DECODE),
 }
 
 
 @pytest.mark.parametrize("versioned", [True, False])
 def test_a_drain_waits_for_kv_that_is_being_fetched(versioned: bool) -> None:
     async def main() -> None:
-        bench = Bench(SPLIT, pace=Pace(pull_s=0.01), versioned=versioned)
+        bench = Bench(SPLIT, pace=HandoffTimings(pull_s=0.01), versioned=versioned)
         async with asyncio.TaskGroup() as tasks:
             turn = tasks.create_task(bench.ask())
             await asyncio.sleep(0.5)  # prefilled at 0.1, pulled at 1.1
@@ -60,7 +60,7 @@ def test_kv_of_an_engine_that_went_is_not_fetched() -> None:
 
 def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
     async def main() -> None:
-        bench = Bench({name: Seat("x") for name in "abc"}, rule_name="local")
+        bench = Bench({name: EnginePlacement("x") for name in "abc"}, rule_name="local")
         turns = bench.gateway._turns
         turns._limits = replace(turns._limits, attempts=1)
         for engine in bench.engines.values():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineStats, Sampling, WeightsRef
@@ -76,7 +76,7 @@ class Drive:
         now = asyncio.get_running_loop().time
         clock = ResourceClock(role="engine", resource=engine.id, recorder=self.recorder, clock=now)
         shares = EngineShares(clock, clock=now)
-        self.gateway.join(engine, version=self.gateway.version, shares=shares, seat=Seat("p", "H800"))
+        self.gateway.join(engine, version=self.gateway.version, shares=shares, seat=EnginePlacement("p", "H800"))
 
     async def meddle(self, update_at: float, lose_at: float) -> None:
         """New weights, and an engine that is lost and comes back."""

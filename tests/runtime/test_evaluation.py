@@ -13,7 +13,7 @@ from rollart.model import Observation, Step
 from rollart.runtime.evaluation import Evaluation
 from rollart.runtime.faults import FaultMeter
 from rollart.sim import loop
-from rollart.sim.run import make
+from rollart.sim.run import make_simulated_run
 
 
 class Judge:
@@ -35,7 +35,7 @@ class Judge:
 
 
 def evaluate(verdicts: list[Any], faults: FaultMeter) -> tuple[Any, MemoryRecorder]:
-    world = make()
+    world = make_simulated_run()
     left = list(verdicts)
     held: list[Any] = []
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollart.errors import EnvironmentFault, NoPlace, PartDied
 from rollart.hosted import HostHealth
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import tears
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.runtime.function_hosts import FunctionFleet
 from rollart.runtime.hostwatch import HostLimits
@@ -167,7 +167,7 @@ def test_a_host_that_dies_is_started_again_and_no_other_is_touched() -> None:
                 ("reward-1", {"cause": "its process was killed by SIGKILL", "calls": 1})
             ]
             assert [len(one.lives) for one in bench.parts.values()] == [1, 2]
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
         assert ("startup", "host_restart") in {(i.state, i.cause) for i in bench.recorder.intervals}
 
     play(main)
@@ -270,7 +270,7 @@ def test_a_host_retires_with_its_last_call_and_new_ones_come() -> None:
             await bench.fleet.resize(0)
             assert bench.fleet.size == 1
         assert all(part.closed for part in bench.parts.values())
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
 
     play(main)
 
@@ -302,6 +302,6 @@ def test_whatever_happens_time_is_whole_and_nothing_stays_open(steps: list[tuple
                         link.call(-1)
                 await asyncio.sleep(1.5)
         assert all(part.closed for part in bench.parts.values())
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
 
     play(main, seed)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
-from rollart.fleet import EngineRole, RoutePrices, Routes, Seat
+from rollart.fleet import EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import (
@@ -26,18 +26,18 @@ from rollart.model import (
     TrajectoryId,
     WeightsRef,
 )
-from rollart.policy.affinity import Affinity
-from rollart.policy.breaker import Breaker
+from rollart.policy.affinity import HardwareAffinity
+from rollart.policy.breaker import HandoffCircuitBreaker
 from rollart.policy.handing import HandoffCounts
-from rollart.policy.pricing import rule
-from rollart.policy.routing import Router
+from rollart.policy.pricing import prefill_rule
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.trajectory import Live, TrajectoryRunner, WaitLimits
 from rollart.sim import loop
-from rollart.sim.handoff import Fabric, HandoffEngine, Pace
+from rollart.sim.handoff import HandoffEngine, HandoffFabric, HandoffTimings
 from rollart.sim.world import WordTokenizer
 from tests.policy.models import LinearModel
 
@@ -62,27 +62,30 @@ class Bench:
 
     def __init__(
         self,
-        names: dict[str, Seat] | None = None,
+        names: dict[str, EnginePlacement] | None = None,
         *,
         rule_name: str = "remote",
-        affinity: Affinity | None = None,
-        pace: Pace | None = None,
+        affinity: HardwareAffinity | None = None,
+        pace: HandoffTimings | None = None,
         versioned: bool = False,
     ) -> None:
         self.recorder = MemoryRecorder()
         self.leases = Leases(self.recorder)
         self.suspected: list[str] = []
-        self.fabric = Fabric()
+        self.fabric = HandoffFabric()
         self.charged = 0.0
         self.told: list[int] = []
-        seats = names or {"p": Seat("fast", role=EngineRole.PREFILL), "d": Seat("wide", role=EngineRole.DECODE)}
+        seats = names or {
+            "p": EnginePlacement("fast", role=EngineRole.PREFILL),
+            "d": EnginePlacement("wide", role=EngineRole.DECODE),
+        }
         self.gateway = Gateway(
             self.leases,
             limits=GatewayLimits(generate_s=50.0, handoff_s=2.0, engine_s=5.0),
             version=0,
             on_suspect=self.suspected.append,
             recorder=self.recorder,
-            router=Router(rule=rule(rule_name), affinity=affinity or Affinity()),
+            router=RoutingPolicy(rule=prefill_rule(rule_name), affinity=affinity or HardwareAffinity()),
             seats=seats,
         )
         self.engines = {n: Asked(n, self.fabric, pace=pace, versioned=versioned) for n in seats}
@@ -144,8 +147,8 @@ def test_prefixes_are_spread_over_the_prefill_engines_until_their_trajectories_e
     """One after another, so that no engine is ever busy when the next is routed."""
 
     async def main() -> None:
-        seats = {n: Seat("fast", role=EngineRole.PREFILL) for n in ("p0", "p1", "p2")}
-        bench = Bench(seats | {"d": Seat("wide", role=EngineRole.DECODE)})
+        seats = {n: EnginePlacement("fast", role=EngineRole.PREFILL) for n in ("p0", "p1", "p2")}
+        bench = Bench(seats | {"d": EnginePlacement("wide", role=EngineRole.DECODE)})
         for n in range(6):
             await bench.ask(session=f"s{n}")
         assert [len(bench.requests(p)) for p in seats] == [2, 2, 2]
@@ -223,7 +226,7 @@ def test_a_slow_prefill_engine_costs_no_more_than_its_lease() -> None:
 
 def test_kv_that_expired_is_no_fault_of_the_decode_engine() -> None:
     async def main() -> None:
-        bench = Bench(pace=Pace(lease_s=0.0))
+        bench = Bench(pace=HandoffTimings(lease_s=0.0))
         await bench.ask()
         assert bench.suspected == []
         assert len(bench.events("handoff_failed")) == 1
@@ -306,7 +309,7 @@ def test_an_engine_that_names_no_version_is_never_left_pulling_over_an_update() 
     """It has no slot for the request at first, for longer than a hand-off may take."""
 
     async def main() -> None:
-        bench = Bench(pace=Pace(lease_s=300.0))
+        bench = Bench(pace=HandoffTimings(lease_s=300.0))
         pull = bench.engines["d"]._pull
 
         async def late(params: Mapping[str, object]) -> int:
@@ -331,10 +334,10 @@ def test_a_turn_whose_engine_drains_meanwhile_goes_by_another_way(leaves: str) -
     async def main() -> None:
         bench = Bench(
             {
-                "p": Seat("fast", role=EngineRole.PREFILL),
-                "q": Seat("fast", role=EngineRole.PREFILL),
-                "d": Seat("wide", role=EngineRole.DECODE),
-                "e": Seat("wide", role=EngineRole.DECODE),
+                "p": EnginePlacement("fast", role=EngineRole.PREFILL),
+                "q": EnginePlacement("fast", role=EngineRole.PREFILL),
+                "d": EnginePlacement("wide", role=EngineRole.DECODE),
+                "e": EnginePlacement("wide", role=EngineRole.DECODE),
             }
         )
         async with asyncio.TaskGroup() as tasks:
@@ -418,7 +421,7 @@ def test_a_prefill_engine_that_no_turn_goes_to_is_an_alarm_once(turns: int, rule
 
 def test_a_prefill_as_long_as_predicted_is_no_failure() -> None:
     async def main() -> None:
-        bench = Bench(pace=Pace(prefill_s=0.03))
+        bench = Bench(pace=HandoffTimings(prefill_s=0.03))
         prices = RoutePrices(dict.fromkeys(bench.gateway.load(), 1.0))
         bench.gateway.follow(Routes(prices, LinearModel(prefill_of={"fast": 0.03, "wide": 0.3}), {}))
         await bench.ask()  # 3 s there, and a hand-off may take 2
@@ -431,7 +434,13 @@ def test_a_prefill_as_long_as_predicted_is_no_failure() -> None:
 
 def test_kv_whose_pull_failed_or_whose_decode_engine_died_is_dropped() -> None:
     async def main() -> None:
-        bench = Bench({"p": Seat("fast", role=EngineRole.PREFILL), "d": Seat("w"), "e": Seat("w")})
+        bench = Bench(
+            {
+                "p": EnginePlacement("fast", role=EngineRole.PREFILL),
+                "d": EnginePlacement("w"),
+                "e": EnginePlacement("w"),
+            }
+        )
 
         async def dies(params: Mapping[str, object]) -> int:
             raise error
@@ -449,7 +458,7 @@ def test_kv_whose_pull_failed_or_whose_decode_engine_died_is_dropped() -> None:
 
 def test_an_engine_that_keeps_failing_hand_offs_is_left_alone_for_longer_and_longer() -> None:
     async def main() -> None:
-        bench = Bench(pace=Pace(lease_s=0.0))  # its KV is gone before anybody pulls
+        bench = Bench(pace=HandoffTimings(lease_s=0.0))  # its KV is gone before anybody pulls
         now = asyncio.get_running_loop().time
         tried = []
         for _ in range(1150):
@@ -464,14 +473,14 @@ def test_an_engine_that_keeps_failing_hand_offs_is_left_alone_for_longer_and_lon
         barred = bench.events("prefill_barred")
         assert [e["seconds"] for e in barred[:5]] == [30.0, 60.0, 120.0, 240.0, 300.0]
         assert len(barred) == len(tried) - 2
-        bench.engines["p"]._pace = bench.engines["d"]._pace = Pace()
+        bench.engines["p"]._pace = bench.engines["d"]._pace = HandoffTimings()
         await asyncio.sleep(300.0)
         before = len(bench.requests("p"))
         for i in range(3):
             await bench.ask(session=f"well {i}")
         assert len(bench.requests("p")) == before + 3
         assert len(bench.events("prefill_barred")) == len(barred)
-        assert bench.gateway._roster.members["p"].breaker == Breaker()
+        assert bench.gateway._roster.members["p"].breaker == HandoffCircuitBreaker()
 
     virtual(main)
 
@@ -506,7 +515,7 @@ def test_a_session_is_released_wherever_it_has_been() -> None:
 
 def test_a_role_flip_is_the_routers_alone_and_the_kv_comes_along() -> None:
     async def main() -> None:
-        bench = Bench({"a": Seat("x"), "b": Seat("x")}, rule_name="remote")
+        bench = Bench({"a": EnginePlacement("x"), "b": EnginePlacement("x")}, rule_name="remote")
         await bench.ask()
         assert len(bench.requests("a")) == 1
         bench.gateway.flip(EngineId("a"), EngineRole.PREFILL)
@@ -525,7 +534,7 @@ def test_a_role_outlives_a_restart() -> None:
         bench = Bench()
         bench.gateway.flip(EngineId("p"), EngineRole.DECODE)
         bench.gateway.lose(EngineId("p"))
-        bench.gateway.join(bench.engines["p"], version=0, shares=bench.shares["p"], seat=Seat("fast"))
+        bench.gateway.join(bench.engines["p"], version=0, shares=bench.shares["p"], seat=EnginePlacement("fast"))
         seat = bench.gateway.seat_of(EngineId("p"))
         assert seat is not None
         assert seat.role is EngineRole.DECODE
@@ -547,8 +556,12 @@ def test_prefill_engines_serve_whole_turns_when_nobody_else_is_left() -> None:
 def test_a_preferred_pool_that_dies_falls_back_with_one_event_each_way() -> None:
     async def main() -> None:
         bench = Bench(
-            {"a": Seat("h800", "H800"), "b": Seat("h20", "H20"), "c": Seat("l40", "L40S")},
-            affinity=Affinity({"lake": "H800"}, default="h20", order=("l40", "h20")),
+            {
+                "a": EnginePlacement("h800", "H800"),
+                "b": EnginePlacement("h20", "H20"),
+                "c": EnginePlacement("l40", "L40S"),
+            },
+            affinity=HardwareAffinity({"lake": "H800"}, default="h20", order=("l40", "h20")),
         )
 
         async def go(session: str, domain: str) -> str:
@@ -574,7 +587,10 @@ def test_a_preferred_pool_that_dies_falls_back_with_one_event_each_way() -> None
 
 def test_one_slow_turn_is_no_news_of_affinity_and_a_doubt_that_stays_is() -> None:
     async def main() -> None:
-        bench = Bench({"a": Seat("h800", "H800"), "b": Seat("h20", "H20")}, affinity=Affinity({"lake": "H800"}))
+        bench = Bench(
+            {"a": EnginePlacement("h800", "H800"), "b": EnginePlacement("h20", "H20")},
+            affinity=HardwareAffinity({"lake": "H800"}),
+        )
         member = bench.gateway._roster.members["a"]
 
         async def doubt(session: str, seconds: float) -> None:
@@ -604,7 +620,7 @@ def test_one_slow_turn_is_no_news_of_affinity_and_a_doubt_that_stays_is() -> Non
 
 def test_a_drained_engine_ends_its_turns_and_gets_no_more() -> None:
     async def main() -> None:
-        bench = Bench({"a": Seat("x"), "b": Seat("x")}, rule_name="local")
+        bench = Bench({"a": EnginePlacement("x"), "b": EnginePlacement("x")}, rule_name="local")
         async with asyncio.TaskGroup() as tasks:
             turn = tasks.create_task(bench.ask())
             await asyncio.sleep(0.01)
@@ -624,7 +640,7 @@ def test_a_drained_engine_ends_its_turns_and_gets_no_more() -> None:
 
 def test_new_prices_do_not_forget_the_homes_given_and_new_shares_do() -> None:
     async def main() -> None:
-        seats = {"a": Seat("a", "X"), "b": Seat("b", "Y")}
+        seats = {"a": EnginePlacement("a", "X"), "b": EnginePlacement("b", "Y")}
         bench = Bench(seats, rule_name="priced")
         prices = RoutePrices({seat.kind: 1.0 for seat in seats.values()})
         routes = Routes(prices, LinearModel(), {"a": {"a": 0.6, "b": 0.4}})

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rollart.episodes import HarnessFactory, Wanted
+from rollart.episodes import HarnessFactory, HarnessRequest
 from rollart.errors import FaultRateExceeded
 from rollart.model import Completion, Observation, Segment, SegmentKind, Step
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Scripted:
     exhausted: bool = False
     closed: bool = False
 
-    async def wanted(self) -> Wanted | None:
+    async def wanted(self) -> HarnessRequest | None:
         await asyncio.sleep(self.think_s)
         if self.breaks:
             raise OSError("the sandbox is gone")
@@ -38,7 +38,7 @@ class Scripted:
         self.captured.append(Segment(kind, self.wanted_so_far, (7, 8)))
         self.tokens += (7, 8)
         self.wanted_so_far += 1
-        return Wanted(self.tokens, max_tokens=3)
+        return HarnessRequest(self.tokens, max_tokens=3)
 
     def answer(self, completion: Completion) -> None:
         for span in completion.spans:
@@ -74,7 +74,7 @@ class Programs:
 
 
 def run_of(programs: HarnessFactory, *, turns: int = 5, **more: Any) -> SimulatedRun:
-    run = make(quotas={"a": (4, 2)}, turns=turns, tokens=3, **{"alpha": 1, "steps": 3, **more})
+    run = make_simulated_run(quotas={"a": (4, 2)}, turns=turns, tokens=3, **{"alpha": 1, "steps": 3, **more})
     run.domains = [replace(d, harness=programs) for d in run.domains]
     return run
 

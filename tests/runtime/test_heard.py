@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from rollart.episodes import Wanted
+from rollart.episodes import HarnessRequest
 from rollart.errors import EngineError
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import (
     Completion,
+    CompletionChunk,
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Piece,
     Sampling,
     VersionSpan,
     WeightsRef,
@@ -56,7 +56,7 @@ class Telling(SimulatedEngine):
             if len(ids) > self.dies:
                 raise EngineError(f"{self.id} is gone", retryable=True)
             if request.told is not None and len(ids) < request.sampling.max_tokens:
-                request.told(Piece(tuple(ids[-1:]), (-0.5,), version))
+                request.told(CompletionChunk(tuple(ids[-1:]), (-0.5,), version))
         span = (VersionSpan(version, 0, len(ids)),) if ids else ()
         return Completion(tuple(ids), (-0.5,) * len(ids), span, finish, len(request.token_ids))
 
@@ -90,7 +90,7 @@ def heard(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_a_turn_goes_on_elsewhere_after_what_was_read(listening: bool) -> None:
     async def scenario() -> None:
         engines = [Telling("e0", dies=3), Telling("e1")]
-        gateway, told = gateway_of(engines), list[Piece]()
+        gateway, told = gateway_of(engines), list[CompletionChunk]()
         answer = await gateway.generate(
             "s", (0,), Sampling(max_tokens=8, seed=5), spend=lambda _: None, told=told.append if listening else None
         )
@@ -106,7 +106,7 @@ def test_a_turn_goes_on_elsewhere_after_what_was_read(listening: bool) -> None:
 def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
     async def scenario() -> None:
         (engine,) = engines = [Telling("e0")]
-        gateway, told, sent = gateway_of(engines), list[Piece](), list[int]()
+        gateway, told, sent = gateway_of(engines), list[CompletionChunk](), list[int]()
         asking = asyncio.ensure_future(
             gateway.generate(
                 "s", (0,), Sampling(max_tokens=8), spend=lambda _: None, sent=sent.append, told=told.append
@@ -131,7 +131,7 @@ def test_who_goes_away_aborts_the_answer_and_the_episode_goes_on() -> None:
     class Leaving(Scripted):
         """Goes away from its first request, and asks again."""
 
-        async def wanted(self) -> Wanted | None:
+        async def wanted(self) -> HarnessRequest | None:
             wanted = await super().wanted()
             if wanted is None:
                 return None

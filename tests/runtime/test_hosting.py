@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied, UsageError
-from rollart.hosted import HostHealth, Images, Made
+from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import tears
+from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import AbortReason, Observation, Step
 from rollart.policy.lease import Expiry
 from rollart.policy.memory import MemoryRules
-from rollart.policy.places import Claim, Wish
+from rollart.policy.places import PlacementPriority, PlacementRequest
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.hosting import HostedEnvironment, HostFleet
 from rollart.runtime.hostwatch import HostLimits
@@ -56,10 +56,10 @@ class Place:
     def alive(self) -> bool:
         return not self._gone.is_set()
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
         await self._take()
         self.episodes.add(episode)
-        return (Observation(self.id), Made("cold", 0.0)), 1.0
+        return (Observation(self.id), EnvironmentOrigin("cold", 0.0)), 1.0
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         assert episode in self.episodes
@@ -243,7 +243,7 @@ def test_a_dead_host_takes_its_episodes_and_no_others_and_comes_back() -> None:
             await asyncio.sleep(3.0)
             assert len(dead.lives) == 2
             assert bench.fleet.faults() == {dead.id: 1, two.host: 0}
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
         lost = {(i.state, i.cause) for i in bench.recorder.intervals if i.resource == dead.id}
         assert lost >= {("startup", "host_restart"), ("startup", "")}
 
@@ -396,7 +396,7 @@ def test_a_host_retires_with_its_last_episode_and_new_ones_take_over() -> None:
             await bench.fleet.resize(0)
             assert bench.fleet.size == 1
         assert all(part.closed for part in bench.parts.values())
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
 
     play(main)
 
@@ -587,7 +587,7 @@ class Pictured(Place):
 
     pictured = frozenset({"tale"})
 
-    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
         await self._gone_or(asyncio.Event().wait())
         raise AssertionError("it is never over")
 
@@ -654,7 +654,7 @@ def test_places_are_conserved_whatever_dies(seed: int, count: int) -> None:
             assert open_ == 0
             assert named <= set(bench.parts)
             assert set(bench.live.values()) == {0}
-        assert tears(bench.recorder.intervals) == []
+        assert find_tiling_errors(bench.recorder.intervals) == []
         assert all(part.closed for part in bench.parts.values())
 
     play(main, seed)
@@ -773,7 +773,9 @@ def test_what_is_ahead_of_need_gives_its_place_up_the_newest_first() -> None:
                 await first.prepare(0, "first")
                 for name in ("a", "b", "c"):
                     ahead[name] = bench.environment()
-                    await ahead[name].prepare(0, name, Wish(Claim.AHEAD), partial(give_up, name))
+                    await ahead[name].prepare(
+                        0, name, PlacementRequest(PlacementPriority.AHEAD), partial(give_up, name)
+                    )
                 ahead["b"].keep()
                 late = [bench.environment() for _ in range(2)]
                 await asyncio.gather(*(one.prepare(0, "late") for one in late))

@@ -14,7 +14,7 @@ import pytest
 from rollart import controller_loop
 from rollart.border import declares_quick
 from rollart.errors import one_line
-from rollart.foreign import GRACE_S, foreign
+from rollart.foreign import GRACE_S, UserCodeGuard
 from rollart.model import Observation, Step
 from rollart.ports import Environment
 from rollart.runtime.in_process import in_process
@@ -199,11 +199,11 @@ def test_a_process_that_a_call_forks_ends_where_it_waits(tmp_path: Path) -> None
 
 def test_an_interrupt_while_users_code_is_made_is_no_error_of_that_code() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), foreign():
+    with pytest.raises(KeyboardInterrupt), UserCodeGuard():
         signal.raise_signal(signal.SIGINT)
-    with pytest.raises(RuntimeError, match="it raised KeyboardInterrupt"), foreign():
+    with pytest.raises(RuntimeError, match="it raised KeyboardInterrupt"), UserCodeGuard():
         raise KeyboardInterrupt
-    with foreign():
+    with UserCodeGuard():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is before
 

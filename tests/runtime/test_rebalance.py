@@ -11,22 +11,31 @@ from typing import Any
 import pytest
 
 from rollart.errors import RunFailed
-from rollart.fleet import EngineRole, Move, MoveKind, Observed, Proposal, RoutePrices, Routes, Seat
+from rollart.fleet import (
+    EnginePlacement,
+    EngineRole,
+    FleetMove,
+    FleetMoveKind,
+    FleetObservation,
+    Proposal,
+    RoutePrices,
+    Routes,
+)
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
-from rollart.policy.rebalancing import worth
+from rollart.policy.rebalancing import worth_moving
 from rollart.policy.workload import MIN_FINISHED, WorkloadMeter
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
 from rollart.sim import loop
-from rollart.sim.handoff import Fabric, HandoffEngine
+from rollart.sim.handoff import HandoffEngine, HandoffFabric
 from tests.policy.models import LinearModel
 
-FLIP = Move(MoveKind.FLIP, "x", 1, 1, EngineRole.ENGINE, EngineRole.PREFILL)
-BACK = Move(MoveKind.FLIP, "x", 1, 1, EngineRole.PREFILL, EngineRole.ENGINE)
-START = Move(MoveKind.START, "y", 1, 1, None, EngineRole.ENGINE)
+FLIP = FleetMove(FleetMoveKind.FLIP, "x", 1, 1, EngineRole.ENGINE, EngineRole.PREFILL)
+BACK = FleetMove(FleetMoveKind.FLIP, "x", 1, 1, EngineRole.PREFILL, EngineRole.ENGINE)
+START = FleetMove(FleetMoveKind.START, "y", 1, 1, None, EngineRole.ENGINE)
 
 
 class Script:
@@ -36,24 +45,24 @@ class Script:
         self.proposals: list[Proposal | None] = []
         self.routes = Routes()
         self.asked: list[tuple[float, str]] = []
-        self.seen: list[Observed] = []
+        self.seen: list[FleetObservation] = []
         self.fails = False
         self.adopted: list[Proposal] = []
 
-    async def reprice(self, observed: Observed) -> Routes:
+    async def reprice(self, observed: FleetObservation) -> Routes:
         return self._note("reprice", observed)
 
-    async def reflow(self, observed: Observed) -> Routes:
+    async def reflow(self, observed: FleetObservation) -> Routes:
         return self._note("reflow", observed)
 
-    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+    async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         self._note(f"replan: {reason}", observed)
         return self.proposals.pop(0) if self.proposals else None
 
     def adopt(self, proposal: Proposal) -> None:
         self.adopted.append(proposal)
 
-    def _note(self, what: str, observed: Observed) -> Routes:
+    def _note(self, what: str, observed: FleetObservation) -> Routes:
         self.asked.append((asyncio.get_running_loop().time(), what))
         self.seen.append(observed)
         if self.fails:
@@ -66,10 +75,10 @@ class Script:
 
 class Fleet:
     def __init__(self) -> None:
-        self.moves: list[tuple[float, Move]] = []
+        self.moves: list[tuple[float, FleetMove]] = []
         self.fails = False
 
-    async def apply(self, move: Move) -> None:
+    async def apply(self, move: FleetMove) -> None:
         if self.fails:
             raise RunFailed("no such device")
         await asyncio.sleep(10.0)
@@ -85,14 +94,14 @@ class Bench:
         self.leases = Leases(self.recorder)
         self.planner = Script()
         self.meter = WorkloadMeter()
-        fabric = Fabric()
+        fabric = HandoffFabric()
         self.gateway = Gateway(
             self.leases,
             limits=GatewayLimits(),
             version=0,
             on_suspect=lambda _: None,
             recorder=self.recorder,
-            seats={f"e{i}": Seat("x") for i in range(3)} | {"f0": Seat("y")},
+            seats={f"e{i}": EnginePlacement("x") for i in range(3)} | {"f0": EnginePlacement("y")},
         )
         self.engines = {n: HandoffEngine(n, fabric) for n in ("e0", "e1", "e2", "f0")}
         now = asyncio.get_running_loop().time
@@ -140,7 +149,7 @@ def running(body: Callable[[Bench], Coroutine[Any, Any, None]], **more: Any) -> 
     return made[0]
 
 
-def better(*moves: Move, now: float = 1.0, after: float = 1.2, cost: float = 0.0) -> Proposal:
+def better(*moves: FleetMove, now: float = 1.0, after: float = 1.2, cost: float = 0.0) -> Proposal:
     routes = Routes(RoutePrices(in_flight=after), LinearModel(), {"a": {"x": 1.0}})
     return Proposal(moves, routes, now, after, cost)
 
@@ -376,7 +385,7 @@ def test_a_planner_that_fails_or_hangs_leaves_the_routes_as_they_are() -> None:
         await asyncio.sleep(11.0)
         bench.planner.fails = False
 
-        async def hang(observed: Observed) -> Routes:
+        async def hang(observed: FleetObservation) -> Routes:
             await asyncio.sleep(1e6)
             return Routes()
 
@@ -403,7 +412,7 @@ def test_a_cause_is_told_again_once_the_planner_answered_in_between() -> None:
 
 def test_a_planner_that_cannot_say_is_not_a_planner_that_has_nothing_better() -> None:
     async def body(bench: Bench) -> None:
-        async def none(observed: Observed, reason: str) -> Proposal | None:
+        async def none(observed: FleetObservation, reason: str) -> Proposal | None:
             raise RunFailed("no plan for this work on these engines: too much of it")
 
         bench.planner.replan = none  # type: ignore[method-assign]
@@ -418,18 +427,18 @@ def test_a_planner_that_cannot_say_is_not_a_planner_that_has_nothing_better() ->
 
 def test_a_cheaper_plan_at_the_same_rate_is_worth_its_dollars() -> None:
     cheap = replace(better(FLIP, now=1.0, after=1.0), usd_per_hour=(100.0, 80.0))
-    assert worth(cheap, 3600.0) == (
+    assert worth_moving(cheap, 3600.0) == (
         True,
         "22.22 USD per 1,000 trajectories after 27.78: 20 USD saved in 3600 s for 0 USD lost",
     )
-    assert worth(replace(cheap, cost=700.0), 3600.0)[0], "700 trajectories at 100 USD per 3,600: 19.44 USD"
-    assert worth(replace(cheap, cost=730.0), 3600.0) == (
+    assert worth_moving(replace(cheap, cost=700.0), 3600.0)[0], "700 trajectories at 100 USD per 3,600: 19.44 USD"
+    assert worth_moving(replace(cheap, cost=730.0), 3600.0) == (
         False,
         "20 USD saved in 3600 s do not pay for 20.28 USD lost",
     )
-    assert not worth(replace(cheap, usd_per_hour=(100.0, 99.0)), 3600.0)[0], "noise"
-    assert not worth(replace(cheap, rate_after=0.5), 3600.0)[0], "cheap per hour, dear per trajectory"
-    assert not worth(replace(cheap, usd_per_hour=None), 3600.0)[0], "where only the rate counts"
+    assert not worth_moving(replace(cheap, usd_per_hour=(100.0, 99.0)), 3600.0)[0], "noise"
+    assert not worth_moving(replace(cheap, rate_after=0.5), 3600.0)[0], "cheap per hour, dear per trajectory"
+    assert not worth_moving(replace(cheap, usd_per_hour=None), 3600.0)[0], "where only the rate counts"
     applied = running(lambda bench: _proposed(bench, cheap)).events("rebalanced")
     assert applied[0][1]["usd_per_hour_after"] == 80.0
 

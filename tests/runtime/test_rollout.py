@@ -17,7 +17,7 @@ import pytest
 
 from rollart.errors import EnvironmentFault
 from rollart.ledger.database import FILE
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT, Redundancy
@@ -25,7 +25,7 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.rounds import AGAIN
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 THEORY = 0.15
 
@@ -60,7 +60,7 @@ def sleeping(
     groups: int, size: int, draw: Callable[[int], float], *, broken: Callable[[], bool] = lambda: False, **more: Any
 ) -> SimulatedRun:
     """Batches of `groups` x `size` in which nothing but environments takes time."""
-    run = make(
+    run = make_simulated_run(
         quotas={"a": (groups * size, size)},
         turns=1,
         tokens=1,
@@ -256,7 +256,7 @@ def test_the_ledger_tells_the_fates_apart_and_a_resume_goes_on_with_what_was_put
         loop.run(life(True))
     assert caught.value.subgroup(Killed) is not None
     loop.run(life(False))
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         fates: Counter[str] = Counter()
         for charge in reader.charge_sums():
             fates[charge.outcome] += charge.trajectories
@@ -285,7 +285,7 @@ def test_members_that_end_together_are_not_all_written_down(tmp_path: Path) -> N
     counts = connection.execute("SELECT grp, count(*), min(state), max(state) FROM samples GROUP BY grp").fetchall()
     connection.close()
     assert [(n, low, high) for _, n, low, high in counts] == [(4, 1, 1)] * 6
-    with Reader(tmp_path) as reader:
+    with LedgerReader(tmp_path) as reader:
         fates = Counter({c.outcome: 0 for c in reader.charge_sums()})
         for charge in reader.charge_sums():
             fates[charge.outcome] += charge.trajectories
@@ -293,7 +293,7 @@ def test_members_that_end_together_are_not_all_written_down(tmp_path: Path) -> N
 
 
 def test_the_end_of_a_host_is_one_failed_attempt_of_a_group_whatever_it_took_of_it() -> None:
-    run = make(quotas={"a": (8, 4)}, steps=3, env_s=lambda r: 1.0, max_attempts=2)
+    run = make_simulated_run(quotas={"a": (8, 4)}, steps=3, env_s=lambda r: 1.0, max_attempts=2)
 
     class OnAHost(Sleeping):
         async def step(self, action: str) -> Step:

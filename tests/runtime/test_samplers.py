@@ -16,12 +16,12 @@ from rollart.runtime.buffer import Due, SampleBuffer
 from rollart.runtime.cutting import Cut
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 
 def tailed(**more: object) -> SimulatedRun:
     """Most steps of an environment take a second at most, some 25."""
-    return make(
+    return make_simulated_run(
         quotas={"a": (8, 2), "b": (4, 1)},
         alpha=2,
         steps=8,
@@ -124,7 +124,7 @@ def test_which_samples_are_left_out_does_not_depend_on_their_length() -> None:
 
 
 def test_every_step_trains_the_same_tokens_and_consumes_its_whole_batch() -> None:
-    run = make(quotas={"a": (8, 2)}, alpha=1, steps=6, turns=4, tokens=5, train_s=lambda r: 0.5)
+    run = make_simulated_run(quotas={"a": (8, 2)}, alpha=1, steps=6, turns=4, tokens=5, train_s=lambda r: 0.5)
     run.cut_tokens = 100
     loop.run(run.run(), seed=2)
     sizes = {sum(len(s.token_ids) for s in batch) for _, batch in run.trainer.batches}

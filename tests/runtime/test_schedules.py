@@ -11,13 +11,13 @@ from rollart.model import Outcome, Trajectory
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedRewarder, SimulatedTrainer
 
 
 def run_of(schedule: str, *, alpha: int = 1, steps: int = 6, tail: float = 0.8, **more: Any) -> SimulatedRun:
     """16 trajectories a step of 4 turns, with a heavy tail of environments; training takes as long as a short one."""
-    return make(
+    return make_simulated_run(
         quotas={"a": (16, 2)},
         alpha=FIXED_LAG.get(schedule, alpha),
         steps=steps,
@@ -149,7 +149,7 @@ def test_a_slow_trainer_is_the_bound_of_all_asynchronous_schedules() -> None:
 
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "areal"])
 def test_what_a_token_budget_leaves_behind_is_never_trained_too_late(schedule: str) -> None:
-    world = make(
+    world = make_simulated_run(
         schedule=schedule,
         alpha=FIXED_LAG.get(schedule, 1),
         steps=6,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.fleet import Seat
+from rollart.fleet import EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Sampling
@@ -58,7 +58,7 @@ class Rollout:
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
             clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
             shares = EngineShares(clock, clock=now)
-            self.gateway.join(engine, version=0, shares=shares, seat=Seat("p", "H800"))
+            self.gateway.join(engine, version=0, shares=shares, seat=EnginePlacement("p", "H800"))
         entrance = self.gateway.entrance
         assert entrance is not None
         async with asyncio.TaskGroup() as tasks:
@@ -166,7 +166,7 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
         for n in range(2):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
             clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
-            gateway.join(engine, version=0, shares=EngineShares(clock, clock=now), seat=Seat("p", "H800"))
+            gateway.join(engine, version=0, shares=EngineShares(clock, clock=now), seat=EnginePlacement("p", "H800"))
 
         async def turn(n: int) -> None:
             await gateway.generate(

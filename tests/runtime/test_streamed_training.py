@@ -15,13 +15,13 @@ from rollart.policy.staleness import StalenessBound
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.training import REFUSALS, StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 
 
 def streaming(
     *, fail: tuple[int, ...] = (), refuse: tuple[int, ...] = (), steps: int = 3, **more: object
 ) -> SimulatedRun:
-    run = make(
+    run = make_simulated_run(
         quotas={"a": (8, 2), "b": (3, 1)},
         steps=steps,
         engine_s=lambda r: r.expovariate(1.0),
@@ -55,7 +55,7 @@ def test_groups_are_accumulated_while_the_rest_is_rolled_out() -> None:
     """What is left when the batch is whole is the last portion and the update, not the batch."""
     exposed = {}
     for streams in (False, True):
-        run = make(
+        run = make_simulated_run(
             quotas={"a": (8, 2)},
             alpha=0,
             steps=4,

@@ -14,12 +14,14 @@ from rollart.policy.redundancy import Redundancy
 from rollart.runtime.buffer import Due
 from rollart.runtime.training import REFUSALS
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedTrainer
 
 
 def refusing(*calls: int) -> SimulatedRun:
-    run = make(quotas={"a": (4, 2)}, steps=3, engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 0.5)
+    run = make_simulated_run(
+        quotas={"a": (4, 2)}, steps=3, engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 0.5
+    )
     run.trainer.refuse_steps = frozenset(calls)
     return run
 
@@ -55,7 +57,7 @@ class Choosy(SimulatedTrainer):
 
 
 def choosy(**more: object) -> SimulatedRun:
-    run = make(quotas={"a": (4, 2), "b": (4, 2)}, steps=3, engine_s=lambda r: r.expovariate(1.0), **more)  # type: ignore[arg-type]
+    run = make_simulated_run(quotas={"a": (4, 2), "b": (4, 2)}, steps=3, engine_s=lambda r: r.expovariate(1.0), **more)  # type: ignore[arg-type]
     run.trainer = Choosy(0, lambda r: 0.5)
     return run
 
@@ -104,7 +106,7 @@ def test_a_close_during_the_schedulers_own_await_ends_it(schedule: str) -> None:
     must not be lost before the scheduler sleeps."""
     for seed in range(5):
         journal = SlowToDrop()
-        run = make(
+        run = make_simulated_run(
             steps=2,
             schedule=schedule,
             alpha=int(schedule == "rollart"),

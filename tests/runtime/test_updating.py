@@ -10,7 +10,7 @@ import pytest
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Sampling, WeightsRef
-from rollart.policy.updates import OnDivergence, Probe, Staggered, UpdatePolicy
+from rollart.policy.updates import OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.updating import UpdateRule
@@ -69,7 +69,7 @@ def test_an_engine_lost_while_it_loads_is_down_though_it_answers(updates: Update
 
 def test_what_was_measured_of_the_next_version_outlives_what_happens_before_it_is_current() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(OnDivergence(Probe(-1, "", {}), 0.1))
+        fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1))
         updates = fleet.gateway.updates
         assert updates is not None
         async with asyncio.TaskGroup() as tasks:
@@ -131,7 +131,7 @@ def test_a_version_whose_last_engine_left_for_good_is_loaded_by_another() -> Non
     """e0 has v1 and a trajectory that began with it, e1 is close and would not load: it does, at once."""
 
     async def main() -> tuple[float, list[int], dict[str, object]]:
-        fleet = Fleet(OnDivergence(Probe(-1, "", {}), 0.1), alpha=4)
+        fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1), alpha=4)
         updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
         assert updates is not None
         async with asyncio.TaskGroup() as tasks:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollart.sim import loop as virtual
 from serverless.backends.base import Backend
-from serverless.backends.front import Front
+from serverless.backends.front import FunctionHttpServer
 from serverless.backends.hosted import HostedBackend, WorkerHosts
 from serverless.backends.http import Endpoint, HttpBackend, Signed
 from serverless.backends.local import LocalBackend
@@ -136,7 +136,7 @@ class Http(Provider):
     @contextlib.asynccontextmanager
     async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
         secrets = {"k": "not a secret"}
-        async with LocalBackend() as local, Front(local, secrets=secrets) as front:
+        async with LocalBackend() as local, FunctionHttpServer(local, secrets=secrets) as front:
             auth = Signed("k", secrets["k"])
             endpoints = {p.spec.name: Endpoint(f"{front.url}/functions/{p.spec.name}", auth) for p in packages}
             async with _Hosted(endpoints, local, meter) as backend:

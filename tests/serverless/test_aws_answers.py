@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from serverless.backends.aws_answers import Report, function_fault, last_words, report, service_fault
-from serverless.deploy.aws_settings import AwsSettings, configuration
+from serverless.backends.aws_answers import LambdaReport, function_fault, function_log_tail, parse_report, service_fault
+from serverless.deploy.aws_settings import AwsSettings, function_configuration
 from serverless.errors import SpecInvalid
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, Throttle
@@ -31,24 +31,24 @@ def error(kind: str, message: str = "m") -> bytes:
 
 
 def test_a_report_line_is_the_bill() -> None:
-    assert report(log(COLD)) == Report("8f5", 0.00244, 0.112, 128, 33, 0.10855)
-    assert report(log(WARM)) == Report("9a", 0.001, 0.001, 512, 40, 0.0)
-    assert report(log(RESTORED)) == Report("9a", 0.001, 0.007, 512, 40, 0.3505)
+    assert parse_report(log(COLD)) == LambdaReport("8f5", 0.00244, 0.112, 128, 33, 0.10855)
+    assert parse_report(log(WARM)) == LambdaReport("9a", 0.001, 0.001, 512, 40, 0.0)
+    assert parse_report(log(RESTORED)) == LambdaReport("9a", 0.001, 0.007, 512, 40, 0.3505)
 
 
 def test_the_last_report_counts_and_none_is_none() -> None:
     """A function may print anything, a line that looks like a report too."""
     forged = WARM.replace("9a", "forged") + COLD
-    assert (found := report(log(forged))) is not None
+    assert (found := parse_report(log(forged))) is not None
     assert found.request_id == "8f5"
-    assert report(log("no such line")) is None
-    assert report("not base64!") is None
-    assert report("") is None
+    assert parse_report(log("no such line")) is None
+    assert parse_report("not base64!") is None
+    assert parse_report("") is None
 
 
 def test_last_words_are_the_functions_own() -> None:
-    assert last_words(log(COLD)) == "hello"
-    assert last_words(log("a\nb\nc\nd\n" + WARM), 2) == "c | d"
+    assert function_log_tail(log(COLD)) == "hello"
+    assert function_log_tail(log("a\nb\nc\nd\n" + WARM), 2) == "c | d"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_errors_of_functions_by_their_type(payload: bytes, kind: FaultKind, retr
 
 def test_an_exit_with_all_memory_used_is_out_of_memory() -> None:
     killed = error("Runtime.ExitError", "Runtime exited with error: signal: killed")
-    assert function_fault(killed, Report("1", 1, 1, 128, 128, 0)).kind is FaultKind.OUT_OF_MEMORY
-    assert function_fault(killed, Report("1", 1, 1, 128, 60, 0)).kind is FaultKind.CRASH
+    assert function_fault(killed, LambdaReport("1", 1, 1, 128, 128, 0)).kind is FaultKind.OUT_OF_MEMORY
+    assert function_fault(killed, LambdaReport("1", 1, 1, 128, 60, 0)).kind is FaultKind.CRASH
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def spec(**settings: object) -> FunctionSpec:
 
 
 def test_lambda_is_told_whole_seconds_and_the_memory_that_brings_the_cores() -> None:
-    told = configuration(spec(timeout_s=0.3, cpu=2.0), AwsSettings())
+    told = function_configuration(spec(timeout_s=0.3, cpu=2.0), AwsSettings())
     assert (told["Timeout"], told["MemorySize"]) == (1, 3538)
-    assert configuration(spec(timeout_s=10.2, memory_mb=256), AwsSettings())["Timeout"] == 11
+    assert function_configuration(spec(timeout_s=10.2, memory_mb=256), AwsSettings())["Timeout"] == 11
 
 
 @pytest.mark.parametrize("asked", [{"gpu": "L4"}, {"timeout_s": 901}, {"memory_mb": 20_000}, {"cpu": 8.0}])
 def test_what_lambda_does_not_have_is_refused_with_a_remedy(asked: dict[str, object]) -> None:
     with pytest.raises(SpecInvalid, match="Modal"):
-        configuration(spec(**asked), AwsSettings())
+        function_configuration(spec(**asked), AwsSettings())
 
 
 def test_names_have_the_prefix_and_a_limit() -> None:

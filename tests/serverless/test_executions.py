@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from serverless.backends.front import Front
+from serverless.backends.front import FunctionHttpServer
 from serverless.backends.http import Bearer, Endpoint, HttpBackend
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
@@ -76,7 +76,7 @@ def counted(**settings: Any) -> Package:
 @contextlib.asynccontextmanager
 async def fronted(host: Package) -> AsyncIterator[Cutting]:
     """Our own front over real workers, behind a proxy."""
-    async with LocalBackend() as local, Front(local, token="t") as front:
+    async with LocalBackend() as local, FunctionHttpServer(local, token="t") as front:
         await local.deploy(host)
         async with Cutting(int(front.url.rpartition(":")[2])) as proxy:
             yield proxy
@@ -200,7 +200,7 @@ def test_a_caller_who_hangs_up_for_good_ends_its_keyed_call(tmp_path: pathlib.Pa
     one = counted(batch={"max_items": 1})
 
     async def main() -> None:
-        async with LocalBackend() as local, Front(local) as front:
+        async with LocalBackend() as local, FunctionHttpServer(local) as front:
             await local.deploy(one)
             endpoints = {"counted": Endpoint(f"{front.url}/functions/counted")}
             async with HttpBackend(endpoints) as backend, asyncio.TaskGroup() as group:

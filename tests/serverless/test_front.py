@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from serverless.backends import signing
-from serverless.backends.aws_answers import report
-from serverless.backends.front import Front
+from serverless.backends.aws_answers import parse_report
+from serverless.backends.front import FunctionHttpServer
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
 from serverless.meter import WorkerState
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.slow  # real sockets and processes
 @contextlib.asynccontextmanager
 async def opened(
     packages: Sequence[Package], books: Books | None = None, **settings: Any
-) -> AsyncIterator[tuple[Front, LocalBackend]]:
+) -> AsyncIterator[tuple[FunctionHttpServer, LocalBackend]]:
     async with LocalBackend(meter=books) as backend:
         for one in packages:
             await backend.deploy(one)
-        async with Front(backend, tail=backend.tail, **settings) as front:
+        async with FunctionHttpServer(backend, tail=backend.tail, **settings) as front:
             yield front, backend
 
 
@@ -80,7 +80,7 @@ def test_boto3_invokes_with_a_log_and_a_report() -> None:
     first, raised, second, scored = with_boto3(work, package())
     assert json.loads(raised)[0]["error"]["message"] == "no such a"
     assert "ValueError: no such a" in base64.b64decode(first["LogResult"]).decode()
-    used, warm = report(first["LogResult"]), report(second["LogResult"])
+    used, warm = parse_report(first["LogResult"]), parse_report(second["LogResult"])
     assert used is not None
     assert warm is not None
     assert used.init_s > 0.0

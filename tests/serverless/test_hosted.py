@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.frames import Frames, packed
+from serverless.backends.frames import FrameDecoder, encode_frame
 from serverless.backends.hosted import HostedBackend, WorkerHosts
 from serverless.backends.local import LocalBackend
 from serverless.backends.remote import HostLink, HostLost
@@ -30,16 +30,16 @@ LIMIT_S = 120.0
 
 def test_frames_arrive_whole_however_they_are_cut() -> None:
     sent = [["a", 1.5, None], {"b": [b"\0" * 300]}, []]
-    data, frames, found = b"".join(packed(one) for one in sent), Frames(), []
+    data, frames, found = b"".join(encode_frame(one) for one in sent), FrameDecoder(), []
     for n in range(0, len(data), 7):
         found += frames.feed(data[n : n + 7])
     assert found == sent
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", packed(1)[:4] + b"\xc1"])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_frame(1)[:4] + b"\xc1"])
 def test_what_is_no_frame_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="frame"):
-        Frames().feed(data)
+        FrameDecoder().feed(data)
 
 
 class Machines:
@@ -151,7 +151,7 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
             port = server.sockets[0].getsockname()[1]
             monkeypatch.setattr("serverless.backends.worker_host.GREETING_S", LIMIT_S)
             await _knock(port, b"\x00\x10\x00\x00" + b"x" * 64)  # a megabyte
-            await _knock(port, packed(["hello", "\u00e9"]))
+            await _knock(port, encode_frame(["hello", "\u00e9"]))
             monkeypatch.setattr("serverless.backends.worker_host.GREETING_S", 0.05)
             await _knock(port, b"")
             await _knock(port, b"\x00\x00")  # half a length

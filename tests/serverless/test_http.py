@@ -16,7 +16,7 @@ from aiohttp import web
 from serverless.backends.base import Reply
 from serverless.backends.http import Bearer, Endpoint, HttpBackend, Signed
 from serverless.errors import BackendFailed, UnknownFunction
-from serverless.policy.retry import lost
+from serverless.policy.retry import is_outcome_unknown
 from serverless.types import FaultKind
 from serverless.wire import encode
 from tests.serverless.support import Books, item, package, until
@@ -146,7 +146,7 @@ def test_a_connection_that_is_lost_under_a_call_is_not_tried_again() -> None:
     reply, requests = asyncio.run(main())
     assert reply.fault is not None
     assert (reply.fault.kind, reply.fault.retryable, requests) == (FaultKind.UNAVAILABLE, False, 1)
-    assert lost(reply.fault, reply.invocation)
+    assert is_outcome_unknown(reply.fault, reply.invocation)
 
 
 def test_a_host_slower_than_the_deadline_has_one_execution_and_is_told_to_end() -> None:

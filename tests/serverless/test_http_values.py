@@ -76,17 +76,17 @@ def test_what_is_no_exact_form_is_not_read_as_one(body: bytes) -> None:
     ],
 )
 def test_statuses(status: int, kind: FaultKind, retryable: bool) -> None:
-    fault = faults.of_status(status, b"why", {}, NOW)
+    fault = faults.fault_of_status(status, b"why", {}, NOW)
     assert (fault.kind, fault.retryable, fault.detail) == (kind, retryable, f"HTTP {status}: why")
 
 
 def test_a_throttle_has_its_reason_and_its_time() -> None:
     body = json.dumps({"Reason": "ReservedFunctionConcurrentInvocationLimitExceeded"}).encode()
-    fault = faults.of_status(429, body, {"Retry-After": "Fri, 02 Jan 2026 03:04:15 GMT"}, NOW)
+    fault = faults.fault_of_status(429, body, {"Retry-After": "Fri, 02 Jan 2026 03:04:15 GMT"}, NOW)
     assert (fault.throttle, fault.retry_after_s) == (Throttle.RESERVED, 10.0)
-    assert faults.of_status(429, b"", {"Retry-After": "1.5"}, NOW).retry_after_s == 1.5
-    assert faults.of_status(429, b"", {"Retry-After": "soon"}, NOW).retry_after_s is None
-    assert faults.of_status(429, b"", {}, NOW).throttle is None, "a limit of calls at once, or of a rate"
+    assert faults.fault_of_status(429, b"", {"Retry-After": "1.5"}, NOW).retry_after_s == 1.5
+    assert faults.fault_of_status(429, b"", {"Retry-After": "soon"}, NOW).retry_after_s is None
+    assert faults.fault_of_status(429, b"", {}, NOW).throttle is None, "a limit of calls at once, or of a rate"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from rollart.sim import loop as virtual
-from serverless.backends._limit import Limit
+from serverless.backends._limit import ReusableTimeout
 
 
 def test_it_ends_what_takes_longer_again_and_again_and_nothing_else() -> None:
     async def main() -> list[float]:
-        loop, limit, ended = asyncio.get_running_loop(), Limit(), []
+        loop, limit, ended = asyncio.get_running_loop(), ReusableTimeout(), []
         for limit_s, work_s in ((1.0, 0.5), (1.0, 2.0), (0.1, 3.0), (5.0, 4.0), (0.25, 9.0)):
             began = loop.time()
             try:
@@ -30,7 +30,7 @@ def test_it_ends_what_takes_longer_again_and_again_and_nothing_else() -> None:
 
 def test_a_timer_of_an_ended_block_disturbs_nobody() -> None:
     async def main() -> float:
-        limit = Limit()
+        limit = ReusableTimeout()
         with limit.of(1.0):
             pass
         await asyncio.sleep(2.0)
@@ -41,12 +41,12 @@ def test_a_timer_of_an_ended_block_disturbs_nobody() -> None:
 
 
 def test_a_cancellation_from_outside_stays_one_even_at_the_same_instant() -> None:
-    async def work(limit: Limit) -> None:
+    async def work(limit: ReusableTimeout) -> None:
         with limit.of(1.0):
             await asyncio.sleep(9.0)
 
     async def main(cancel_at: float) -> str:
-        limit = Limit()
+        limit = ReusableTimeout()
         async with asyncio.TaskGroup() as group:
             task = group.create_task(work(limit))
             asyncio.get_running_loop().call_at(cancel_at, task.cancel)
@@ -58,7 +58,7 @@ def test_a_cancellation_from_outside_stays_one_even_at_the_same_instant() -> Non
 
 def test_an_error_in_the_block_is_that_error() -> None:
     async def main() -> None:
-        with Limit().of(1.0):
+        with ReusableTimeout().of(1.0):
             raise KeyError("x")
 
     with pytest.raises(KeyError):

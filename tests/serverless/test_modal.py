@@ -16,7 +16,7 @@ import pytest
 from serverless.backends import modal_client
 from serverless.backends.modal_calls import call_pinned, pin
 from serverless.backends.modal_functions import ModalBackend
-from serverless.backends.modal_versions import Ledger, ModalSettings
+from serverless.backends.modal_versions import DeploymentTags, ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package, build
 from serverless.errors import BackendFailed, CredentialsMissing, PackageError, SpecInvalid, UnknownFunction
@@ -392,8 +392,10 @@ def test_importing_the_modules_loads_no_modal() -> None:
 
 def test_tags_say_which_deployment_is_which() -> None:
     digest = "ab" * 32
-    first = Ledger(other={"team": "rl"}).added(1, digest, 10.0, keep=1)
+    first = DeploymentTags(other={"team": "rl"}).added(1, digest, 10.0, keep=1)
     third = first.added(2, "cd" * 32, 20.0, keep=1).added(3, "ef" * 32, 30.9, keep=1)
-    assert Ledger.read(third.tags()) == Ledger(3, {3: "ef" * 32, 2: "cd" * 32}, {3: 30, 2: 20}, {"team": "rl"})
+    assert DeploymentTags.read(third.tags()) == DeploymentTags(
+        3, {3: "ef" * 32, 2: "cd" * 32}, {3: 30, 2: 20}, {"team": "rl"}
+    )
     assert all(len(text) <= 63 for pair in third.tags().items() for text in pair)
-    assert Ledger.read({"rollart-live": "7", "rollart-vx": "?", "rollart-v2": "not base64 !"}).live == 0
+    assert DeploymentTags.read({"rollart-live": "7", "rollart-vx": "?", "rollart-v2": "not base64 !"}).live == 0

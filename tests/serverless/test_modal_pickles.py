@@ -112,8 +112,8 @@ def test_the_guard_is_there_while_a_client_is_open_and_leaves_nothing(plane: Pla
     harmless = pickle.dumps({"a": 1})
 
     async def main() -> None:
-        async with modal_client.opened():
-            async with modal_client.opened():
+        async with modal_client.open_client():
+            async with modal_client.open_client():
                 pass
             with pytest.raises(_serialization.DeserializationError):
                 _serialization.deserialize(harmless, None)

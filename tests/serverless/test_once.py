@@ -11,19 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
-from serverless.backends.once import Answer, Gone, Once, Reused
+from serverless.backends.once import IdempotencyStore, IdempotentResponse, KeyReused, ResponseGone
 
 
 class Work:
     def __init__(self, group: asyncio.TaskGroup, **settings: Any) -> None:
-        self.once = Once(group.create_task, **settings)
+        self.once = IdempotencyStore(group.create_task, **settings)
         self.runs: list[str] = []
 
-    async def call(self, key: str, *, seconds: float = 1.0, body: bytes = b"x", executed: bool = True) -> Answer:
-        async def run() -> Answer:
+    async def call(
+        self, key: str, *, seconds: float = 1.0, body: bytes = b"x", executed: bool = True
+    ) -> IdempotentResponse:
+        async def run() -> IdempotentResponse:
             self.runs.append(key)
             await asyncio.sleep(seconds)
-            return Answer(200, body, executed=executed)
+            return IdempotentResponse(200, body, executed=executed)
 
         return await self.once.call(key, b"digest", run)
 
@@ -39,8 +41,8 @@ def test_calls_of_one_key_share_one_execution_while_it_runs_and_after() -> None:
             await asyncio.sleep(31.0)
             await work.call("k")
             assert work.runs == ["k", "k"], "half a minute later it is another call's"
-            with pytest.raises(Reused):
-                await work.once.call("k", b"another", lambda: asyncio.sleep(0.0, Answer(200, b"")))
+            with pytest.raises(KeyReused):
+                await work.once.call("k", b"another", lambda: asyncio.sleep(0.0, IdempotentResponse(200, b"")))
 
     virtual.run(main())
 
@@ -49,14 +51,14 @@ def test_who_comes_back_in_time_finds_the_call_and_who_does_not_ends_it() -> Non
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
             work = Work(group, linger_s=1.0)
-            for away, outcome in ((0.9, Answer(200, b"x")), (1.1, Gone)):
+            for away, outcome in ((0.9, IdempotentResponse(200, b"x")), (1.1, ResponseGone)):
                 key = str(away)
                 first = group.create_task(work.call(key, seconds=5.0))
                 await asyncio.sleep(0.1)
                 first.cancel()
                 await asyncio.sleep(away)
-                if outcome is Gone:
-                    with pytest.raises(Gone):
+                if outcome is ResponseGone:
+                    with pytest.raises(ResponseGone):
                         await work.call(key)
                 else:
                     assert await work.call(key) == outcome
@@ -82,7 +84,7 @@ def test_answers_are_bounded_in_bytes_and_a_key_without_its_answer_is_not_repeat
             work = Work(group, most_bytes=100)
             for key in "abc":
                 await work.call(key, body=bytes(40))
-            with pytest.raises(Gone):
+            with pytest.raises(ResponseGone):
                 await work.call("a")
             assert (await work.call("c")).body == bytes(40)
             assert work.runs == ["a", "b", "c"]
@@ -104,7 +106,7 @@ def test_no_key_is_executed_twice_whoever_comes_and_goes(seed: int, keys: int, c
                 try:
                     answer = await work.call(key, seconds=seconds, body=key.encode() * 40)
                     assert answer.body == key.encode() * 40
-                except Gone:
+                except ResponseGone:
                     pass
 
             for _ in range(count):

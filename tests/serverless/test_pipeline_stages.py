@@ -18,7 +18,7 @@ from rollart.sim import loop as virtual
 from serverless.backends.base import Reply
 from serverless.deploy.package import Package
 from serverless.pipeline import Offload
-from serverless.pipeline_stats import Stage
+from serverless.pipeline_stats import OffloadStage
 from serverless.settings import PipelineSpec
 from serverless.types import Cause, FaultKind, InfraFault, Item, ModelFault, Outcome, Scored, Throttle
 from tests.serverless.modelled import Modelled, fails, takes
@@ -71,8 +71,12 @@ def test_equal_items_under_way_are_one_call_and_each_gets_its_own_outcome() -> N
     assert outcomes == [Scored(3.0)] * 5
     assert len({id(o.metrics) for o in outcomes}) == 5
     assert len(provider.calls) == 1
-    assert (stages[Stage.DEDUPE].entered, stages[Stage.DEDUPE].acted, stages[Stage.DEDUPE].saved_calls) == (5, 4, 4)
-    assert stages[Stage.DEDUPE].saved_billed_s == pytest.approx(4.0)
+    assert (
+        stages[OffloadStage.DEDUPE].entered,
+        stages[OffloadStage.DEDUPE].acted,
+        stages[OffloadStage.DEDUPE].saved_calls,
+    ) == (5, 4, 4)
+    assert stages[OffloadStage.DEDUPE].saved_billed_s == pytest.approx(4.0)
     assert (books.usage["behave"].saved_items, books.usage["behave"].saved_s) == (4, pytest.approx(4.0))
 
 
@@ -274,7 +278,7 @@ def test_throttling_costs_no_attempt_but_ends() -> None:
     outcome, stages = drive(main, provider, settings=PipelineSpec.model_validate({"retry": {"enabled": False}}))
     assert outcome.kind is FaultKind.THROTTLED
     assert provider.refused == 13
-    assert stages[Stage.ADMISSION].extra_calls == 13
+    assert stages[OffloadStage.ADMISSION].extra_calls == 13
 
 
 # Isolation
@@ -343,7 +347,7 @@ def test_hedges_cut_the_tail_within_their_budget(seed: int) -> None:
     before = drive(lambda o: latencies(o, count), plain, settings=off, spec={"concurrency": 16})
 
     async def main(o: Offload) -> Any:
-        return await latencies(o, count), o.stages()["behave"][Stage.HEDGE]
+        return await latencies(o, count), o.stages()["behave"][OffloadStage.HEDGE]
 
     after, stage = drive(main, hedged, spec={"concurrency": 16})
     hedges = hedged.caused(Cause.HEDGE)
@@ -423,7 +427,7 @@ def test_a_breaker_opens_and_closes_and_nobody_is_lost() -> None:
     assert sum(isinstance(o, InfraFault) for o in outcomes) <= 5
     while_away = [c for c in provider.calls if 1.0 < c.t0 < 5.0]
     assert len(while_away) < 20  # about 40 items came
-    assert stages[Stage.BREAKER].acted >= 1
+    assert stages[OffloadStage.BREAKER].acted >= 1
 
 
 @pytest.mark.parametrize("kind", [FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.BAD_ANSWER])
@@ -479,7 +483,7 @@ def test_calls_fall_back_in_the_order_of_the_chain(first: Any) -> None:
     assert outcomes == [Scored(float(n)) for n in range(40)]
     assert 5 <= len(chain[0].calls) < 40  # until its breaker opened, and trials
     assert {c.cause for c in chain[2].calls} == {Cause.FALLBACK}
-    assert stages[Stage.FALLBACK].helped == 40
+    assert stages[OffloadStage.FALLBACK].helped == 40
     assert all(one.deployed == ["behave"] for one in chain)
 
 
@@ -666,7 +670,7 @@ def test_every_stage_can_be_left_out(stage: str, tmp_path: pathlib.Path) -> None
     assert all(o == Scored(float(n % 40)) for n, o in enumerate(outcomes) if not isinstance(o, InfraFault))
     assert sum(isinstance(o, Scored) for o in outcomes) >= (20 if stage in ("admission", "all") else 60)
     for left_out in STAGES if stage == "all" else [stage]:
-        counts = stages[Stage(left_out)]
+        counts = stages[OffloadStage(left_out)]
         assert (counts.acted, counts.extra_calls, counts.saved_calls) == (0, 0, 0), left_out
 
 
@@ -749,4 +753,4 @@ def test_whatever_happens_the_bounds_hold(
         hedges = provider.caused(Cause.HEDGE)
         assert hedges <= 0.05 * (len(provider.calls) - hedges + provider.refused)
         assert all(call.items <= max_items for call in provider.calls)
-    assert stages[Stage.RETRY].acted <= 20 + 0.1 * count
+    assert stages[OffloadStage.RETRY].acted <= 20 + 0.1 * count

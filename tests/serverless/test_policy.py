@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless.policy.batch import BatchPolicy, Send, Wait
+from serverless.policy.batch import BatchPolicy, SendBatch, WaitForItems
 from serverless.policy.retry import RetryBudget, RetryPolicy
 from serverless.types import FaultKind, InfraFault
 
@@ -26,12 +26,12 @@ def test_a_batch_keeps_its_bounds(
 ) -> None:
     sizes = sizes[:max_items]
     decision = BatchPolicy(max_items, max_wait_s, max_bytes).decide(sizes, waited)
-    if isinstance(decision, Wait):
+    if isinstance(decision, WaitForItems):
         assert 0.0 < decision.seconds <= max_wait_s
         assert len(sizes) < max_items
         assert sum(sizes) <= max_bytes or len(sizes) == 1
     else:
-        assert isinstance(decision, Send)
+        assert isinstance(decision, SendBatch)
         assert 1 <= decision.count <= max_items
         assert sum(sizes[: decision.count]) <= max_bytes or decision.count == 1
         full = decision.count == max_items or decision.count < len(sizes)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless.policy.breaker import Breaker, BreakerPolicy, BreakerState
-from serverless.policy.concurrency import Window, WindowPolicy
+from serverless.policy.breaker import BreakerPolicy, BreakerState, CircuitBreaker
+from serverless.policy.concurrency import ConcurrencyPolicy, ConcurrencyWindow
 from serverless.policy.hedge import HedgeBudget, HedgePolicy, Latencies
-from serverless.policy.limits import Anchors, LimitPolicy, prompt_key
+from serverless.policy.limits import AnchorTimes, LimitPolicy, prompt_key
 from serverless.policy.retry import RetryPolicy
 from serverless.types import FaultKind, InfraFault, Item, Scored, Throttle
 
@@ -38,7 +38,7 @@ def refusal(reason: Throttle | None, retry_after_s: float | None = None) -> Infr
     ],
 )
 def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int, waits: bool) -> None:
-    window = Window(WindowPolicy(40))
+    window = ConcurrencyWindow(ConcurrencyPolicy(40))
     window.throttled(refusal(reason), 10.0, window.begin(), RNG, in_flight=7)
     assert window.size == size
     assert (window.ready_at() > 10.0) is waits
@@ -49,7 +49,7 @@ def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int
 
 
 def test_refusals_of_one_burst_halve_once() -> None:
-    window = Window(WindowPolicy(40))
+    window = ConcurrencyWindow(ConcurrencyPolicy(40))
     numbers = [window.begin() for _ in range(40)]
     for number in numbers:
         window.throttled(refusal(Throttle.CONCURRENCY), 1.0, number, RNG, in_flight=6)
@@ -57,7 +57,7 @@ def test_refusals_of_one_burst_halve_once() -> None:
 
 
 def test_an_only_call_that_is_refused_waits_longer_each_time_and_an_answer_forgets_it() -> None:
-    window = Window(WindowPolicy(1, wait_s=0.1, max_wait_s=1.0))
+    window = ConcurrencyWindow(ConcurrencyPolicy(1, wait_s=0.1, max_wait_s=1.0))
     now = 0.0
     waits = []
     for _ in range(8):
@@ -72,7 +72,7 @@ def test_an_only_call_that_is_refused_waits_longer_each_time_and_an_answer_forge
 
 
 def test_growing_latency_makes_room_and_a_lasting_change_becomes_usual() -> None:
-    window = Window(WindowPolicy(40))
+    window = ConcurrencyWindow(ConcurrencyPolicy(40))
     for _ in range(100):
         window.answered(0.0, 0.1, 4, in_flight=39)
     assert window.size == 40
@@ -87,7 +87,7 @@ def test_growing_latency_makes_room_and_a_lasting_change_becomes_usual() -> None
 
 
 def test_single_stragglers_and_larger_batches_are_no_overload() -> None:
-    window = Window(WindowPolicy(40))
+    window = ConcurrencyWindow(ConcurrencyPolicy(40))
     rng = random.Random(0)
     for n in range(2000):
         items = rng.choice((1, 4, 16))
@@ -103,7 +103,7 @@ def test_single_stragglers_and_larger_batches_are_no_overload() -> None:
     most=st.integers(1, 40),
 )
 def test_the_window_stays_in_its_bounds(steps: list[tuple[Throttle | str | None, int, float]], most: int) -> None:
-    window = Window(WindowPolicy(most))
+    window = ConcurrencyWindow(ConcurrencyPolicy(most))
     now = 0.0
     for what, in_flight, seconds in steps:
         now += seconds
@@ -117,7 +117,7 @@ def test_the_window_stays_in_its_bounds(steps: list[tuple[Throttle | str | None,
 
 
 def test_a_raised_reserved_limit_is_found_in_time() -> None:
-    window = Window(WindowPolicy(40))
+    window = ConcurrencyWindow(ConcurrencyPolicy(40))
     window.throttled(refusal(Throttle.RESERVED), 0.0, window.begin(), RNG, in_flight=6)
     sizes = []
     for second in range(1200):
@@ -172,7 +172,7 @@ def test_stragglers_are_not_the_measure_of_themselves() -> None:
 
 
 def test_a_breaker_opens_tries_and_closes() -> None:
-    breaker = Breaker(BreakerPolicy(consecutive=3, open_s=1.0, max_open_s=3.0))
+    breaker = CircuitBreaker(BreakerPolicy(consecutive=3, open_s=1.0, max_open_s=3.0))
     for _ in range(2):
         assert not breaker.ended(0.0, True, trial=breaker.begin(0.0))
     breaker.ended(0.0, False, trial=False)
@@ -199,7 +199,7 @@ def test_a_breaker_opens_tries_and_closes() -> None:
 
 
 def test_a_breaker_opens_on_a_rate() -> None:
-    breaker = Breaker(BreakerPolicy(consecutive=100, rate=0.5, window=10))
+    breaker = CircuitBreaker(BreakerPolicy(consecutive=100, rate=0.5, window=10))
     opened = [breaker.ended(0.0, n % 2 == 0, trial=False) for n in range(11)]
     assert opened == [False] * 10 + [True]
 
@@ -212,7 +212,7 @@ def test_a_breaker_opens_on_a_rate() -> None:
 )
 def test_limits_never_fall_and_keep_their_bounds(answers: list[tuple[str, bool, float]]) -> None:
     policy = LimitPolicy()
-    anchors = Anchors(policy)
+    anchors = AnchorTimes(policy)
     slowest: dict[str, float] = {}
     for key, correct, seconds in answers:
         before = anchors.limit(key) if key in slowest else 0.0
@@ -224,7 +224,7 @@ def test_limits_never_fall_and_keep_their_bounds(answers: list[tuple[str, bool, 
 
 
 def test_a_function_may_report_an_items_own_time_and_old_prompts_are_forgotten() -> None:
-    anchors = Anchors(LimitPolicy(), most=2)
+    anchors = AnchorTimes(LimitPolicy(), most=2)
     anchors.learn("a", Scored(1.0, {"seconds": 4.0}), 20.0)
     assert anchors.limit("a") == 6.0
     for key in ("b", "c"):

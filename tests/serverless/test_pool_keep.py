@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless.backends.base import Load, Scalable
+from serverless.backends.base import ScalableBackend, WorkerLoad
 from serverless.backends.rehearsal import LAMBDA, RehearsedBackend
 from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.errors import UnknownFunction
@@ -37,7 +37,7 @@ def run(main: Any, books: Books | None = None, *, seed: int | None = None, one: 
 
 
 def test_kept_workers_start_at_once_and_stay_then_go_by_keep_alive() -> None:
-    async def main(backend: Any) -> list[Load]:
+    async def main(backend: Any) -> list[WorkerLoad]:
         assert backend.keep("behave", 3) == 3
         seen = [backend.load("behave")]
         await asyncio.sleep(1.5)
@@ -52,7 +52,7 @@ def test_kept_workers_start_at_once_and_stay_then_go_by_keep_alive() -> None:
         seen.append(backend.load("behave"))
         return seen
 
-    assert run(main, cold_start_s=1.0) == [Load(0, 3), Load(3), Load(3), Load(1), Load()]
+    assert run(main, cold_start_s=1.0) == [WorkerLoad(0, 3), WorkerLoad(3), WorkerLoad(3), WorkerLoad(1), WorkerLoad()]
 
 
 def test_the_number_stays_within_warm_and_concurrency() -> None:
@@ -63,16 +63,16 @@ def test_the_number_stays_within_warm_and_concurrency() -> None:
 
 
 def test_the_load_tells_who_runs_and_who_waits() -> None:
-    async def main(backend: Any) -> Load:
+    async def main(backend: Any) -> WorkerLoad:
         async with asyncio.TaskGroup() as group:
             for _ in range(7):
                 group.create_task(backend.invoke("behave", EVENT, deadline_s=100.0))
             await asyncio.sleep(2.5)
-            load: Load = backend.load("behave")
+            load: WorkerLoad = backend.load("behave")
         return load
 
     found = run(main, cold_start_s=2.0, call_s=1.0)
-    assert found == Load(ready=4, starting=0, busy=4, waiting=3)
+    assert found == WorkerLoad(ready=4, starting=0, busy=4, waiting=3)
     assert (found.workers, found.under_way) == (4, 7)
 
 
@@ -192,7 +192,7 @@ def test_a_rehearsed_backend_passes_it_on_and_one_over_no_pool_keeps_nothing() -
     async def main() -> Any:
         inner = SimulatedBackend({"behave": lambda sample: 1.0}, profiles={"behave": Profile()})
         async with RehearsedBackend(inner, LAMBDA) as backend:
-            assert isinstance(backend, Scalable)
+            assert isinstance(backend, ScalableBackend)
             await backend.deploy(package())
             kept = backend.keep("behave", 2)
             await asyncio.sleep(1.0)
@@ -200,7 +200,7 @@ def test_a_rehearsed_backend_passes_it_on_and_one_over_no_pool_keeps_nothing() -
         other = RehearsedBackend(Modelled(takes(1.0)), LAMBDA)
         return kept, load, other.keep("behave", 2), other.load("behave")
 
-    assert Simulated().run(main()) == (2, Load(2), 0, Load())
+    assert Simulated().run(main()) == (2, WorkerLoad(2), 0, WorkerLoad())
 
 
 @settings(max_examples=15, deadline=None)
@@ -250,10 +250,10 @@ def test_whatever_is_kept_no_worker_is_lost_and_none_is_left(
                     await asyncio.sleep(pause_s)
             backend.keep("behave", concurrency)  # type: ignore[attr-defined]
             await asyncio.sleep(600.0)
-            assert backend.load("behave") == Load(concurrency)  # type: ignore[attr-defined]
+            assert backend.load("behave") == WorkerLoad(concurrency)  # type: ignore[attr-defined]
             backend.keep("behave", 0, keep_alive_s=1.0)  # type: ignore[attr-defined]
             await asyncio.sleep(600.0)
-            assert backend.load("behave") == Load(warm)  # type: ignore[attr-defined]
+            assert backend.load("behave") == WorkerLoad(warm)  # type: ignore[attr-defined]
 
     provider.run(main())
     assert peak(books) <= concurrency

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
-from serverless.backends.host import PoolHost
+from serverless.backends.host import PoolRegistry
 from serverless.backends.simulated import Profile, SimulatedBackend, SimulatedMachines
-from serverless.backends.worker import Answer, Request, WorkerFault, WorkerLost
+from serverless.backends.worker import WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 from serverless.deploy.package import Package
 from serverless.types import Cause, FaultKind, InfraFault
 from serverless.wire import encode
@@ -48,7 +48,7 @@ class Worker:
         self.alive = True
         machine.workers.append(self)
 
-    async def call(self, request: Request) -> Answer:
+    async def call(self, request: WorkerRequest) -> WorkerReply:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._call_s):
                 await self._over.wait()
@@ -57,7 +57,7 @@ class Worker:
             raise WorkerFault(LOST)
         if not self.alive:
             raise WorkerLost(LOST)
-        return Answer([{"id": "a", "aggregate_reward_score": 1.0}], self._call_s)
+        return WorkerReply([{"id": "a", "aggregate_reward_score": 1.0}], self._call_s)
 
     def end(self) -> None:
         self.kill()
@@ -106,7 +106,7 @@ class Machines:
 
 @contextlib.asynccontextmanager
 async def opened(machines: Machines, books: Books, **spec: Any) -> Any:
-    host = PoolHost(machines, provider="local", meter=books, room=machines.room)
+    host = PoolRegistry(machines, provider="local", meter=books, room=machines.room)
     await host.open()
     try:
         host.deploy(package(**{"timeout_s": 1000.0, "keep_alive_s": 1e9, **spec}))

@@ -12,7 +12,7 @@ import pytest
 
 from rollart.sim import loop as virtual
 from serverless.backends.pool import WorkerFault
-from serverless.backends.rehearsal import LAMBDA, MODAL, LogNormal, Platform, RehearsedBackend, RehearsedLauncher
+from serverless.backends.rehearsal import LAMBDA, MODAL, LogNormalSeconds, Platform, RehearsedBackend, RehearsedLauncher
 from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.types import FaultKind, Throttle
 from serverless.wire import encode
@@ -48,13 +48,13 @@ def test_cold_starts_have_the_platforms_distribution_and_repeat(platform: Platfo
 
 def test_a_distribution_between_two_quantiles_has_them() -> None:
     rng = random.Random(0)
-    drawn = sorted(LogNormal.between(1.0, 3.0).draw(rng) for _ in range(4000))
+    drawn = sorted(LogNormalSeconds.between(1.0, 3.0).draw(rng) for _ in range(4000))
     assert drawn[2000] == pytest.approx(1.0, rel=0.05)
     assert drawn[3800] == pytest.approx(3.0, rel=0.1)
 
 
 def test_environments_start_no_faster_than_the_platform_scales() -> None:
-    platform = replace(LAMBDA, scale_burst=2, scale_per_s=1.0, cold_start=LogNormal(0.0, 0.0))
+    platform = replace(LAMBDA, scale_burst=2, scale_per_s=1.0, cold_start=LogNormalSeconds(0.0, 0.0))
 
     async def main() -> list[Any]:
         launcher = RehearsedLauncher(simulated(), platform)
@@ -73,7 +73,7 @@ def test_environments_start_no_faster_than_the_platform_scales() -> None:
 
 
 def test_more_calls_than_the_account_has_are_throttled_and_the_overhead_is_there() -> None:
-    platform = replace(LAMBDA, concurrency=2, call=LogNormal(0.25, 0.0))
+    platform = replace(LAMBDA, concurrency=2, call=LogNormalSeconds(0.25, 0.0))
 
     async def main() -> tuple[list[Any], float]:
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy import template
 from serverless.deploy.package import Package, build
 from serverless.errors import PackageError, SpecInvalid
-from serverless.rehearse import Case, Expected, Rehearsal, cost, read_cases, rehearse
+from serverless.rehearse import ExpectedOutcome, Rehearsal, RehearsalCase, cost, read_cases, rehearse
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored
 from tests.serverless.support import Simulated, package
@@ -70,7 +70,7 @@ def test_a_million_items_cost_what_the_providers_rates_say(
 def test_a_fault_of_the_platform_never_passes_for_a_score(
     expected: dict[str, Any], outcome: Scored | ModelFault | InfraFault, problem: str
 ) -> None:
-    assert Expected(**expected).mismatch(outcome) == problem
+    assert ExpectedOutcome(**expected).mismatch(outcome) == problem
 
 
 def test_cases_are_read_in_both_forms(tmp_path: pathlib.Path) -> None:
@@ -79,9 +79,9 @@ def test_cases_are_read_in_both_forms(tmp_path: pathlib.Path) -> None:
     short = {"prompt": "2+2?", "completion": "4", "reference_answer": "4", "expected": {"score": 1}}
     path.write_text(json.dumps(long) + "\n\n" + json.dumps(short) + "\n")
     one, two = read_cases(path)
-    assert one == Case(Item("b", ({"role": "assistant", "content": "4"},), None, {"k": 1}))
+    assert one == RehearsalCase(Item("b", ({"role": "assistant", "content": "4"},), None, {"k": 1}))
     assert (two.item.id, two.item.completion, two.item.messages[0]["content"]) == ("3", "4", "2+2?")
-    assert two.expected == Expected(score=1)
+    assert two.expected == ExpectedOutcome(score=1)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_wrong_case_is_placed(tmp_path: pathlib.Path, text: str, error: str) -
         read_cases(tmp_path / "none.jsonl")
 
 
-def modelled(one: Package, cases: list[Case], function: Any, **profile: Any) -> Rehearsal:
+def modelled(one: Package, cases: list[RehearsalCase], function: Any, **profile: Any) -> Rehearsal:
     async def main() -> Rehearsal:
         async with SimulatedBackend({one.spec.name: function}, profiles={one.spec.name: Profile(**profile)}) as backend:
             return await rehearse(one, cases, backend=backend, prices={"aws_lambda": LAMBDA, "modal": MODAL})
@@ -111,8 +111,10 @@ def modelled(one: Package, cases: list[Case], function: Any, **profile: Any) -> 
     return Simulated().run(main())
 
 
-def case(key: str, text: str = "x", **expected: Any) -> Case:
-    return Case(Item(key, ({"role": "assistant", "content": text},)), Expected(**expected) if expected else None)
+def case(key: str, text: str = "x", **expected: Any) -> RehearsalCase:
+    return RehearsalCase(
+        Item(key, ({"role": "assistant", "content": text},)), ExpectedOutcome(**expected) if expected else None
+    )
 
 
 def test_times_and_costs_are_of_warm_calls() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from rollart.sim import loop as virtual
-from serverless.backends.base import Load
+from serverless.backends.base import WorkerLoad
 from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.errors import BackendFailed
 from serverless.meter import WorkerState
 from serverless.pipeline import Offload
-from serverless.scaling import Scaled, Scaler, Surroundings
-from serverless.scaling_seen import Seen
+from serverless.scaling import Scaler, ScalerContext, ScalingDecision
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
-from serverless.spec import BatchSpec
+from serverless.spec import FunctionBatchSpec
 from serverless.types import Scored
 from tests.serverless.modelled import Modelled, takes
 from tests.serverless.support import Books, item, package
@@ -57,10 +57,10 @@ class Bursts:
         self.steps = steps
         self.batch = batch
         self.settings = ScalingSpec.model_validate(settings)
-        self.books, self.told, self.rollouts = Books(), list[Scaled](), Rollouts()
+        self.books, self.told, self.rollouts = Books(), list[ScalingDecision](), Rollouts()
         self.waits: list[list[float]] = []
         self.ends: list[float] = []
-        self.left = Load()
+        self.left = WorkerLoad()
 
     async def run(self) -> Bursts:
         one = package(
@@ -68,11 +68,11 @@ class Bursts:
             concurrency=self.batch,
             keep_alive_s=5.0,
             deterministic=False,
-            batch=BatchSpec(max_items=1, max_wait_ms=0.0),
+            batch=FunctionBatchSpec(max_items=1, max_wait_ms=0.0),
         )
-        seen, profile = Seen(self.books), Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
+        seen, profile = StatisticsMeter(self.books), Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
         around, rng, loop = (
-            Surroundings(self.rollouts, tell=self.told.append),
+            ScalerContext(self.rollouts, tell=self.told.append),
             random.Random(0),
             asyncio.get_running_loop(),
         )
@@ -135,7 +135,7 @@ def test_a_forecast_waits_less_than_a_reaction_for_no_more_worker_seconds_and_bo
 
 def test_workers_are_there_before_the_burst_and_none_is_left_at_the_end() -> None:
     found = bursts()
-    assert found.left == Load()
+    assert found.left == WorkerLoad()
     first_call = {step: waits[0] for step, waits in enumerate(found.waits)}
     assert first_call[0] == pytest.approx(COLD_S), "nothing is known in the first step"
     assert sum(wait < 1e-6 for wait in list(first_call.values())[1:]) >= 6
@@ -148,13 +148,13 @@ def test_workers_are_there_before_the_burst_and_none_is_left_at_the_end() -> Non
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_order_of_what_is_ready_at_once_does_not_matter(seed: int) -> None:
     found = virtual.run(Bursts(3).run(), seed=seed)
-    assert found.left == Load()
+    assert found.left == WorkerLoad()
     assert sum(map(len, found.waits)) == 3 * BATCH
 
 
 def test_at_the_end_a_function_has_its_own_settings_again() -> None:
     async def main() -> list[Any]:
-        one, seen = package(name="judge", keep_alive_s=7.0, warm=1), Seen(Books())
+        one, seen = package(name="judge", keep_alive_s=7.0, warm=1), StatisticsMeter(Books())
         async with SimulatedBackend({"judge": lambda sample: 1.0}, meter=seen) as backend:
             await backend.deploy(one)
             settings = ScalingSpec.model_validate({"keep_alive": {"min_s": 3.0, "max_s": 3.0}})
@@ -170,12 +170,12 @@ def test_at_the_end_a_function_has_its_own_settings_again() -> None:
             await asyncio.sleep(3.0)
             return [*sizes, backend.load("judge")]
 
-    assert virtual.run(main()) == [3, 1, 3, Load(1)]
+    assert virtual.run(main()) == [3, 1, 3, WorkerLoad(1)]
 
 
 def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone() -> None:
     async def main() -> list[tuple[int, int]]:
-        one, seen, rollouts, on = package(name="judge"), Seen(Books()), Rollouts(), ["simulated"]
+        one, seen, rollouts, on = package(name="judge"), StatisticsMeter(Books()), Rollouts(), ["simulated"]
         one = package(name="judge", concurrency=8, keep_alive_s=1.0)
         async with contextlib.AsyncExitStack() as stack:
             chain = []
@@ -189,7 +189,7 @@ def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone()
                 chain.append(backend)
             rollouts.asked = [("math", 10.0)] * 20
             rollouts.began = {str(n): -9.0 for n in range(1000)}
-            around = Surroundings(rollouts, route=lambda function: on[0])
+            around = ScalerContext(rollouts, route=lambda function: on[0])
             settings = ScalingSpec.model_validate({"reactive": OFF})
             scaler = Scaler({"judge": one.spec}, chain, seen=seen, meter=seen, settings=settings, around=around)
             found = []
@@ -218,8 +218,8 @@ class Slow(Modelled):
         self.fails: list[Exception] = []
         self.hangs = False
 
-    def load(self, function: str) -> Load:
-        return Load(busy=self.running)
+    def load(self, function: str) -> WorkerLoad:
+        return WorkerLoad(busy=self.running)
 
     async def provisioned(self, function: str) -> int:
         return self.level
@@ -240,8 +240,8 @@ class Paid:
 
     def __init__(self, backend: Slow, remember: pathlib.Path | None = None, **settings: Any) -> None:
         self.backend = backend
-        self.books, self.told = Books(), list[Scaled]()
-        self.seen = Seen(self.books)
+        self.books, self.told = Books(), list[ScalingDecision]()
+        self.seen = StatisticsMeter(self.books)
         self.one = package(name="judge", concurrency=10, memory_mb=1024)
         wanted = {"provisioned": True, "forecast": OFF, **settings}
         self.scaler = Scaler(
@@ -250,7 +250,7 @@ class Paid:
             seen=self.seen,
             meter=self.seen,
             settings=ScalingSpec.model_validate(wanted),
-            around=Surroundings(tell=self.told.append, remember=remember),
+            around=ScalerContext(tell=self.told.append, remember=remember),
         )
 
     async def busy(self, calls: int, seconds: float) -> None:

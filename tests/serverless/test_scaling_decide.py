@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from serverless.backends.base import Load
-from serverless.policy.forecast import Expected, Forecast, workers_for
-from serverless.scaling_decide import Coming, Decider, Hysteresis, Look
-from serverless.scaling_seen import Book, Seen
+from serverless.backends.base import WorkerLoad
+from serverless.policy.forecast import ExpectedCalls, Forecast, workers_for
+from serverless.scaling_decide import CallForecast, Decider, Hysteresis, ScalingObservation
+from serverless.scaling_seen import CallStatistics, StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation
@@ -26,14 +26,16 @@ def decider(*, concurrency: int = 100, keep_alive_s: float = 60.0, **given_setti
     return Decider(spec, ScalingSpec.model_validate(given_settings))
 
 
-def expects(mean: float, variance: float = 0.0) -> Coming:
-    return lambda horizon_s: Expected(mean, variance)
+def expects(mean: float, variance: float = 0.0) -> CallForecast:
+    return lambda horizon_s: ExpectedCalls(mean, variance)
 
 
-def look(now: float = 0.0, load: Load | None = None, coming: Coming = lambda _: None, **rest: object) -> Look:
-    book = rest.pop("book", None) or Book(service_s=2.0, items=1.0, cold_s=5.0)
+def look(
+    now: float = 0.0, load: WorkerLoad | None = None, coming: CallForecast = lambda _: None, **rest: object
+) -> ScalingObservation:
+    book = rest.pop("book", None) or CallStatistics(service_s=2.0, items=1.0, cold_s=5.0)
     waiting = rest.pop("waiting", 0)
-    return Look(now, load or Load(), book, waiting, coming, **rest)  # type: ignore[arg-type]
+    return ScalingObservation(now, load or WorkerLoad(), book, waiting, coming, **rest)  # type: ignore[arg-type]
 
 
 def call(
@@ -72,34 +74,34 @@ class TestDecider:
     def test_the_horizon_is_a_little_more_than_a_cold_start_and_two_looks_or_as_set(self) -> None:
         asked: list[float] = []
 
-        def coming(horizon_s: float) -> Expected:
+        def coming(horizon_s: float) -> ExpectedCalls:
             asked.append(horizon_s)
-            return Expected(0.0, 0.0)
+            return ExpectedCalls(0.0, 0.0)
 
         decider(keep_alive=OFF).decide(look(coming=coming))
         decider(keep_alive=OFF, forecast={"horizon_s": 30.0}).decide(look(coming=coming))
         assert asked == pytest.approx([8.0, 30.0])
 
     def test_items_share_calls_as_they_did(self) -> None:
-        book = Book(service_s=2.0, items=8.0, cold_s=5.0)
+        book = CallStatistics(service_s=2.0, items=8.0, cold_s=5.0)
         assert decider(forecast={"z": 0.0}).decide(look(coming=expects(64.0), book=book)).workers == 2
 
     def test_what_nobody_announced_is_reacted_to(self) -> None:
         one = decider()
         for t in range(4):
-            found = one.decide(look(float(t), Load(ready=2, busy=2, waiting=12)))
+            found = one.decide(look(float(t), WorkerLoad(ready=2, busy=2, waiting=12)))
         assert (found.workers, found.why) == (20, "reactive"), "14 calls at 0.7 a worker"
-        assert decider(reactive=OFF).decide(look(0.0, Load(2, 0, 2, 12))).workers == 0
+        assert decider(reactive=OFF).decide(look(0.0, WorkerLoad(2, 0, 2, 12))).workers == 0
 
     def test_calls_shorter_than_a_look_are_seen_by_what_they_ran(self) -> None:
         """80 calls of 50 ms that ended between two looks are four at once, though none runs at a look."""
-        one, book = decider(forecast=OFF), Book()
+        one, book = decider(forecast=OFF), CallStatistics()
         for n in range(80):
             book.note(call(0.05, t0=n / 80.0))
-        assert one.decide(look(1.0, Load(1), book=book)).workers == 6
+        assert one.decide(look(1.0, WorkerLoad(1), book=book)).workers == 6
 
     def test_a_call_longer_than_a_look_counts_for_its_part(self) -> None:
-        book = Book()
+        book = CallStatistics()
         assert book.take_busy(100.0) == 0.0
         book.note(call(30.0, t0=70.5))
         assert book.take_busy(101.0) == pytest.approx(0.5)
@@ -108,7 +110,7 @@ class TestDecider:
         assert decider(concurrency=3).decide(look(coming=expects(1e6))).workers == 3
         idle = decider().decide(look(coming=expects(0.0)))
         assert (idle.workers, idle.why) == (0, "idle")
-        assert decider().decide(look(coming=expects(50.0), book=Book())).workers == 0, "no call was seen yet"
+        assert decider().decide(look(coming=expects(50.0), book=CallStatistics())).workers == 0, "no call was seen yet"
 
     @settings(max_examples=40)
     @given(
@@ -120,7 +122,7 @@ class TestDecider:
         one = decider(concurrency=50)
         for t, (busy, waiting, mean, starting) in enumerate(ticks):
             found = one.decide(
-                look(float(t), Load(busy, starting, busy, waiting), expects(mean, mean / 2), idle_usd_per_s=1e-5)
+                look(float(t), WorkerLoad(busy, starting, busy, waiting), expects(mean, mean / 2), idle_usd_per_s=1e-5)
             )
             assert 0 <= found.workers <= 50
             assert (found.why == "idle") == (found.workers == 0)
@@ -131,7 +133,7 @@ class TestDecider:
 class TestKeepAlive:
     def rule(
         self,
-        coming: Coming = lambda _: None,
+        coming: CallForecast = lambda _: None,
         *,
         waited: float = 1.0,
         longest: float = 1e6,
@@ -139,7 +141,7 @@ class TestKeepAlive:
         **keep_alive: object,
     ) -> float | None:
         one = decider(reactive=OFF, forecast=OFF, keep_alive=keep_alive, keep_alive_s=longest)
-        book = Book(service_s=2.0, items=1.0, cold_s=5.0, waited=waited)
+        book = CallStatistics(service_s=2.0, items=1.0, cold_s=5.0, waited=waited)
         return one.decide(look(coming=coming, book=book, idle_usd_per_s=idle, waiting_usd_per_s=9e-5)).keep_alive_s
 
     def test_idling_may_cost_what_a_cold_start_does_with_who_waits_for_it(self) -> None:
@@ -199,7 +201,7 @@ class TestHysteresis:
 class TestSeen:
     def test_it_passes_everything_on_and_learns(self) -> None:
         books = Books()
-        seen = Seen(books)
+        seen = StatisticsMeter(books)
         for one in (
             call(2.0, items=4, cold_s=3.0),
             call(2.0, items=4),

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
 
-from serverless.backends.base import Load
+from serverless.backends.base import WorkerLoad
 from serverless.backends.local import LocalBackend
 from serverless.meter import WorkerState
 from serverless.pipeline import Offload
-from serverless.scaling import Scaled, Scaler, Surroundings
-from serverless.scaling_seen import Seen
+from serverless.scaling import Scaler, ScalerContext, ScalingDecision
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
-from serverless.spec import BatchSpec
+from serverless.spec import FunctionBatchSpec
 from serverless.types import Cause, Scored
 from tests.serverless.support import Books, alive, descendants, item, package, until
 
@@ -43,9 +43,13 @@ class Announced:
 
 
 def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> None:
-    books, demand, told = Books(), Announced(), list[Scaled]()
+    books, demand, told = Books(), Announced(), list[ScalingDecision]()
     one = package(
-        "behave", concurrency=CALLS, keep_alive_s=60.0, deterministic=False, batch=BatchSpec(max_items=1, max_wait_ms=0)
+        "behave",
+        concurrency=CALLS,
+        keep_alive_s=60.0,
+        deterministic=False,
+        batch=FunctionBatchSpec(max_items=1, max_wait_ms=0),
     )
     settings = ScalingSpec.model_validate(
         {
@@ -63,16 +67,16 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
         assert all(isinstance(outcome, Scored) for outcome in outcomes), outcomes
 
     async def main() -> tuple[list[int], float]:
-        seen, loop = Seen(books), asyncio.get_running_loop()
+        seen, loop = StatisticsMeter(books), asyncio.get_running_loop()
         async with LocalBackend(meter=seen) as backend, Offload([one], backend, meter=seen) as offload:
-            around = Surroundings(demand, tell=told.append)
+            around = ScalerContext(demand, tell=told.append)
             async with Scaler(offload.functions, [backend], seen=seen, meter=seen, settings=settings, around=around):
                 await burst(offload, "first")
                 await until(lambda: backend.workers("behave") == 0)
                 # Trajectories of 1,000 s, all but over: they will ask within the horizon.
                 demand.asked = [("lake", 1000.0)] * CALLS
                 demand.began = [loop.time() - 999.9] * (2 * CALLS)
-                await until(lambda: backend.load("behave") == Load(CALLS))
+                await until(lambda: backend.load("behave") == WorkerLoad(CALLS))
                 pids = [pid for zygote in backend.zygote_pids for pid in descendants(zygote)]
                 began = loop.time()
                 await burst(offload, "second")

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from serverless.policy.autoscale import Autoscaler, ScalePolicy
 from serverless.policy.forecast import Forecast, workers_for
 from serverless.policy.keepalive import KeepAlive
-from serverless.replay import Ahead, Call, OnDemand, Reactive, dedicated, elastic, fewest
+from serverless.replay import (
+    ForecastScaling,
+    OnDemandScaling,
+    ReactiveScaling,
+    ReplayedCall,
+    min_dedicated_workers,
+    replay_dedicated,
+    replay_elastic,
+)
 
 
 def steady(scaler: Autoscaler, concurrency: float, seconds: int, *, ready: int, start: int = 0) -> list[int]:
@@ -116,13 +124,13 @@ class TestKeepAlive:
         assert KeepAlive(0.0, 1.0).seconds(5.0) == math.inf
 
 
-def bursts(steps: int = 40, batch: int = 64, seed: int = 0) -> list[Call]:
+def bursts(steps: int = 40, batch: int = 64, seed: int = 0) -> list[ReplayedCall]:
     """Reward calls of synchronous steps: a batch of trajectories begins at once, log-normal durations around 30 s, and
     nothing happens for 20 s while the model trains (facts of RollArt's R3: reward load comes in bursts)."""
     rng, t, calls = random.Random(seed), 0.0, []
     for _ in range(steps):
         lasts = [30.0 * rng.lognormvariate(0.0, 0.5) for _ in range(batch)]
-        calls += [Call(t + d, 2.0 * rng.lognormvariate(0.0, 0.3), t, "math") for d in lasts]
+        calls += [ReplayedCall(t + d, 2.0 * rng.lognormvariate(0.0, 0.3), t, "math") for d in lasts]
         t += max(lasts) + 20.0
     return calls
 
@@ -130,10 +138,10 @@ def bursts(steps: int = 40, batch: int = 64, seed: int = 0) -> list[Call]:
 class TestReplay:
     def test_dedicated_workers_are_a_queue(self) -> None:
         """By hand: two workers, four calls of 2 s at 0, 0, 1 and 1 s."""
-        found = dedicated([Call(0, 2), Call(0, 2), Call(1, 2), Call(1, 2)], 2)
+        found = replay_dedicated([ReplayedCall(0, 2), ReplayedCall(0, 2), ReplayedCall(1, 2), ReplayedCall(1, 2)], 2)
         assert found.waits == pytest.approx((0, 0, 1, 1))
         assert [found.span_s, found.worker_s, found.busy_s, found.utilisation] == pytest.approx([4, 8, 8, 1])
-        assert dedicated([], 3).worker_s == 0
+        assert replay_dedicated([], 3).worker_s == 0
 
     @given(
         st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), min_size=1, max_size=25),
@@ -144,15 +152,15 @@ class TestReplay:
         self, rows: list[tuple[int, int]], wait_s: float, quantile: float
     ) -> None:
         """Against trying every number in turn; with all calls at once none waits."""
-        calls = [Call(t / 2, s / 2) for t, s in rows]
-        every = [k for k in range(1, len(calls) + 1) if dedicated(calls, k).wait(quantile) <= wait_s]
-        assert fewest(calls, wait_s, quantile=quantile) == every[0]
-        assert fewest([], wait_s) == 1
+        calls = [ReplayedCall(t / 2, s / 2) for t, s in rows]
+        every = [k for k in range(1, len(calls) + 1) if replay_dedicated(calls, k).wait(quantile) <= wait_s]
+        assert min_dedicated_workers(calls, wait_s, quantile=quantile) == every[0]
+        assert min_dedicated_workers([], wait_s) == 1
 
     def test_functions_start_for_a_call_and_end_idle(self) -> None:
         """By hand: 1 s of cold start, kept for 3 s. The call at 5 s finds a worker that has been idle since 3 s, the
         one at 20 s none."""
-        found = elastic([Call(0, 2), Call(5, 2), Call(20, 2)], cold_s=1, keep_s=3)
+        found = replay_elastic([ReplayedCall(0, 2), ReplayedCall(5, 2), ReplayedCall(20, 2)], cold_s=1, keep_s=3)
         assert found.waits == pytest.approx((1, 0, 1))
         assert [found.cold_starts, found.peak] == [2, 1]
         assert found.worker_s == pytest.approx((7 + 3) + 3)
@@ -161,9 +169,9 @@ class TestReplay:
     def test_every_call_is_served_once_and_every_second_counted(
         self, rows: list[tuple[float, float]], most: int
     ) -> None:
-        calls = [Call(t, s, max(0.0, t - 5)) for t, s in rows]
-        for scaling in (OnDemand(), Reactive(), Ahead(3.0)):
-            found = elastic(calls, cold_s=0.5, keep_s=2.0, scaling=scaling, most=most)
+        calls = [ReplayedCall(t, s, max(0.0, t - 5)) for t, s in rows]
+        for scaling in (OnDemandScaling(), ReactiveScaling(), ForecastScaling(3.0)):
+            found = replay_elastic(calls, cold_s=0.5, keep_s=2.0, scaling=scaling, most=most)
             assert len(found.waits) == len(calls)
             assert min(found.waits) >= -1e-9
             assert found.peak <= most
@@ -171,20 +179,22 @@ class TestReplay:
             assert found.worker_s >= found.busy_s - 1e-6
 
     def test_unbounded_functions_wait_no_longer_than_a_cold_start(self) -> None:
-        found = elastic(bursts(5), cold_s=5.0, keep_s=5.0)
+        found = replay_elastic(bursts(5), cold_s=5.0, keep_s=5.0)
         assert max(found.waits) <= 5.0 + 1e-9
 
     def test_a_forecast_beats_a_reaction_at_equal_cost(self) -> None:
         """p99 of the wait less than half of Knative's, for no more worker-seconds."""
         calls = bursts()
-        ahead = elastic(calls, cold_s=5.0, keep_s=5.0, scaling=Ahead(8.0))
+        ahead = replay_elastic(calls, cold_s=5.0, keep_s=5.0, scaling=ForecastScaling(8.0))
         for utilisation in (0.9, 0.7, 0.5):
-            reactive = elastic(calls, cold_s=5.0, keep_s=5.0, scaling=Reactive(ScalePolicy(utilisation=utilisation)))
+            reactive = replay_elastic(
+                calls, cold_s=5.0, keep_s=5.0, scaling=ReactiveScaling(ScalePolicy(utilisation=utilisation))
+            )
             assert ahead.worker_s <= reactive.worker_s
             assert ahead.wait(0.99) < 0.5 * reactive.wait(0.99)
 
     def test_nobody_looks_ahead_further_than_the_live_trajectories_tell(self) -> None:
         """Without trajectories in flight the forecast is silent, and calls start workers on demand."""
-        blind = [Call(c.t, c.seconds) for c in bursts(5)]
-        ahead = elastic(blind, cold_s=5.0, keep_s=5.0, scaling=Ahead(8.0))
+        blind = [ReplayedCall(c.t, c.seconds) for c in bursts(5)]
+        ahead = replay_elastic(blind, cold_s=5.0, keep_s=5.0, scaling=ForecastScaling(8.0))
         assert ahead.wait(0.99) == pytest.approx(5.0, abs=0.5)

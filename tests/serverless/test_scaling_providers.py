@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from serverless.backends.base import Provisions, Scalable
+from serverless.backends.base import ProvisionedBackend, ScalableBackend
 from serverless.meter import WorkerState
-from serverless.scaling import Scaled, Scaler, Surroundings
+from serverless.scaling import Scaler, ScalerContext, ScalingDecision
 from serverless.scaling_decide import Hysteresis
-from serverless.scaling_seen import Seen
+from serverless.scaling_seen import StatisticsMeter
 from serverless.scaling_spec import ScalingSpec
 from serverless.wire import encode
 from tests.serverless.aws import provider as aws
@@ -32,8 +32,8 @@ SLEEPS = [encode(item("s", do="sleep", seconds=0.5))]
 class Run:
     """A backend with one function, and its scaler that changes levels within fractions of a second."""
 
-    def __init__(self, backend: Any, seen: Seen, books: Books, remember: pathlib.Path | None = None) -> None:
-        self.backend, self.books, self.told = backend, books, list[Scaled]()
+    def __init__(self, backend: Any, seen: StatisticsMeter, books: Books, remember: pathlib.Path | None = None) -> None:
+        self.backend, self.books, self.told = backend, books, list[ScalingDecision]()
         self.one = package(concurrency=4)
         settings = ScalingSpec.model_validate(
             {"tick_s": 0.1, "provisioned": True, "reactive": {"stable_s": 1.0, "panic_share": 0.5}}
@@ -44,7 +44,7 @@ class Run:
             seen=seen,
             meter=seen,
             settings=settings,
-            around=Surroundings(tell=self.told.append, remember=remember),
+            around=ScalerContext(tell=self.told.append, remember=remember),
             hysteresis=lambda: Hysteresis(up_s=0.2, down_s=0.5),
         )
 
@@ -67,8 +67,8 @@ Level = Callable[[], Awaitable[int]]
 async def follows(run: Run, level: Level) -> None:
     """The level rises with calls, falls without, and is as before when the scaler has gone."""
     before = await level()
-    assert isinstance(run.backend, Provisions)
-    assert not isinstance(run.backend, Scalable)
+    assert isinstance(run.backend, ProvisionedBackend)
+    assert not isinstance(run.backend, ScalableBackend)
     async with run.scaler:
         await run.busy_until(lambda: any(c.after >= 3 for c in run.told))
         assert await level() >= 3
@@ -121,7 +121,7 @@ async def on_lambda(plane: Plane, warm: int) -> AsyncIterator[tuple[Run, Level]]
     from serverless.backends.aws_lambda import AwsLambdaBackend
 
     books = Books()
-    seen = Seen(books)
+    seen = StatisticsMeter(books)
     async with AwsLambdaBackend(aws.settings(plane), meter=seen, run="a") as backend:
         await backend.deploy(package(concurrency=4, warm=warm))
         client = aws.client(plane)
@@ -143,7 +143,7 @@ async def on_modal(plane: modal.PlaneProcess, warm: int) -> AsyncIterator[tuple[
     from serverless.deploy.modal_app import ModalDeployer
 
     books, settings = Books(), ModalSettings(prefix=plane.prefix())
-    seen = Seen(books)
+    seen = StatisticsMeter(books)
     async with ModalDeployer(settings) as deployer, ModalBackend(settings, meter=seen) as backend:
         try:
             await backend.deploy(package(concurrency=4, warm=warm))

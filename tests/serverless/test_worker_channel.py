@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.frames import packed
-from serverless.backends.pool import Request, WorkerFault
+from serverless.backends.frames import encode_frame
+from serverless.backends.pool import WorkerFault, WorkerRequest
 from serverless.backends.processes import ProcessWorker
 from serverless.types import FaultKind
 
@@ -44,7 +44,7 @@ def channel(scenario: Callable[[ProcessWorker, socket.socket, asyncio.Event], Aw
         worker = ProcessWorker(0, -1, loop.create_future(), gone.set)
         await loop.create_unix_connection(lambda: worker, sock=ours)
         with theirs:
-            theirs.sendall(packed(["", "ready", 0.25, None]))
+            theirs.sendall(encode_frame(["", "ready", 0.25, None]))
             await worker.ready()
             async with asyncio.timeout(60):
                 await scenario(worker, theirs, gone)
@@ -54,11 +54,11 @@ def channel(scenario: Callable[[ProcessWorker, socket.socket, asyncio.Event], Aw
 
 def test_a_worker_that_sends_a_second_frame_is_retired() -> None:
     async def scenario(worker: ProcessWorker, theirs: socket.socket, gone: asyncio.Event) -> None:
-        call = asyncio.create_task(worker.call(Request("a", [], 1.0)))
+        call = asyncio.create_task(worker.call(WorkerRequest("a", [], 1.0)))
         await asyncio.sleep(0)
-        theirs.sendall(packed(["a", "ok", 0.0, [1]]))
+        theirs.sendall(encode_frame(["a", "ok", 0.0, [1]]))
         assert (await call).body == [1]
-        theirs.sendall(packed(["a", "ok", 0.0, [2]]))
+        theirs.sendall(encode_frame(["a", "ok", 0.0, [2]]))
         await gone.wait()
         assert not worker.alive
 
@@ -68,19 +68,19 @@ def test_a_worker_that_sends_a_second_frame_is_retired() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        packed(["another", "ok", 0.0, [1]]),
-        packed(["a", "fine", 0.0, [1]]),
-        packed(["a", "ok"]),
-        packed(["a", "fault", 0.0, "no such kind", "", True, True]),
-        packed([]),
-        packed("text"),
+        encode_frame(["another", "ok", 0.0, [1]]),
+        encode_frame(["a", "fine", 0.0, [1]]),
+        encode_frame(["a", "ok"]),
+        encode_frame(["a", "fault", 0.0, "no such kind", "", True, True]),
+        encode_frame([]),
+        encode_frame("text"),
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x02\xc1\xc1",
     ],
 )
 def test_a_frame_that_is_not_the_answer_fails_the_call_and_retires_the_worker(frame: bytes) -> None:
     async def scenario(worker: ProcessWorker, theirs: socket.socket, gone: asyncio.Event) -> None:
-        call = asyncio.create_task(worker.call(Request("a", [], 1.0)))
+        call = asyncio.create_task(worker.call(WorkerRequest("a", [], 1.0)))
         await asyncio.sleep(0)
         theirs.sendall(frame)
         with pytest.raises(WorkerFault) as caught:

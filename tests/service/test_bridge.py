@@ -12,9 +12,9 @@ import pytest
 
 from rollart.adapters.service import bridge as bridge_module
 from rollart.adapters.service.bridge import TASK, Bridge
-from rollart.adapters.service.terms import Refused, Wish
+from rollart.adapters.service.terms import ExperienceRequest, RequestRefused
 from rollart.adapters.trainers.http import HttpTrainer, encode_samples
-from rollart.compose.proxy import listening
+from rollart.compose.proxy import serve_app
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.sim import loop
@@ -65,7 +65,7 @@ def test_a_batch_goes_out_whole_and_its_version_comes_back(tmp_path: Path) -> No
         assert first.result() == {"version": 0, "path": str(tmp_path / "weights" / "v000000"), "bytes": 7}
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(bridge.train(batch(0)))
-            lease, (rows,) = await desk.lend(Wish(TASK, 1), 60.0, lease_s=60.0, key="k")
+            lease, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 60.0, lease_s=60.0, key="k")
             assert [(r.values["group"], r.values["score"], r.values["batch"], r.version) for r in rows] == [
                 (0, 0.0, 1, 0),
                 (0, 1.0, 1, 0),
@@ -93,7 +93,7 @@ def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
         assert await bridge.desk.weights(-1, 0.0) == (4, "/v4")
         for _ in range(2):  # the second time after a restore
             training = asyncio.ensure_future(bridge.train(batch(4)))
-            _, (rows,) = await bridge.desk.lend(Wish(TASK, 1), 60.0, lease_s=600.0, key="after-4")
+            _, (rows,) = await bridge.desk.lend(ExperienceRequest(TASK, 1), 60.0, lease_s=600.0, key="after-4")
             assert len(rows) == 4
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
@@ -117,7 +117,7 @@ def test_a_version_may_be_saved_where_the_run_will_have_it(tmp_path: Path) -> No
 def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)
-        with pytest.raises(Refused, match="v3 is not due: no batch is on offer"):
+        with pytest.raises(RequestRefused, match="v3 is not due: no batch is on offer"):
             await bridge.desk.notify(3, "/nowhere")
         await bridge.desk.notify(0, "/nowhere")
         with pytest.raises(TrainerError, match="announced /nowhere for v0"):
@@ -139,8 +139,8 @@ def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.
         inside.append("out")
         return taken_over(*arguments)
 
-    taken_over = bridge_module._taken_over
-    monkeypatch.setattr(bridge_module, "_taken_over", slow)
+    taken_over = bridge_module._adopt_version
+    monkeypatch.setattr(bridge_module, "_adopt_version", slow)
 
     async def main() -> None:
         bridge = Bridge(tmp_path / "weights")
@@ -159,11 +159,11 @@ def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_batch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bridge_module, "ROWS", 3)
+    monkeypatch.setattr(bridge_module, "CAPACITY_ROWS", 3)
 
     async def main() -> None:
         bridge = Bridge(tmp_path)
-        async with listening(bridge.app(), host="127.0.0.1", port=0) as url:
+        async with serve_app(bridge.app(), host="127.0.0.1", port=0) as url:
             trainer = HttpTrainer(url)
             try:
                 samples = [sample(f"a.{m}", "a", 0.0) for m in range(4)]
@@ -190,19 +190,19 @@ def test_a_version_is_taken_from_whoever_was_given_the_batch(tmp_path: Path) -> 
         for attempt in range(2):
             training = asyncio.create_task(bridge.train(batch(4)))
             await asyncio.sleep(1.0)
-            with pytest.raises(Refused, match="not made of the batch on offer"):
+            with pytest.raises(RequestRefused, match="not made of the batch on offer"):
                 await desk.notify(5, "/v5")
-            with pytest.raises(Refused, match="the batch on offer makes v5"):
+            with pytest.raises(RequestRefused, match="the batch on offer makes v5"):
                 await desk.notify(6, "/v6")
             if attempt == 0:
-                _, (rows,) = await desk.lend(Wish(TASK, 1), 0.0, lease_s=60.0)
+                _, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
                 slow = [rows[0].group]
                 training.cancel()
                 await asyncio.gather(training, return_exceptions=True)
-                with pytest.raises(Refused, match="no batch is on offer"):
+                with pytest.raises(RequestRefused, match="no batch is on offer"):
                     await desk.notify(5, "/v5", slow[0])
-        _, (rows,) = await desk.lend(Wish(TASK, 1), 0.0, lease_s=60.0)
-        with pytest.raises(Refused, match="not made of the batch on offer"):
+        _, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
+        with pytest.raises(RequestRefused, match="not made of the batch on offer"):
             await desk.notify(5, "/v5", slow[0])
         await desk.notify(5, "/v5", rows[0].group)
         assert (await training)["trained_tokens"] == 8

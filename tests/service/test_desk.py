@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import Desk
-from rollart.adapters.service.terms import Refused, Setup, Task, Wish
+from rollart.adapters.service.desk import ServiceState
+from rollart.adapters.service.terms import ExperienceRequest, RequestRefused, ServiceSetup, ServiceTask
 from rollart.sim import loop
 
 COLUMNS = ("prompt", "response", "reward")
-TASKS = {"rollout": Task(("prompt",)), "score": Task(("response",)), "train": Task(COLUMNS, whole_groups=True)}
+TASKS = {
+    "rollout": ServiceTask(("prompt",)),
+    "score": ServiceTask(("response",)),
+    "train": ServiceTask(COLUMNS, whole_groups=True),
+}
 
 
-def desk(**more: Any) -> Desk:
-    return Desk(Setup(COLUMNS, TASKS, **more))
+def desk(**more: Any) -> ServiceState:
+    return ServiceState(ServiceSetup(COLUMNS, TASKS, **more))
 
 
 def virtual(main: Callable[[], Awaitable[None]]) -> None:
@@ -32,15 +36,15 @@ def test_rows_go_from_task_to_task_and_are_freed_by_the_last() -> None:
         it = desk()
         ids = await it.put_prompts([{"prompt": "a"}, {"prompt": "b"}], 2)
         assert ids == ["g0.0", "g0.1", "g1.0", "g1.1"]
-        ((first, *_),) = await it.get(Wish("rollout", 4), 0.0)
+        ((first, *_),) = await it.get(ExperienceRequest("rollout", 4), 0.0)
         assert (first.id, first.group, first.values) == ("g0.0", "g0", {"prompt": "a"})
-        assert await it.get(Wish("rollout", 1), 0.0) == [], "each row once"
+        assert await it.get(ExperienceRequest("rollout", 1), 0.0) == [], "each row once"
         for row in ids:
             assert await it.put(row, {"response": row.upper(), "reward": 1.0}, 0)
-        ((trained, other),) = await it.get(Wish("train", 1, columns=("response",)), 0.0)
+        ((trained, other),) = await it.get(ExperienceRequest("train", 1, columns=("response",)), 0.0)
         assert [g.values for g in (trained, other)] == [{"response": "G0.0"}, {"response": "G0.1"}]
         assert it.status()["rows"] == 4, "score has not taken them"
-        await it.get(Wish("score", 4), 0.0)
+        await it.get(ExperienceRequest("score", 4), 0.0)
         assert (it.status()["rows"], set(it._values)) == (2, {"g1.0", "g1.1"})
 
     virtual(main)
@@ -50,8 +54,8 @@ def test_a_taker_waits_for_what_comes_and_no_longer() -> None:
     async def main() -> None:
         it, clock = desk(), asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            taking = tasks.create_task(it.get(Wish("rollout", 2), 10.0))
-            late = tasks.create_task(it.get(Wish("score", 1), 5.0))
+            taking = tasks.create_task(it.get(ExperienceRequest("rollout", 2), 10.0))
+            late = tasks.create_task(it.get(ExperienceRequest("score", 1), 5.0))
             await asyncio.sleep(3.0)
             await it.put_prompts([{"prompt": "a"}], 2)
         assert len(taking.result()[0]) == 2
@@ -62,15 +66,15 @@ def test_a_taker_waits_for_what_comes_and_no_longer() -> None:
 
 def test_what_does_not_fit_is_refused_or_waited_for() -> None:
     async def main() -> None:
-        it = Desk(Setup(COLUMNS, {"rollout": Task(("prompt",))}, capacity=4))
+        it = ServiceState(ServiceSetup(COLUMNS, {"rollout": ServiceTask(("prompt",))}, capacity=4))
         await it.put_prompts([{"prompt": "a"}], 3)
-        with pytest.raises(Refused, match="there is room for 1") as refused:
+        with pytest.raises(RequestRefused, match="there is room for 1") as refused:
             await it.put_prompts([{"prompt": "b"}], 2)
         assert refused.value.status == 503
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(it.room(2, 10.0))
             await asyncio.sleep(1.0)
-            await it.get(Wish("rollout", 3), 0.0)
+            await it.get(ExperienceRequest("rollout", 3), 0.0)
         assert waiting.result() == 4
 
     virtual(main)
@@ -93,9 +97,9 @@ def test_new_weights_are_heard_of_and_drop_what_is_too_old() -> None:
         assert await it.put("g1.0", {"response": "z"}, 2)
         assert it.status()["counts"]["dropped.stale"] == 2
         assert not await it.put("g1.1", {"response": "z"}, 0), "sampled too long ago already"
-        with pytest.raises(Refused, match="versions grow"):
+        with pytest.raises(RequestRefused, match="versions grow"):
             await it.notify(2, "")
-        with pytest.raises(Refused, match="the service knows 2"):
+        with pytest.raises(RequestRefused, match="the service knows 2"):
             await it.put("g1.1", {"response": "z"}, 3)
 
     virtual(main)
@@ -106,17 +110,20 @@ def test_new_weights_are_heard_of_and_drop_what_is_too_old() -> None:
     [
         (lambda it: it.put_prompts([{"odd": 1}], 1), "unknown column 'odd'"),
         (lambda it: it.put_prompts([{"prompt": 1}], 0), "group_size 0"),
-        (lambda it: it.get(Wish("sleep", 1), 0.0), "unknown task 'sleep'"),
-        (lambda it: it.get(Wish("rollout", 0), 0.0), "count 0"),
-        (lambda it: it.get(Wish("train", 1, at_least=1), 0.0), "at_least is for tasks that take single rows"),
+        (lambda it: it.get(ExperienceRequest("sleep", 1), 0.0), "unknown task 'sleep'"),
+        (lambda it: it.get(ExperienceRequest("rollout", 0), 0.0), "count 0"),
+        (
+            lambda it: it.get(ExperienceRequest("train", 1, at_least=1), 0.0),
+            "at_least is for tasks that take single rows",
+        ),
         (lambda it: it.put("g0.0", {"prompt": 2}, None), "was written before"),
     ],
 )
-def test_a_call_that_breaks_a_rule_is_told(wrong: Callable[[Desk], Awaitable[object]], said: str) -> None:
+def test_a_call_that_breaks_a_rule_is_told(wrong: Callable[[ServiceState], Awaitable[object]], said: str) -> None:
     async def main() -> None:
         it = desk()
         await it.put_prompts([{"prompt": "a"}], 1)
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(RequestRefused, match=said):
             await wrong(it)
 
     virtual(main)
@@ -126,7 +133,7 @@ def test_batches_for_several_consumers_are_even() -> None:
     async def main() -> None:
         it = desk()
         await it.put_prompts([{"prompt": "a"}], 6, tokens=5)
-        batches = await it.get(Wish("rollout", 6, consumers=3), 0.0)
+        batches = await it.get(ExperienceRequest("rollout", 6, consumers=3), 0.0)
         assert [len(b) for b in batches] == [2, 2, 2]
 
     virtual(main)
@@ -166,7 +173,7 @@ class Play:
             self.sampled[row] = self.desk.version
 
     async def take(self, name: str) -> None:
-        for batch in await self.desk.get(Wish(name, 1), 0.0):
+        for batch in await self.desk.get(ExperienceRequest(name, 1), 0.0):
             self.taken[name] += [g.id for g in batch]
             for one in batch:
                 assert set(one.values) == set(TASKS[name].columns), "never before all is written"
@@ -179,7 +186,7 @@ def test_every_row_is_taken_once_by_each_task_or_dropped(steps: list[tuple[str, 
     async def main() -> None:
         play = Play()
         for what, n in steps:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(RequestRefused):
                 await play.step(what, n)
         for name, rows in play.taken.items():
             assert len(rows) == len(set(rows)), f"{name} took a row twice"

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import Desk
-from rollart.adapters.service.store import OnDisk, Store
-from rollart.adapters.service.terms import Setup, Task, Wish
-from rollart.packed import LEAST, Packed, columns, decoded, encoded, pack, plain
+from rollart.adapters.service.desk import ServiceState
+from rollart.adapters.service.store import SegmentLocation, ServiceStore
+from rollart.adapters.service.terms import ExperienceRequest, ServiceSetup, ServiceTask
+from rollart.packed import LEAST, PackedColumn, columns, decoded, encoded, pack, plain
 from rollart.service import Service
 from tests.service.test_uploads import TOKEN, serving
 
@@ -51,7 +51,7 @@ def test_what_was_packed_is_the_same_again(values: list[list[Any]], words: str) 
     for value, back in ((value, found[f"c{i}"]) for i, value in enumerate(values)):
         assert same(plain(back), value)
         if len(value) >= LEAST and set(map(type, value)) == {float}:
-            assert isinstance(back, Packed), "floats always are"
+            assert isinstance(back, PackedColumn), "floats always are"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_was_packed_is_the_same_again(values: list[list[Any]], words: str) 
 def test_it_takes_as_few_bytes_as_hold_it(values: list[Any], code: str, size: int) -> None:
     found = pack(values)
     assert (found.code, len(found.data)) == (code, 40 * size)
-    assert pack(array("d", [0.1] * 40)) == Packed("d", array("d", [0.1] * 40).tobytes())
+    assert pack(array("d", [0.1] * 40)) == PackedColumn("d", array("d", [0.1] * 40).tobytes())
 
 
 @pytest.mark.parametrize("told", [["x", 0, 8], ["q", 0, 9], ["q", 8, 0], ["q", -8, 0], ["q", 0, 80], "q", ["q", 0, 4]])
@@ -81,22 +81,22 @@ def test_what_is_no_column_is_refused(told: Any) -> None:
 
 def test_large_values_are_on_the_disk_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        tasks = {"train": Task(("ids", "words"))}
-        store = Store(tmp_path)
-        desk = Desk(Setup(("ids", "words"), tasks), store)
+        tasks = {"train": ServiceTask(("ids", "words"))}
+        store = ServiceStore(tmp_path)
+        desk = ServiceState(ServiceSetup(("ids", "words"), tasks), store)
         await desk.begin()
         ids, words = list(range(50_000)), "w" * 70_000
         (row,) = await desk.put_prompts([{"ids": ids}], 1)
         assert await desk.put(row, {"words": words}, None)
-        assert all(isinstance(v, OnDisk) for v in desk._values._rows[row].values())
+        assert all(isinstance(v, SegmentLocation) for v in desk._values._rows[row].values())
         assert await desk.put(row, {"words": words}, None), "said again"
         for _ in range(2):
-            lease, ((given_,),) = await desk.lend(Wish("train", 1), 0.0, lease_s=60.0)
+            lease, ((given_,),) = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=60.0)
             assert (plain(given_.values["ids"]), given_.values["words"]) == (ids, words)
             await desk.give_back(lease)
             store.close()
-            store = Store(tmp_path)
-            found = Desk.recovered(store)
+            store = ServiceStore(tmp_path)
+            found = ServiceState.recovered(store)
             assert found is not None
             desk = found
         store.close()

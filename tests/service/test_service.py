@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.service import offering
+from rollart.compose.service import serve_service
 from rollart.service import Service, ServiceError
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def with_service(scenario: Callable[[str], None], token: str = "") -> None:
     """The client blocks, so it runs in a thread beside the service's loop."""
 
     async def body() -> None:
-        async with asyncio.timeout(120), offering(host="127.0.0.1", port=0, token=token) as url:
+        async with asyncio.timeout(120), serve_service(host="127.0.0.1", port=0, token=token) as url:
             await asyncio.to_thread(scenario, url)
 
     asyncio.run(body())

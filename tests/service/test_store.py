@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import Desk
-from rollart.adapters.service.loans import Loans
-from rollart.adapters.service.store import Store
-from rollart.adapters.service.terms import Refused, Setup, Task, Wish
+from rollart.adapters.service.desk import ServiceState
+from rollart.adapters.service.loans import RowLeases
+from rollart.adapters.service.store import ServiceStore
+from rollart.adapters.service.terms import ExperienceRequest, RequestRefused, ServiceSetup, ServiceTask
 from rollart.errors import StorageFailed, UsageError
 from rollart.sim import loop
 
 COLUMNS = ("prompt", "response")
-TASKS = {"rollout": Task(("prompt",)), "train": Task(COLUMNS, whole_groups=True)}
+TASKS = {"rollout": ServiceTask(("prompt",)), "train": ServiceTask(COLUMNS, whole_groups=True)}
 
 
 def virtual(main: Callable[[], Awaitable[None]]) -> None:
@@ -33,17 +33,17 @@ class Life:
     """A desk on a directory, which may die at any time: what was not flushed is gone."""
 
     def __init__(self, root: Path, **setup: Any) -> None:
-        self.root, self.setup = root, Setup(COLUMNS, TASKS, **setup)
+        self.root, self.setup = root, ServiceSetup(COLUMNS, TASKS, **setup)
 
-    async def begin(self) -> Desk:
-        self.store = Store(self.root)
-        found = Desk.recovered(self.store)
-        self.desk = found or Desk(self.setup, self.store)
+    async def begin(self) -> ServiceState:
+        self.store = ServiceStore(self.root)
+        found = ServiceState.recovered(self.store)
+        self.desk = found or ServiceState(self.setup, self.store)
         if found is None:
             await self.desk.begin()
         return self.desk
 
-    async def die(self) -> Desk:
+    async def die(self) -> ServiceState:
         self.store.close()
         return await self.begin()
 
@@ -53,19 +53,19 @@ def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
         life = Life(tmp_path, staleness=1)
         desk = await life.begin()
         ids = await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first")
-        lease, ((row, *_),) = await desk.lend(Wish("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        lease, ((row, *_),) = await desk.lend(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
         assert await desk.put(row.id, {"response": [1, 2]}, 0)
         await desk.notify(1, "/v1")
         desk = await life.die()
         assert await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first") == ids
         assert (desk.version, desk.path, desk.status()["rows"]) == (1, "/v1", 4)
-        again, ((same, *_),) = await desk.lend(Wish("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        again, ((same, *_),) = await desk.lend(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
         assert (again, same.id, same.values["prompt"]) == (lease, row.id, "a" * 70_000)
         assert await desk.put(row.id, {"response": [1, 2]}, 0), "said again"
         assert await desk.done(lease)
         desk = await life.die()
         assert await desk.done(lease), "said again"
-        ((left,),) = await desk.get(Wish("rollout", 1), 0.0)
+        ((left,),) = await desk.get(ExperienceRequest("rollout", 1), 0.0)
         assert left.id == ids[3]
         assert desk.status()["counts"]["taken.rollout"] == 4
         await desk.notify(1, "/v1")
@@ -122,21 +122,21 @@ def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> 
         for row in ids:
             await desk.put(row, {"response": 1}, None)
         clock = asyncio.get_running_loop()
-        dead, ((one, other),) = await desk.lend(Wish("train", 1), 0.0, lease_s=30.0)
-        assert await desk.get(Wish("train", 1), 0.0) == []
+        dead, ((one, other),) = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
+        assert await desk.get(ExperienceRequest("train", 1), 0.0) == []
         assert await desk.renew(dead, 40.0)
-        lease, (rows,) = await desk.lend(Wish("train", 1), 100.0, lease_s=30.0)
+        lease, (rows,) = await desk.lend(ExperienceRequest("train", 1), 100.0, lease_s=30.0)
         assert clock.time() == 40.0
         assert [r.id for r in rows] == [one.id, other.id], "whole"
         assert not await desk.done(dead)
         assert not await desk.renew(dead, 9.0)
         assert await desk.give_back(lease)
         assert not await desk.give_back(lease)
-        lease, _ = await desk.lend(Wish("train", 1), 0.0, lease_s=30.0)
+        lease, _ = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
         assert await desk.done(lease)
-        assert await desk.get(Wish("train", 1), 0.0) == []
-        with pytest.raises(Refused, match="lease_s 0"):
-            await desk.lend(Wish("train", 1), 0.0, lease_s=0)
+        assert await desk.get(ExperienceRequest("train", 1), 0.0) == []
+        with pytest.raises(RequestRefused, match="lease_s 0"):
+            await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=0)
 
     virtual(main)
 
@@ -144,7 +144,7 @@ def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> 
 def test_a_request_that_is_made_again_while_it_waits_is_lent_rows_once(tmp_path: Path) -> None:
     async def main() -> None:
         desk = await Life(tmp_path).begin()
-        wish = Wish("rollout", 2)
+        wish = ExperienceRequest("rollout", 2)
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(desk.lend(wish, 30.0, lease_s=60.0, key="k")) for _ in range(2)]
             await asyncio.sleep(1.0)
@@ -153,7 +153,7 @@ def test_a_request_that_is_made_again_while_it_waits_is_lent_rows_once(tmp_path:
         assert (first, one) == (again, other)
         assert (await desk.lend(wish, 0.0, lease_s=60.0, key="other"))[0] not in ("", first), "two rows are left"
         for seconds in (0.0, -1.0):
-            with pytest.raises(Refused, match="above 0"):
+            with pytest.raises(RequestRefused, match="above 0"):
                 await desk.renew(first, seconds)
         assert await desk.done(first)
 
@@ -162,14 +162,14 @@ def test_a_request_that_is_made_again_while_it_waits_is_lent_rows_once(tmp_path:
 
 def test_a_directory_is_one_services(tmp_path: Path) -> None:
     async def main() -> None:
-        store = Store(tmp_path)
+        store = ServiceStore(tmp_path)
         with pytest.raises(UsageError, match="another service uses"):
-            Store(tmp_path)
+            ServiceStore(tmp_path)
         store.close()
-        Store(tmp_path).close()
+        ServiceStore(tmp_path).close()
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match="cannot write"):
-            Store(tmp_path / "file")
+            ServiceStore(tmp_path / "file")
 
     virtual(main)
 
@@ -194,7 +194,7 @@ class Busy:
             self.waiting.pop(0)
 
     async def consume(self, task: str) -> None:
-        lease, batches = await self.life.desk.lend(Wish(task, 1), 0.0, lease_s=5.0)
+        lease, batches = await self.life.desk.lend(ExperienceRequest(task, 1), 0.0, lease_s=5.0)
         rows = [row for batch in batches for row in batch]
         if task == "train":
             assert len(rows) in (0, self.size)
@@ -240,7 +240,7 @@ def test_every_row_is_done_once_per_task(
 
 @given(st.lists(st.tuples(st.sampled_from(["give", "done", "return", "renew"]), st.integers(1, 6)), max_size=40))
 def test_a_loan_ends_once(steps: list[tuple[str, int]]) -> None:
-    loans, ended = Loans(), Counter[str]()
+    loans, ended = RowLeases(), Counter[str]()
     for at, (what, number) in enumerate(steps):
         if what == "give":
             loan = loans.give("t", [["r"]], ["r"], 5.0, float(at), f"k{number}")
@@ -265,7 +265,7 @@ def test_rows_that_come_together_are_on_disk_together(tmp_path: Path, monkeypatc
         assert all(kept.values())
         assert len(written) == 1
         desk = await life.die()
-        ((*rows,),) = await desk.get(Wish("rollout", 100), 0.0)
+        ((*rows,),) = await desk.get(ExperienceRequest("rollout", 100), 0.0)
         assert [r.id for r in rows] == ids, "in the order in which they were put, also after another life"
 
     virtual(main)
@@ -286,7 +286,7 @@ def test_who_waits_is_told_though_the_caller_is_gone(tmp_path: Path, monkeypatch
             write(batch)
 
         monkeypatch.setattr(life.store, "_write", slow)
-        waiting = asyncio.create_task(desk.get(Wish("rollout", 1), 3600.0))
+        waiting = asyncio.create_task(desk.get(ExperienceRequest("rollout", 1), 3600.0))
         await asyncio.sleep(0)
         putting = asyncio.create_task(desk.put_prompts([{"prompt": 1}], 1))
         await asyncio.to_thread(going.wait, 60)

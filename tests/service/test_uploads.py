@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollart.adapters.service.notes import outside_token
-from rollart.adapters.service.uploads import Stored, Uploads
-from rollart.compose.service import offering
+from rollart.adapters.service.notes import external_trainer_token
+from rollart.adapters.service.uploads import StoredFile, WeightUploads
+from rollart.compose.service import serve_service
 from rollart.errors import UsageError
 from rollart.service import Service, ServiceError
 
@@ -32,7 +32,7 @@ def serving(data: Path | None, token: str = TOKEN) -> Iterator[str]:
     up, over = threading.Event(), threading.Event()
 
     async def main() -> None:
-        async with offering(host="127.0.0.1", port=0, token=token, data=data) as url:
+        async with serve_service(host="127.0.0.1", port=0, token=token, data=data) as url:
             at.append(url)
             up.set()
             await asyncio.to_thread(over.wait, 120)
@@ -105,13 +105,13 @@ def test_what_did_not_arrive_is_no_version(tmp_path: Path) -> None:
         assert service.weights()[0] == 0
 
     async def main() -> None:
-        uploads = Uploads(tmp_path / "other")
+        uploads = WeightUploads(tmp_path / "other")
         config = await uploads.receive(1, "config.json", some(b"{}"))
         with pytest.raises(aiohttp.ClientPayloadError):
             await uploads.receive(1, "model.safetensors", some(b"half", fails=True))
         assert [p.name for p in (tmp_path / "other" / "part-000001").iterdir()] == ["config.json"]
         weights = await uploads.receive(1, "model.safetensors", some(b"all", b" of it"))
-        for wrong in (Stored(10, weights.sha256), Stored(9, "0" * 64)):
+        for wrong in (StoredFile(10, weights.sha256), StoredFile(9, "0" * 64)):
             with pytest.raises(Exception, match=r"arrived as 9 bytes"):
                 await uploads.commit(1, {"config.json": config, "model.safetensors": wrong})
         with pytest.raises(Exception, match="needs config"):
@@ -125,7 +125,7 @@ def test_what_did_not_arrive_is_no_version(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-async def _sent(uploads: Uploads, number: int, words: bytes = b"weights") -> dict[str, Stored]:
+async def _sent(uploads: WeightUploads, number: int, words: bytes = b"weights") -> dict[str, StoredFile]:
     async def chunks() -> Any:
         yield words
 
@@ -139,7 +139,7 @@ def test_what_a_kill_cut_off_is_in_nobodys_way(tmp_path: Path) -> None:
         (left / name).write_bytes(b"half")
 
     async def main() -> None:
-        uploads = Uploads(tmp_path)
+        uploads = WeightUploads(tmp_path)
         assert list(tmp_path.iterdir()) == []
         assert (await uploads.commit(1, await _sent(uploads, 1))).is_dir()
 
@@ -148,7 +148,7 @@ def test_what_a_kill_cut_off_is_in_nobodys_way(tmp_path: Path) -> None:
 
 def test_a_run_that_went_back_uploads_the_same_version_again(tmp_path: Path) -> None:
     async def main() -> None:
-        uploads = Uploads(tmp_path)
+        uploads = WeightUploads(tmp_path)
         for number in (8, 9, 10):
             await uploads.commit(number, await _sent(uploads, number))
         path = await uploads.commit(9, await _sent(uploads, 9, b"others"))
@@ -167,16 +167,16 @@ def test_a_version_that_is_announced_twice_at_once_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Path] = []
-    original = Uploads._make
+    original = WeightUploads._make
 
-    def make(self: Uploads, version: int, path: Path, *rest: Any) -> None:
+    def make(self: WeightUploads, version: int, path: Path, *rest: Any) -> None:
         made.append(path)
         original(self, version, path, *rest)
 
-    monkeypatch.setattr(Uploads, "_make", make)
+    monkeypatch.setattr(WeightUploads, "_make", make)
 
     async def main() -> None:
-        uploads = Uploads(tmp_path)
+        uploads = WeightUploads(tmp_path)
         files = await _sent(uploads, 1)
         assert set(await asyncio.gather(*(uploads.commit(1, files) for _ in range(3)))) == set(made)
         assert len(made) == 1
@@ -189,7 +189,7 @@ def test_a_directory_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
     latest = version(tmp_path / "latest")
 
     async def main() -> None:
-        uploads = Uploads(tmp_path / "own", readable=(tmp_path,))
+        uploads = WeightUploads(tmp_path / "own", readable=(tmp_path,))
         assert (await uploads.listed(str(latest), 1))["model.safetensors"].bytes > 12
         (latest / "model.safetensors").write_bytes(b"of version 2")
         assert (await uploads.listed(str(latest), 2))["model.safetensors"].bytes == 12
@@ -220,7 +220,7 @@ def test_a_client_waits_for_a_service_that_comes_back(tmp_path: Path) -> None:
     port, again = int(url.rpartition(":")[2]), threading.Event()
 
     async def main() -> None:
-        async with offering(host="127.0.0.1", port=port, token=TOKEN, data=tmp_path / "data"):
+        async with serve_service(host="127.0.0.1", port=port, token=TOKEN, data=tmp_path / "data"):
             await asyncio.to_thread(again.wait, 60)
 
     serving_again = threading.Thread(target=lambda: asyncio.run(main()))
@@ -233,23 +233,23 @@ def test_a_client_waits_for_a_service_that_comes_back(tmp_path: Path) -> None:
 
 def test_the_token_is_one_that_nobody_else_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "service.token"
-    made = outside_token("", file)
+    made = external_trainer_token("", file)
     assert len(made) >= 32
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert outside_token("", file) == made, "another life has the same"
+    assert external_trainer_token("", file) == made, "another life has the same"
     file.chmod(0o644)
     with pytest.raises(UsageError, match="can be read by others"):
-        outside_token("", file)
+        external_trainer_token("", file)
     monkeypatch.setenv("MINE", "x")
-    assert (outside_token("MINE", None), outside_token("", None)) == ("x", "")
+    assert (external_trainer_token("MINE", None), external_trainer_token("", None)) == ("x", "")
     monkeypatch.delenv("MINE")
     with pytest.raises(UsageError, match="MINE is empty"):
-        outside_token("MINE", None)
+        external_trainer_token("MINE", None)
 
 
 def test_numbers_of_json_are_not_needed_to_read_a_note(tmp_path: Path) -> None:
-    from rollart.cli.runs import _outside
+    from rollart.cli.runs import _external_trainer_status
 
-    assert _outside(tmp_path) is None
+    assert _external_trainer_status(tmp_path) is None
     (tmp_path / "service.json").write_text(json.dumps({"listen": "h:1", "state": "no batch on offer", "since": "now"}))
-    assert _outside(tmp_path) == "h:1: no batch on offer since now"
+    assert _external_trainer_status(tmp_path) == "h:1: no batch on offer since now"

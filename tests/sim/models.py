@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from placement.architecture import Shape, shape_of
+from placement.architecture import DecoderShape, shape_of
 from placement.constants import Constants
 from placement.hardware import device
 from placement.roofline import Roofline, RooflinePerformance
@@ -15,7 +15,7 @@ from tests.placement.test_rollart_bands import MODELS
 
 
 @cache
-def shape(model: str = "8B") -> Shape:
+def shape(model: str = "8B") -> DecoderShape:
     return shape_of(MODELS[model], name=model)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rollart.errors import HandoffFailed
 from rollart.model import Completion, GenerateRequest, WeightsRef
 from rollart.runtime.handoff import decode_params, prefill_request
-from rollart.sim.disaggregated import HandoffEngine, KvFabric
+from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
 from rollart.sim.engines import EngineLimits
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
@@ -25,10 +25,10 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def made(count: int = 3, *, lease_s: float = 60.0, **limits: int) -> list[HandoffEngine]:
+def made(count: int = 3, *, lease_s: float = 60.0, **limits: int) -> list[DisaggregatedEngine]:
     way = SharedLink(LinkProfile(GB_PER_S))
     fabric = KvFabric(lambda a, b: way, lease_s=lease_s)
-    return [HandoffEngine(f"e{i}", steps(), fabric, limits=EngineLimits(**limits)) for i in range(count)]
+    return [DisaggregatedEngine(f"e{i}", steps(), fabric, limits=EngineLimits(**limits)) for i in range(count)]
 
 
 class TestModelledHandoff(PdContract):
@@ -46,7 +46,7 @@ class TestModelledHandoff(PdContract):
         run(body())
 
 
-async def both_legs(source: HandoffEngine, target: HandoffEngine, request: GenerateRequest) -> Completion:
+async def both_legs(source: DisaggregatedEngine, target: DisaggregatedEngine, request: GenerateRequest) -> Completion:
     answer = await source.generate(prefill_request(request, None))
     return await target.generate(dataclasses.replace(request, kv_transfer=decode_params(answer, source.id)))
 
@@ -136,7 +136,7 @@ def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None
 
     async def main() -> tuple[list[int], list[float]]:
         source, *_ = made(kv_tokens=100_000)
-        target = HandoffEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        target = DisaggregatedEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
         cached: list[int] = []
         used: list[float] = []
 
@@ -161,7 +161,7 @@ def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None
 def test_room_that_waits_or_is_taken_comes_back(what: str) -> None:
     async def main() -> None:
         source, *_ = made(kv_tokens=100_000)
-        target = HandoffEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        target = DisaggregatedEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
         legs = [asyncio.ensure_future(both_legs(source, target, turn(f"s{n}", 8000, 1000))) for n in range(5)]
         await asyncio.sleep(0.01)
         while target.kv_used < 16_000:

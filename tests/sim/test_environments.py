@@ -12,14 +12,14 @@ from rollart.errors import EnvironmentFault, TrainerError
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.sim import faults
 from rollart.sim.draws import Constant
-from rollart.sim.environments import Host, ResetFaults, World
-from rollart.sim.faults import FaultPlan, Outage, Rate
+from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
+from rollart.sim.faults import FaultPlan, FaultRate, Outage
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.mass import MassTokenizer
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import PRESETS, Generated, Shape
+from rollart.sim.workload import PRESETS, GeneratedWorkload, WorkloadShape
 from tests.sim.models import engine, shape, turn
 
 
@@ -31,14 +31,14 @@ SWE = PRESETS["swe"]
 PLAIN = dataclasses.replace(SWE, reset_s=Constant(10.0), step_s=Constant(1.0))
 
 
-def world(of: Shape = PLAIN, **more: object) -> World:
-    return World(Generated(of, 0), **more)  # type: ignore[arg-type]
+def world(of: WorkloadShape = PLAIN, **more: object) -> SimulatedDomain:
+    return SimulatedDomain(GeneratedWorkload(of, 0), **more)  # type: ignore[arg-type]
 
 
 def test_an_episode_shows_and_asks_for_what_its_script_says() -> None:
     async def main() -> float:
         w, encode = world(), MassTokenizer().encode
-        script = Generated(PLAIN, 0).script(7, 0)
+        script = GeneratedWorkload(PLAIN, 0).script(7, 0)
         environment = w.make()
         seen = await environment.reset(7)
         for i in range(script.turns):
@@ -59,11 +59,11 @@ def test_members_of_a_prompt_are_counted_as_they_come() -> None:
         w = world()
         return [(await w.make().reset(seed)).text for seed in (1, 1, 2, 1)]
 
-    found, drawn = run(main()), Generated(PLAIN, 0)
+    found, drawn = run(main()), GeneratedWorkload(PLAIN, 0)
     assert found == [str(drawn.script(p, m).shown[0]) for p, m in ((1, 0), (1, 1), (2, 0), (1, 2))]
 
 
-async def resets(w: World, count: int) -> tuple[list[float], int]:
+async def resets(w: SimulatedDomain, count: int) -> tuple[list[float], int]:
     """Seconds of each, and how many failed."""
     seconds, failed = [0.0] * count, 0
 
@@ -84,7 +84,10 @@ async def resets(w: World, count: int) -> tuple[list[float], int]:
 
 def test_a_crowded_host_is_slow_and_an_idle_one_is_not() -> None:
     async def main() -> list[float]:
-        hosts = [Host("a", SharedLink(LinkProfile(4.0, 1.0))), Host("b", SharedLink(LinkProfile(100.0, 1.0)))]
+        hosts = [
+            SimulatedHost("a", SharedLink(LinkProfile(4.0, 1.0))),
+            SimulatedHost("b", SharedLink(LinkProfile(100.0, 1.0))),
+        ]
         seconds, _ = await resets(world(hosts=hosts), 16)
         return seconds
 
@@ -105,7 +108,7 @@ def test_ra_2_a_burst_takes_a_share_of_the_hosts_for_a_while() -> None:
     trouble = ResetFaults(burst_every_s=1000.0, burst_s=200.0, burst_hosts=0.5, stall_s=400.0)
 
     async def main() -> list[tuple[float, set[int]]]:
-        hosts = [Host(f"h{i}") for i in range(8)]
+        hosts = [SimulatedHost(f"h{i}") for i in range(8)]
         w, found = world(hosts=hosts, faults=trouble), []
         for _ in range(100):
             at = now()
@@ -122,13 +125,13 @@ def test_ra_2_a_burst_takes_a_share_of_the_hosts_for_a_while() -> None:
 
 def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> None:
     async def main() -> None:
-        hosts = [Host("a"), Host("b")]
+        hosts = [SimulatedHost("a"), SimulatedHost("b")]
         w = world(hosts=hosts)
         on_a = w.on(hosts[0]), w.on(hosts[0])
         incidents = set()
         for environment in on_a:
             await environment.reset(0)
-        faults.host(hosts[0]).down()
+        faults.host_target(hosts[0]).down()
         for environment in on_a:
             with pytest.raises(EnvironmentFault) as fault:
                 await environment.step("1")
@@ -136,7 +139,7 @@ def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> N
         assert len(incidents) == 1, "what one host takes with it is one incident"
         await asyncio.gather(*(w.make().reset(i) for i in range(4)))
         assert (hosts[0].live, hosts[1].live) == (2, 4)
-        faults.host(hosts[1]).down()
+        faults.host_target(hosts[1]).down()
         with pytest.raises(ConnectionError):
             w.make()
 
@@ -214,7 +217,7 @@ def test_a_trainer_that_dies_breaks_its_step_and_comes_back_restored() -> None:
 def test_outages_happen_when_they_are_due_and_overlap_without_harm() -> None:
     async def main() -> None:
         e, way = engine(), SharedLink(LinkProfile(1.0))
-        subjects = {"e": faults.engine(e, lambda: 5), "way": faults.link(way)}
+        subjects = {"e": faults.engine_target(e, lambda: 5), "way": faults.link_target(way)}
         plan = FaultPlan(subjects, [Outage(["e"], 10.0, 20.0), Outage(["e", "way"], 15.0, 30.0), Outage(["way"], 90.0)])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(plan.run())
@@ -239,9 +242,9 @@ def test_outages_happen_when_they_are_due_and_overlap_without_harm() -> None:
 
 def test_rates_are_met_and_seeded() -> None:
     async def main(seed: int) -> list[tuple[float, str, bool]]:
-        hosts = {f"h{i}": Host(f"h{i}") for i in range(10)}
-        subjects = {name: faults.host(h) for name, h in hosts.items()}
-        plan = FaultPlan(subjects, rates=[Rate([*list(subjects)[:8], ("h8", "h9")], 900.0, 100.0)], seed=seed)
+        hosts = {f"h{i}": SimulatedHost(f"h{i}") for i in range(10)}
+        subjects = {name: faults.host_target(h) for name, h in hosts.items()}
+        plan = FaultPlan(subjects, rates=[FaultRate([*list(subjects)[:8], ("h8", "h9")], 900.0, 100.0)], seed=seed)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(50_000.0):
                 await plan.run()

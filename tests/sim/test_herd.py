@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import pytest
 
 from rollart.compose.planner import PlacementPlanner
-from rollart.fleet import EngineKind, EngineRole, Observed, RoutePrices, Routes, Seat
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, FleetObservation, RoutePrices, Routes
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import RULES
-from rollart.policy.routing import Router
+from rollart.policy.pricing import PREFILL_RULES
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, Speed, SpeedModel
+from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
-SPEED = Speed(1 / 14_000)
+SPEED = QueueEngineSpeed(1 / 14_000)
 POOLS = "ab"
 KINDS = {pool: EngineKind(pool, EngineRole.ENGINE, 4) for pool in POOLS}
 AWAY_S, BACK_S, END_S = 30.0, 55.0, 200.0
@@ -41,20 +41,22 @@ class Drive:
         self.trajectories = trajectories
         self.now = asyncio.get_running_loop().time
         recorder = MemoryRecorder()
-        model = SpeedModel(dict.fromkeys(POOLS, SPEED), dict.fromkeys(POOLS, 20.0), 700.0, 0.02, 2e-6)
+        model = QueueTurnModel(dict.fromkeys(POOLS, SPEED), dict.fromkeys(POOLS, 20.0), 700.0, 0.02, 2e-6)
         prices = RoutePrices(dict.fromkeys(KINDS.values(), 1.0), in_flight=0.05)
         self.routes = Routes(prices, model, {"x": dict.fromkeys(POOLS, 0.5)})
         self.planner = PlacementPlanner.__new__(PlacementPlanner)  # only its prices are asked for: no problem to solve
         self.planner._routes = self.routes
         self.reprices = reprices
-        seats = {f"{pool}{i}": Seat(pool, pool.upper(), EngineRole.ENGINE, 4) for pool in POOLS for i in range(2)}
+        seats = {
+            f"{pool}{i}": EnginePlacement(pool, pool.upper(), EngineRole.ENGINE, 4) for pool in POOLS for i in range(2)
+        }
         self.gateway = Gateway(
             Leases(recorder),
             limits=GatewayLimits(generate_s=1e5, handoff_s=1e5),
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            router=Router(self.routes, rule=RULES["priced"]),
+            router=RoutingPolicy(self.routes, rule=PREFILL_RULES["priced"]),
             seats=seats,
         )
         self.engines = {name: QueueEngine(EngineId(name), SPEED, 0.02, 2e-6) for name in seats}
@@ -79,7 +81,7 @@ class Drive:
             await asyncio.sleep(5.0)
             load = self.gateway.load()
             if self.reprices:
-                self.gateway.follow(await self.planner.reprice(Observed({}, load, 1.0, 30.0)))
+                self.gateway.follow(await self.planner.reprice(FleetObservation({}, load, 1.0, 30.0)))
             looks.append([load[KINDS[pool]].running for pool in POOLS])
             self.seen.last = tuple(sum(column) / len(column) for column in zip(*looks[-10:], strict=True))
 

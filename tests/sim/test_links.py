@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollart.model import WeightsRef
 from rollart.sim.links import PUSH, RDMA, TCP, LinkProfile, SharedLink
 from rollart.sim.loop import run
-from rollart.sim.weights import Moved, WeightTransfer
+from rollart.sim.weights import VersionTransfer, WeightTransfer
 
 MODELS = {"8B": (15.26, 1), "14B": (27.51, 2), "32B": (61.02, 4)}
 """GB of weights and tensor-parallel ranks, which pull a stream each."""
@@ -111,10 +111,10 @@ def test_ra_7_weights_over_tcp_and_rdma() -> None:
         assert tcp / rdma == pytest.approx(published[model], rel=0.03)
 
 
-def moved(model: str, *, prefetch: bool = True, engines: int = 3) -> Moved:
+def moved(model: str, *, prefetch: bool = True, engines: int = 3) -> VersionTransfer:
     """One publish: the engines go on until the push is over, then all load."""
 
-    async def main() -> Moved:
+    async def main() -> VersionTransfer:
         gb, tp = MODELS[model]
         links = {f"e{i}": SharedLink(TCP) for i in range(engines)}
         transfer = WeightTransfer(gb, push=SharedLink(PUSH), pull=links.__getitem__, streams=tp, prefetch=prefetch)

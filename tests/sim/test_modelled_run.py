@@ -10,20 +10,22 @@ from rollart.model import WeightsRef
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.engines import ModelledEngine
-from rollart.sim.environments import ResetFaults, World
+from rollart.sim.environments import ResetFaults, SimulatedDomain
 from rollart.sim.links import PUSH, TCP, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.mass import MassTokenizer
-from rollart.sim.run import SimulatedRun, make
+from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import PRESETS, Generated
+from rollart.sim.workload import PRESETS, GeneratedWorkload
 from tests.sim.models import shape, steps
 
 
-def modelled(domain: str, *, quota: int, engines: int, faults: ResetFaults | None = None) -> tuple[SimulatedRun, World]:
+def modelled(
+    domain: str, *, quota: int, engines: int, faults: ResetFaults | None = None
+) -> tuple[SimulatedRun, SimulatedDomain]:
     """Qwen3-8B on H20s, trained on 32 H800s; weights pushed once and pulled by every engine."""
-    world = World(Generated(PRESETS[domain], 0, name=domain), name=domain, faults=faults)
+    world = SimulatedDomain(GeneratedWorkload(PRESETS[domain], 0, name=domain), name=domain, faults=faults)
     ways = {f"e{i}": SharedLink(TCP) for i in range(engines)}
     transfer = WeightTransfer(15.26, push=SharedLink(PUSH), pull=ways.__getitem__)
 
@@ -34,7 +36,7 @@ def modelled(domain: str, *, quota: int, engines: int, faults: ResetFaults | Non
         transfer.subscribe(name)
         return ModelledEngine(name, steps("H20"), load=load)
 
-    made = make(quotas={domain: (quota, 4)}, steps=3, alpha=1)
+    made = make_simulated_run(quotas={domain: (quota, 4)}, steps=3, alpha=1)
     made.engines = [loader(name) for name in ways]  # type: ignore[misc]
     made.trainer = ModelledTrainer(TrainerSpeed(shape(), device("H800"), 32), transfer=transfer)  # type: ignore[assignment]
     made.tokenizer = MassTokenizer()

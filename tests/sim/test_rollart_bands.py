@@ -8,7 +8,7 @@ import pytest
 
 from rollart.sim.engines import ModelledEngine
 from rollart.sim.loop import run
-from rollart.sim.workload import PRESETS, Generated
+from rollart.sim.workload import PRESETS, GeneratedWorkload
 from tests.sim.models import engine, turn
 
 
@@ -17,7 +17,7 @@ async def rate(kind: str, count: int, domain: str, in_flight: int) -> tuple[floa
     loop = asyncio.get_running_loop()
     engines = [engine(f"{kind}-{i}", kind) for i in range(count)]
     homes = dict.fromkeys(range(count), 0)
-    drawn, prompts = Generated(PRESETS[domain], 0, name=domain), iter(range(2 * in_flight))
+    drawn, prompts = GeneratedWorkload(PRESETS[domain], 0, name=domain), iter(range(2 * in_flight))
 
     async def slot() -> None:
         for prompt in prompts:

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import pytest
 from scipy.optimize import linprog
 
-from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import RULES
-from rollart.policy.routing import Router
+from rollart.policy.pricing import PREFILL_RULES
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import SessionKv
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, Speed, SpeedModel
+from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
 PREFILLS, DECODES = 2, 4
-SPEEDS = {"h800": Speed(1 / 14_000), "h20": Speed(1 / 2_200)}
+SPEEDS = {"h800": QueueEngineSpeed(1 / 14_000), "h20": QueueEngineSpeed(1 / 2_200)}
 TURNS, OUTPUT, MATH = 20, 150, 8_000
 WARM_S, END_S = 60.0, 240.0
 
@@ -57,7 +57,7 @@ def planned(w: Workload) -> Routes:
     """Dual prices: max turns + worth × math tokens, over engine time and the trajectories there are."""
     sequences = (w.agentic + w.math) / DECODES
     context = 300 + TURNS / 2 * (w.new + OUTPUT)
-    model = SpeedModel(SPEEDS, {"h20": sequences}, context, w.latency_s, w.token_s)
+    model = QueueTurnModel(SPEEDS, {"h20": sequences}, context, w.latency_s, w.token_s)
     step = SPEEDS["h20"].step(sequences, context)
     share, p, d = step / sequences, w.new / 14_000, w.new / 2_200
     # local turn, remote turn, math token: decode seconds, prefill seconds, agentic and math residence
@@ -75,15 +75,15 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
     """Agentic turns/s and math tokens/s in the steady state."""
     recorder, now = MemoryRecorder(), asyncio.get_running_loop().time
     leases = Leases(recorder)
-    seats = {f"p{i}": Seat("h800", "H800", EngineRole.PREFILL, 4) for i in range(PREFILLS)}
-    seats |= {f"d{i}": Seat("h20", "H20", EngineRole.DECODE, 4) for i in range(DECODES)}
+    seats = {f"p{i}": EnginePlacement("h800", "H800", EngineRole.PREFILL, 4) for i in range(PREFILLS)}
+    seats |= {f"d{i}": EnginePlacement("h20", "H20", EngineRole.DECODE, 4) for i in range(DECODES)}
     gateway = Gateway(
         leases,
         limits=GatewayLimits(generate_s=1e5, handoff_s=1e5),
         version=0,
         on_suspect=lambda _: None,
         recorder=recorder,
-        router=Router(planned(w), rule=RULES[rule]),
+        router=RoutingPolicy(planned(w), rule=PREFILL_RULES[rule]),
         seats=seats,
     )
     turns = tokens = 0
@@ -155,13 +155,13 @@ def test_priced_is_never_behind_the_best_rule_and_ahead_of_each_somewhere() -> N
     worth: dict[str, dict[str, float]] = {}
     for name, w in WORKLOADS.items():
         worth[name] = {}
-        for rule in RULES:
+        for rule in PREFILL_RULES:
             turns, tokens = loop.run(simulate(w, rule))
             worth[name][rule] = turns + w.token_worth * tokens
             print(f"{name:38} {rule:12} {turns:6.2f} turns/s {tokens:8.0f} math tok/s  worth {worth[name][rule]:6.2f}")
     for name, by_rule in worth.items():
         best = max(value for rule, value in by_rule.items() if rule != "priced")
         assert by_rule["priced"] >= 0.96 * best, name
-    for rule in RULES:
+    for rule in PREFILL_RULES:
         if rule != "priced":
             assert any(by["priced"] > 1.05 * by[rule] for by in worth.values()), rule

@@ -12,19 +12,19 @@ from collections import Counter
 
 import pytest
 
-from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, Sampling
-from rollart.policy.routing import Router
+from rollart.policy.routing import RoutingPolicy
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, Speed, SpeedModel
+from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
 TIMES = {"quick": 4.0, "middle": 2.0, "slow": 1.0}
 SHARES = {pool: times / sum(TIMES.values()) for pool, times in TIMES.items()}
-SPEEDS = {pool: Speed(1e-3 / times, 0.004 / times, 1e-6) for pool, times in TIMES.items()}
+SPEEDS = {pool: QueueEngineSpeed(1e-3 / times, 0.004 / times, 1e-6) for pool, times in TIMES.items()}
 PROMPT, OUTPUT, LIVE, TURNS = 100, 32, 28, 420
 
 
@@ -32,7 +32,7 @@ async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[st
     """Turns by pool, and how long all of them took. `gone`: a pool whose engine is lost from the first turn on."""
     recorder, now = MemoryRecorder(), asyncio.get_running_loop().time
     kinds = {pool: EngineKind(pool, EngineRole.ENGINE, 1) for pool in TIMES}
-    model = SpeedModel(SPEEDS, dict.fromkeys(TIMES, 6.0), float(PROMPT), 0.0, 0.0)
+    model = QueueTurnModel(SPEEDS, dict.fromkeys(TIMES, 6.0), float(PROMPT), 0.0, 0.0)
     prices = RoutePrices({kinds[pool]: times for pool, times in TIMES.items()})
     gateway = Gateway(
         Leases(recorder),
@@ -40,8 +40,8 @@ async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[st
         version=0,
         on_suspect=lambda _: None,
         recorder=recorder,
-        router=Router(Routes(prices, model, {"x": shares})),
-        seats={pool: Seat(pool, pool, EngineRole.ENGINE, 1) for pool in TIMES},
+        router=RoutingPolicy(Routes(prices, model, {"x": shares})),
+        seats={pool: EnginePlacement(pool, pool, EngineRole.ENGINE, 1) for pool in TIMES},
     )
     given: Counter[str] = Counter()
     left = iter(range(TURNS))

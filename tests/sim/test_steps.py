@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.sim.sharing import seconds_for, tokens_in
-from rollart.sim.steps import Lines
+from rollart.sim.steps import StepTimeLines
 from tests.sim.models import roofline, steps
 
 KINDS = st.sampled_from(
@@ -46,12 +46,12 @@ def test_accepting_a_request_costs_once_however_many_steps_its_prompt_takes() ->
 
 
 LINES = st.tuples(st.floats(1e-3, 1e-2), st.floats(0, 1e-8), st.floats(1e-4, 1e-2), st.floats(1e-8, 1e-6)).map(
-    lambda t: Lines(*t)
+    lambda t: StepTimeLines(*t)
 )
 
 
 @given(LINES, st.integers(1, 60), st.integers(1, 20_000), st.integers(1, 300))
-def test_a_stretch_takes_what_its_steps_take(lines: Lines, n: int, context: int, tokens: int) -> None:
+def test_a_stretch_takes_what_its_steps_take(lines: StepTimeLines, n: int, context: int, tokens: int) -> None:
     """Exactly, but where the lines cross within one step."""
     total = n * context
     one_by_one = sum(lines.at(total + n * k) for k in range(tokens))
@@ -60,13 +60,15 @@ def test_a_stretch_takes_what_its_steps_take(lines: Lines, n: int, context: int,
 
 
 @given(LINES, st.integers(0, 60), st.integers(1, 20_000), st.floats(1e-3, 1e5))
-def test_tokens_and_seconds_are_inverse(lines: Lines, n: int, context: int, tokens: float) -> None:
+def test_tokens_and_seconds_are_inverse(lines: StepTimeLines, n: int, context: int, tokens: float) -> None:
     seconds = seconds_for(tokens, lines, n, n * context)
     assert tokens_in(seconds, lines, n, n * context) == pytest.approx(tokens, rel=1e-9)
 
 
 @given(LINES, st.integers(0, 60), st.integers(1, 20_000), st.floats(0.1, 1e4), st.floats(0.1, 1e4))
-def test_two_stretches_take_what_the_whole_takes(lines: Lines, n: int, context: int, one: float, two: float) -> None:
+def test_two_stretches_take_what_the_whole_takes(
+    lines: StepTimeLines, n: int, context: int, one: float, two: float
+) -> None:
     whole = seconds_for(one + two, lines, n, n * context)
     first = seconds_for(one, lines, n, n * context)
     assert first + seconds_for(two, lines, n, n * (context + one)) == pytest.approx(whole, rel=1e-9)

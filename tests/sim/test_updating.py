@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollart.compose.simulate import simulate
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import LedgerReader
 from rollart.report.rows import collect
 from rollart.spec.resolve import Resolved
 from tests.compose.test_simulate import Make, made, specs  # noqa: F401
@@ -16,7 +16,7 @@ BASE = ("staleness=2", "placement.train.seconds_per_step=2.0")
 
 
 def updates(directory: Path) -> list[tuple[int, str]]:
-    with Reader(directory) as reader:
+    with LedgerReader(directory) as reader:
         events = [e for e in reader.events() if e.kind == "engine_updated"]
     return [(int(e.fields["version"] or 0), str(e.fields["reason"])) for e in events]
 
@@ -60,7 +60,7 @@ def test_a_store_of_the_spec_is_the_simulated_ones_too(made: Make, tmp_path: Pat
 def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: Path) -> None:  # noqa: F811
     done = simulate(made(*BASE, "weights.update=staggered"), tmp_path / "run", schedule="sync_plus", steps=2)
     assert updates(done.directory) == []
-    with Reader(done.directory) as reader:
+    with LedgerReader(done.directory) as reader:
         assert collect(reader, "run").facts.trained_samples == 32
 
 

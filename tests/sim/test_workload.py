@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.ledger.reader import FinishedRow
-from rollart.sim.draws import Constant, Distribution, Empirical, LogNormal, Normal, Tailed, generator
+from rollart.sim.draws import Constant, Distribution, Empirical, LogNormal, Normal, ParetoTailed, entity_generator
 from rollart.sim.mass import MassTokenizer, mass_of, text_of
-from rollart.sim.workload import PRESETS, Answers, Generated, Script, Shape, capped, replay
+from rollart.sim.workload import (
+    PRESETS,
+    AnswerLengths,
+    GeneratedWorkload,
+    Script,
+    WorkloadShape,
+    cap_answers,
+    replayed_workloads,
+)
 
 
 def scripts(name: str, prompts: int = 300, members: int = 4, seed: int = 0) -> list[list[Script]]:
-    found = Generated(PRESETS[name], seed, name=name)
+    found = GeneratedWorkload(PRESETS[name], seed, name=name)
     return [[found.script(p, m) for m in range(members)] for p in range(prompts)]
 
 
@@ -42,11 +50,11 @@ def test_what_is_no_mass_is_refused(text: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_draw_is_a_function_of_seed_prompt_and_member(name: str) -> None:
     order = [(p, m) for p in range(6) for m in range(3)]
-    plain = {k: Generated(PRESETS[name], 1, name=name).script(*k) for k in order}
+    plain = {k: GeneratedWorkload(PRESETS[name], 1, name=name).script(*k) for k in order}
     random.Random(0).shuffle(order)
-    other = Generated(PRESETS[name], 1, name=name)
+    other = GeneratedWorkload(PRESETS[name], 1, name=name)
     assert all(other.script(*k) == plain[k] for k in order)
-    assert Generated(PRESETS[name], 2, name=name).script(0, 0) != plain[0, 0]
+    assert GeneratedWorkload(PRESETS[name], 2, name=name).script(0, 0) != plain[0, 0]
     assert len(set(plain.values())) == len(plain)
 
 
@@ -82,7 +90,7 @@ def test_answers_to_a_prompt_resemble_each_other_and_run_away_together() -> None
 
 @pytest.mark.parametrize("cap", [8_192, 16_384, 32_768])
 def test_a_cap_cuts_the_tail_and_no_more(cap: int) -> None:
-    found = Generated(capped(PRESETS["math_14b"], cap), 0, name="math_14b")
+    found = GeneratedWorkload(cap_answers(PRESETS["math_14b"], cap), 0, name="math_14b")
     answers = [found.script(p, m).answers[0] for p in range(300) for m in range(4)]
     plain = [s.answers[0] for group in scripts("math_14b") for s in group]
     assert max(answers) <= cap
@@ -113,16 +121,16 @@ def test_distributions_keep_their_bounds(center: float, spread: float, seed: int
         (Constant(center), center, center),
         (Normal(center, spread), 0.0, center + 20 * spread),
         (body, center / 9, center * 9),
-        (Tailed(body, 0.5, center * 9, 1.1, high=center * 50), center / 9, center * 50),
+        (ParetoTailed(body, 0.5, center * 9, 1.1, high=center * 50), center / 9, center * 50),
         (Empirical(samples), min(samples), max(samples)),
     ]
-    rng = generator(seed)
+    rng = entity_generator(seed)
     for distribution, low, high in bounds:
         assert all(low <= distribution.draw(rng) <= high for _ in range(10))
 
 
 def test_quartiles_give_their_lognormal() -> None:
-    rng, found = generator(0), LogNormal.of_quartiles(544, 971)
+    rng, found = entity_generator(0), LogNormal.of_quartiles(544, 971)
     values = [found.draw(rng) for _ in range(4000)]
     assert quantile(values, 0.5) == pytest.approx(544, rel=0.05)
     assert quantile(values, 0.75) == pytest.approx(971, rel=0.05)
@@ -143,7 +151,7 @@ ROWS = st.builds(
 @settings(max_examples=30)
 @given(st.lists(ROWS, min_size=1, max_size=12))
 def test_a_replay_has_the_recorded_sums(rows: list[FinishedRow]) -> None:
-    found = replay(rows)["d"]
+    found = replayed_workloads(rows)["d"]
     for row, script in zip(rows, [found.script(p, 0) for p in range(len(rows))], strict=True):
         assert (script.turns, script.tokens, sum(script.answers)) == (row.turns, row.tokens, row.action_tokens)
         assert (script.shown[0], script.reset_s) == (row.first_tokens, row.reset_s)
@@ -154,7 +162,7 @@ def test_a_replay_has_the_recorded_sums(rows: list[FinishedRow]) -> None:
 
 def test_a_resampled_replay_does_not_hang_on_the_order() -> None:
     rows = [FinishedRow("d", 1, 10 + i, i, 0.0, 0.0, 1.0, 10) for i in range(1, 50)]
-    one, two = (replay(rows, seed=3, resample=True)["d"] for _ in range(2))
+    one, two = (replayed_workloads(rows, seed=3, resample=True)["d"] for _ in range(2))
     forth = [one.script(p, 0) for p in range(30)]
     assert forth == [two.script(p, 0) for p in reversed(range(30))][::-1]
     assert len(set(forth)) > 10
@@ -167,7 +175,7 @@ def test_members_of_a_prompt_are_of_one_group(resample: bool, sizes: list[int], 
         for g, size in enumerate(sizes)
         for m in range(size)
     ]
-    found = replay(rows, seed=5, resample=resample)["d"]
+    found = replayed_workloads(rows, seed=5, resample=resample)["d"]
     assert [len(group) for group in found.groups] == sizes
     for prompt in range(3):
         members = [found.script(prompt, m) for m in range(wanted)]
@@ -178,11 +186,11 @@ def test_members_of_a_prompt_are_of_one_group(resample: bool, sizes: list[int], 
 
 
 def test_nothing_to_replay_is_said() -> None:
-    assert replay([]) == {}
+    assert replayed_workloads([]) == {}
 
 
 def test_a_shape_without_room_still_answers() -> None:
-    tight = Shape(Constant(9), Constant(500), Constant(400), Answers(300, 0.1, cap=1000), context=1000)
-    script = Generated(tight, 0).script(0, 0)
+    tight = WorkloadShape(Constant(9), Constant(500), Constant(400), AnswerLengths(300, 0.1, cap=1000), context=1000)
+    script = GeneratedWorkload(tight, 0).script(0, 0)
     assert script.turns == 1
     assert script.tokens <= 1000

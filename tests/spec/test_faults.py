@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.errors import SpecError
-from rollart.spec.faults import FaultPlanSpec, matching
+from rollart.spec.faults import FaultPlanSpec, matching_names
 from rollart.spec.load import load_faults, load_file
 from rollart.spec.schema import json_schema
 
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, words: str) -> None:
 @given(st.lists(st.sampled_from(["engine", "trainer", "host"]), min_size=1), st.integers(0, 9))
 def test_a_name_means_itself_and_a_star_its_family(kinds: list[str], n: int) -> None:
     names = [f"{kind}-{i}" for i, kind in enumerate(kinds)]
-    assert matching(names[0], names) == [names[0]]
-    assert matching("engine-*", names) == [name for name in names if name.startswith("engine-")]
-    assert matching("*", names) == names
-    assert matching(f"ghost-{n}", names) == []
+    assert matching_names(names[0], names) == [names[0]]
+    assert matching_names("engine-*", names) == [name for name in names if name.startswith("engine-")]
+    assert matching_names("*", names) == names
+    assert matching_names(f"ghost-{n}", names) == []

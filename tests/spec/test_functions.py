@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from rollart.compose.providers import packages_in
 from rollart.errors import SpecError
-from rollart.spec.functions import effective, function_spec
+from rollart.spec.functions import effective_spec, function_spec
 from rollart.spec.resolve import resolve_files, resolve_saved
 from rollart.spec.run_parts import FunctionEntry
 from serverless.deploy.package import build
-from serverless.spec import BatchSpec, FunctionSpec
+from serverless.spec import FunctionBatchSpec, FunctionSpec
 from tests.spec.conftest import RUN
 
 Write = Callable[..., Path]
@@ -43,10 +43,10 @@ def base(write: Write) -> Path:
 
 
 def test_the_entry_wins_then_the_decorator_then_defaults(base: Path) -> None:
-    found = effective(entry(timeout_s=9, batch_wait_ms=11, warm=0), base)
+    found = effective_spec(entry(timeout_s=9, batch_wait_ms=11, warm=0), base)
     assert (found.timeout_s, found.warm) == (9, 0)
     assert (found.memory_mb, found.concurrency, found.trust, found.cpu) == (1024, 8, "untrusted", 2.0)
-    assert found.batch == BatchSpec(max_items=7, max_wait_ms=11)
+    assert found.batch == FunctionBatchSpec(max_items=7, max_wait_ms=11)
     assert (found.keep_alive_s, found.queue) == (60.0, 10_000)
 
 
@@ -78,7 +78,7 @@ def test_every_key_is_the_entrys_else_the_decorators_else_the_default(
     base = tmp_path_factory.mktemp("run")
     arguments = ", ".join(f"{key}={VALUES[key][1]!r}" for key in sorted(theirs))
     (base / "rewards.py").write_text(f"@reward({arguments})\ndef exact(sample): ...\n")
-    found = effective(entry(**{key: VALUES[key][0] for key in ours}), base)
+    found = effective_spec(entry(**{key: VALUES[key][0] for key in ours}), base)
     for key, (own, declared) in VALUES.items():
         expected = own if key in ours else declared if key in theirs else FunctionSpec.model_fields[key].default
         value = getattr(found, key)
@@ -97,7 +97,7 @@ def test_every_setting_of_a_function_can_be_given_and_in_the_same_bounds() -> No
     batch = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
     own = FunctionEntry.model_fields
     assert set(FunctionSpec.model_fields) - set(own) == {"batch", "artefacts"}
-    pairs = [(own[key], BatchSpec.model_fields[theirs]) for key, theirs in batch.items()]
+    pairs = [(own[key], FunctionBatchSpec.model_fields[theirs]) for key, theirs in batch.items()]
     pairs += [(own[key], FunctionSpec.model_fields[key]) for key in set(own) & set(FunctionSpec.model_fields)]
     for ours, theirs in pairs:
         if ours.is_required():
@@ -109,20 +109,20 @@ def test_every_setting_of_a_function_can_be_given_and_in_the_same_bounds() -> No
 
 def test_a_module_beside_the_run_file_is_found_and_not_run(write: Write) -> None:
     base = write(DECORATED, "scoring_rules.py").parent
-    assert effective(entry(source="scoring_rules"), base).memory_mb == 1024
+    assert effective_spec(entry(source="scoring_rules"), base).memory_mb == 1024
     package = base / "scoring_package"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('not run')\n")
     (package / "rules.py").write_text(DECORATED)
-    assert effective(entry(source="scoring_package.rules"), base).memory_mb == 1024
+    assert effective_spec(entry(source="scoring_package.rules"), base).memory_mb == 1024
 
 
 def test_without_a_source_only_the_entry_speaks(tmp_path: Path) -> None:
-    assert effective(entry(memory_mb=300), tmp_path) == FunctionSpec(
+    assert effective_spec(entry(memory_mb=300), tmp_path) == FunctionSpec(
         name="exact", source="rewards.py", handler="exact", memory_mb=300
     )
     with pytest.raises(SpecError, match="'exact': warm=5 is more than concurrency=4"):
-        effective(entry(warm=5), tmp_path)
+        effective_spec(entry(warm=5), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(
     write: Write, source: str, settings: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(SpecError, match=expected):
-        effective(entry(**settings), write(source, "rewards.py").parent)
+        effective_spec(entry(**settings), write(source, "rewards.py").parent)
 
 
 def test_a_resolved_run_keeps_what_was_written_and_shows_what_runs(write: Write, base: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.spec.load import load_run
-from rollart.spec.other_schedule import under
+from rollart.spec.other_schedule import adapt_to_schedule
 from rollart.spec.rules import run_problems
 
 RUN = """\
@@ -36,10 +36,10 @@ def test_what_a_schedule_does_not_have_is_left_out_and_named(tmp_path: Path, tex
     run = load_run(path)
     named = set()
     for name in SCHEDULES:
-        other, left = under(run, name)
+        other, left = adapt_to_schedule(run, name)
         named |= set(left)
         lag = FIXED_LAG.get(name, max(run.staleness, 1))
         assert not run_problems(other.model_copy(update={"schedule": name, "staleness": lag})), (name, left)
         assert (other is run) == (not left) or left == ("rollout.concurrency",)
     assert named == SPECS[text]
-    assert under(run, run.schedule) == (run, ())
+    assert adapt_to_schedule(run, run.schedule) == (run, ())

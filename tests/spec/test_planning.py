@@ -13,10 +13,10 @@ from placement.problem import Restriction
 from placement.types import Objective, Role
 from rollart.errors import SpecError, UsageError
 from rollart.spec.load import builtin
-from rollart.spec.planning import load_calibrations, problem_of, question_of
+from rollart.spec.planning import load_calibrations, planning_problem, problem_of
 from rollart.spec.resolve import Specs, forecast, read_specs, resolve_files, resolve_saved
 from rollart.spec.rules import quotas
-from rollart.spec.whatif import changed
+from rollart.spec.whatif import apply_changes
 
 Write = Callable[..., Path]
 
@@ -109,7 +109,7 @@ class TestProblem:
 
     def test_what_is_assumed_is_said(self, specs: Make) -> None:
         made = specs("domains.chat.profile=", "schedule=sync")
-        notes = question_of(made.run, made.cluster, made.prices).notes
+        notes = planning_problem(made.run, made.cluster, made.prices).notes
         assert "assumed: every trajectory of chat is as long as" in notes[0]
         assert "schedule is sync" in notes[1]
 
@@ -192,7 +192,7 @@ class TestPlans:
 
 class TestWhatIf:
     def test_devices_prices_links_and_keys(self, specs: Make) -> None:
-        made = changed(
+        made = apply_changes(
             specs(),
             [
                 "h20=+4",
@@ -215,17 +215,17 @@ class TestWhatIf:
         assert made.run.placement.train.devices == 2
 
     def test_a_pool_may_go_and_a_type_may_come(self, specs: Make) -> None:
-        made = changed(specs(), ["wide=-8", "h100=16"])
+        made = apply_changes(specs(), ["wide=-8", "h100=16"])
         assert [(p.name, p.device, p.count) for p in made.cluster.pools] == [("big", "H800", 8), ("h100", "H100", 16)]
         assert made.cluster.links == [], "the link of a pool goes with it"
 
     def test_another_batch_has_the_same_mix(self, specs: Make) -> None:
         quickstart = read_specs()
-        made = changed(quickstart, ["batch=96"])
+        made = apply_changes(quickstart, ["batch=96"])
         assert quotas(made.run) == {"frozen_lake": 32, "spell_backward": 64}
 
     def test_another_model(self, specs: Make, tmp_path: Path) -> None:
-        made = changed(specs(), [f"model={tmp_path}"])
+        made = apply_changes(specs(), [f"model={tmp_path}"])
         assert made.run.model.config == str(tmp_path)
 
     @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ class TestWhatIf:
     )
     def test_nonsense_names_itself(self, specs: Make, change: str, expected: str) -> None:
         with pytest.raises(UsageError) as caught:
-            changed(specs(), [change])
+            apply_changes(specs(), [change])
         assert expected in caught.value.message
         assert caught.value.exit_code == 2
         assert len(caught.value.message) < 500, "no page of digits"
@@ -267,15 +267,15 @@ class TestWhatIf:
 
     def test_another_objective_has_no_rate(self, specs: Make) -> None:
         frugal = specs("placement.objective=min_cost", "placement.rate=2")
-        assert changed(frugal, ["objective=max_throughput"]).run.placement.rate is None
-        assert changed(frugal, ["rate=3"]).run.placement.rate == 3
+        assert apply_changes(frugal, ["objective=max_throughput"]).run.placement.rate is None
+        assert apply_changes(frugal, ["rate=3"]).run.placement.rate == 3
         with pytest.raises(SpecError, match="only with `objective: min_cost`"):
-            changed(frugal, ["objective=max_throughput", "rate=3"])
+            apply_changes(frugal, ["objective=max_throughput", "rate=3"])
 
     def test_what_the_plan_is_made_of_is_not_touched(self, specs: Make) -> None:
         made = specs()
         before = made.cluster.model_dump()
-        changed(made, ["h20=+4", "price.h800=1"])
+        apply_changes(made, ["h20=+4", "price.h800=1"])
         assert made.cluster.model_dump() == before
 
 

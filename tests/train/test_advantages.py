@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollart.learning import AdvantageSpec, CreditSpec
 from rollart.model import TrainSample
 from rollart.train.advantages import advantages, batch_advantages, credit_units, returns_to_go
-from rollart.train.batch import Batch
+from rollart.train.batch import TrainingBatch
 from tests.train.trainkit import batch, sample
 
 LEVELS = ["token", "turn", "trajectory"]
@@ -65,7 +65,7 @@ def test_turn_level_by_hand() -> None:
     assert batch_advantages(made, both(config)).tolist() == [-3.0, -3.0, -2.0, 3.0, 2.0, 2.0]
 
 
-def scored(scores: list[list[float]]) -> Batch:
+def scored(scores: list[list[float]]) -> TrainingBatch:
     """One sampled token per sample; `scores` by group."""
     paid = [(f"g{g}", i, reward) for g, group in enumerate(scores) for i, reward in enumerate(group)]
     return batch([sample(f"{g}.{i}", turns=[(1, 1)], group=g, rewards=[r]) for g, i, r in paid])

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from rollart.adapters.trainers.http import encode_samples
 from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
-from rollart.engine.jobs import Job
+from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.model import GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
@@ -31,7 +31,7 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
     learner = Learner(config(tmp_path, hidden=32, layers=2, temperature=temperature, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
-    path = checkpoint.publish(learner, tmp_path, 8, ())
+    path = checkpoint.publish_version(learner, tmp_path, 8, ())
     require_complete(path)
     made = batch(generated(path, torch.float32, temperature))
     assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
@@ -44,10 +44,10 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     learner = Learner(config(tmp_path, hidden=32, layers=2, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
-    path = checkpoint.publish(learner, tmp_path, 8, ())
+    path = checkpoint.publish_version(learner, tmp_path, 8, ())
     samples = generated(path, torch.bfloat16, 1.0)
     again = Learner(config(tmp_path, hidden=32, layers=2))
-    other = checkpoint.publish(again, tmp_path, 5, ())
+    other = checkpoint.publish_version(again, tmp_path, 5, ())
     made = batch(samples)
     exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
     assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
@@ -111,7 +111,7 @@ def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainS
             allowed_token_ids=tuple(rng.sample(range(VOCAB), 4)) if i % 2 else None,
         )
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
-        runner.add(Job(GenerateRequest(str(i), str(i), prompt, sampling), ignore_eos=True))
+        runner.add(EngineJob(GenerateRequest(str(i), str(i), prompt, sampling), ignore_eos=True))
     samples = []
     while runner.busy:
         for over in runner.step():

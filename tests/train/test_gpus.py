@@ -8,36 +8,36 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from rollart.errors import UsageError
-from rollart.train.gpus import gpu_of, own_gpu, refuse_shared, shared
+from rollart.train.gpus import gpu_index, refuse_shared, select_gpu, shared_gpu
 
 
 def test_the_ranks_of_a_host_take_the_visible_gpus_in_order() -> None:
-    assert [gpu_of(local, 4, 4, "4,5,6,7") for local in range(4)] == [0, 1, 2, 3]
-    assert gpu_of(2, 1, 3, None) == 2, "started by hand, told its number"
+    assert [gpu_index(local, 4, 4, "4,5,6,7") for local in range(4)] == [0, 1, 2, 3]
+    assert gpu_index(2, 1, 3, None) == 2, "started by hand, told its number"
 
 
 @pytest.mark.parametrize(("local", "here", "visible"), [(0, 2, 1), (1, 2, 1), (1, 1, 1), (7, 8, 4)])
 def test_more_ranks_than_gpus_are_refused_before_anything_is_loaded(local: int, here: int, visible: int) -> None:
     with pytest.raises(UsageError, match=rf"{max(here, local + 1)} ranks on this host .* torch sees {visible} "):
-        gpu_of(local, here, visible, "0")
+        gpu_index(local, here, visible, "0")
 
 
 def test_the_refusal_says_what_makes_gpus_visible() -> None:
     with pytest.raises(UsageError, match=r"\(CUDA_VISIBLE_DEVICES is '3'\) \(lower parallel.ranks"):
-        gpu_of(0, 2, 1, "3")
+        gpu_index(0, 2, 1, "3")
     with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES is not set"):
-        gpu_of(0, 2, 1, None)
+        gpu_index(0, 2, 1, None)
 
 
 def test_without_a_gpu_there_is_none_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match="torch sees no CUDA device"):
-        own_gpu(0, 1)
+        select_gpu(0, 1)
 
 
 def test_the_first_pair_is_found() -> None:
-    assert shared(["a", "b", "c", "b", "a"]) == (1, 3)
-    assert shared(["a", "b", "c"]) is None
+    assert shared_gpu(["a", "b", "c", "b", "a"]) == (1, 3)
+    assert shared_gpu(["a", "b", "c"]) is None
 
 
 @pytest.mark.parametrize(("gpus", "refused"), [(("x", "y", "x"), True), (("x", "y", "z"), False)])

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.trainers.http import encode_samples
-from rollart.train.batch import RefusedSamples, decode
-from rollart.train.microbatch import build, plan
+from rollart.train.batch import InvalidSamples, decode_batch
+from rollart.train.microbatch import build_microbatch, plan_microbatches
 from tests.train.trainkit import VOCAB, batch, sample
 
 lengths = st.lists(st.integers(0, 60), min_size=0, max_size=40)
@@ -23,7 +23,7 @@ lengths = st.lists(st.integers(0, 60), min_size=0, max_size=40)
 @given(lengths, st.integers(1, 300), st.integers(0, 200))
 def test_a_plan_takes_every_sample_once_within_the_bound(sizes: list[int], limit: int, overhead: int) -> None:
     size = np.array(sizes, np.int64)
-    parts = plan(size, limit, overhead)
+    parts = plan_microbatches(size, limit, overhead)
     assert sorted(i for p in parts for i in p.tolist()) == [i for i, n in enumerate(sizes) if n]
     for part in parts:
         assert len(part) == 1 or size[part].max() * len(part) <= limit
@@ -43,7 +43,7 @@ def test_a_plan_is_the_cheapest_cut_of_the_sorted_samples(sizes: list[int], limi
             parts.append([size]) if cut else parts[-1].append(size)
         if all(len(p) == 1 or max(p) * len(p) <= limit for p in parts):
             options.append(cost(parts))
-    mine = [[sizes[i] for i in p] for p in plan(np.array(sizes), limit, overhead)]
+    mine = [[sizes[i] for i in p] for p in plan_microbatches(np.array(sizes), limit, overhead)]
     assert cost(mine) == min(options)
 
 
@@ -51,7 +51,7 @@ def test_hidden_states_are_taken_one_before_the_token_and_unrestricted_tokens_co
     made = batch([sample("x", turns=[(2, 2)], restricted=True), sample("y", turns=[(3, 1), (1, 1)])])
     used = made.used_lengths
     assert used.tolist() == [3, 5]
-    micro = build(made, np.array([0, 1]), used, torch.device("cpu"))
+    micro = build_microbatch(made, np.array([0, 1]), used, torch.device("cpu"))
     assert micro.ids.shape == (2, 5)
     assert micro.free == 2
     assert micro.at.tolist() == [7, 9, 1, 2]
@@ -97,7 +97,7 @@ def test_a_sample_that_cannot_be_trained_on_is_named(change: dict[str, object], 
 
 def test_every_sample_that_cannot_be_trained_on_is_named() -> None:
     bad = [dataclasses.replace(sample(n), score=float("nan")) for n in "xy"]
-    with pytest.raises(RefusedSamples, match=r"^sample x: its score is not finite \(and 1 other samples\)$") as refused:
+    with pytest.raises(InvalidSamples, match=r"^sample x: its score is not finite \(and 1 other samples\)$") as refused:
         batch([sample("ok"), *bad])
     assert refused.value.samples == ("x", "y")
 
@@ -108,4 +108,4 @@ def test_a_malformed_body_is_one_error() -> None:
     for change in changes:
         broken = wire | change
         with pytest.raises(ValueError, match="malformed samples"):
-            decode(broken, VOCAB)
+            decode_batch(broken, VOCAB)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.train.pieces import Pieces, Rows, save
+from rollart.train.pieces import TensorFiles, TensorRows, save
 from rollart.train.split import row_range
 
 
@@ -19,7 +19,7 @@ def written(root: Path, whole: torch.Tensor, writers: int) -> list[Path]:
     for rank in range(writers):
         start, stop = row_range(len(whole), rank=rank, ranks=writers)
         path = root / f"{rank}-of-{writers}.safetensors"
-        save(path, {"w": Rows(whole[start:stop], start, len(whole))} if stop > start else {})
+        save(path, {"w": TensorRows(whole[start:stop], start, len(whole))} if stop > start else {})
         paths.append(path)
     return paths
 
@@ -29,7 +29,7 @@ def test_any_number_of_readers_take_what_any_number_of_writers_wrote(
     tmp_path_factory: pytest.TempPathFactory, rows: int, writers: int, readers: int
 ) -> None:
     whole = torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3)
-    pieces = Pieces(written(tmp_path_factory.mktemp("pieces"), whole, writers))
+    pieces = TensorFiles(written(tmp_path_factory.mktemp("pieces"), whole, writers))
     assert pieces.shapes == {"w": (rows, 3)}
     shares = [row_range(rows, rank=rank, ranks=readers) for rank in range(readers)]
     parts = [pieces.read("w", *share) for share in shares]
@@ -42,7 +42,7 @@ def test_any_number_of_readers_take_what_any_number_of_writers_wrote(
 def test_whole_tensors_and_numbers_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     save(path, {"w": torch.ones(2, 2), "step": torch.tensor(7.0), "bias": torch.arange(3)})
-    pieces = Pieces([path])
+    pieces = TensorFiles([path])
     assert "w" in pieces
     assert pieces.shapes["step"] == ()
     assert pieces.read("step").item() == 7.0
@@ -52,4 +52,4 @@ def test_whole_tensors_and_numbers_are_read_as_they_are(tmp_path: Path) -> None:
 def test_rows_that_no_file_has_are_an_error(tmp_path: Path) -> None:
     paths = written(tmp_path, torch.zeros(6, 2), 3)
     with pytest.raises(ValueError, match="w: rows 2 to 6 are in no file"):
-        Pieces([paths[0], paths[2]]).read("w")
+        TensorFiles([paths[0], paths[2]]).read("w")

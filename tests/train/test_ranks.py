@@ -215,12 +215,12 @@ def test_two_ranks_learn_what_one_learns_and_each_goes_on_from_the_other(two: Ra
         path = Path((await trainer.publish(3)).path)
         assert close(read_tensors(path), weights(one), CLOSE)
         other = alone(tmp_path)
-        checkpoint.restore(other, path, 3)
+        checkpoint.restore_version(other, path, 3)
         assert other.counters == one.counters
         assert close(weights(other), weights(one), CLOSE)
         assert close(moments(other), moments(one), CLOSE)
         other.train(batch(SAMPLES), 3)
-        single = checkpoint.publish(other, tmp_path, 4, ())
+        single = checkpoint.publish_version(other, tmp_path, 4, ())
         await trainer.restore(WeightsRef(start.version, start.path))
         await trainer.restore(WeightsRef(4, str(single)))
         assert torch.allclose(await logprobs(trainer), own_logprobs(other), atol=1e-6)
@@ -374,7 +374,7 @@ def test_a_rank_that_cannot_load_the_reference_is_named_on_all_and_the_ranks_go_
     pass. Then a penalty on two ranks is that on one."""
     changes: dict[str, Any] = {"loss": {"kind": "ppo", "kl": 0.3}, "epochs": 1}
     one = alone(tmp_path / "one", **changes)
-    checkpoint.publish(one, tmp_path / "one", 0, ())
+    checkpoint.publish_version(one, tmp_path / "one", 0, ())
     ranks = Ranks(tmp_path, **changes)
     [child] = ranks.children()
     try:

@@ -37,7 +37,7 @@ def learner(root: Path, *, kl: float = 0.3, stream: bool = False, advantage: int
     )
     made = Learner(setup.model_copy(update={"model": setup.model.model_copy(update={"dtype": "float64"})}))
     if not checkpoint.version_path(root, 0).exists():
-        checkpoint.publish(made, root, 0, ())
+        checkpoint.publish_version(made, root, 0, ())
     return made
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollart.train.checkpoint import _moment
-from rollart.train.command import Answer, call
+from rollart.train.command import CommandMessage, run_command
 
 
 def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> None:
@@ -19,10 +19,10 @@ def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> 
 
 
 def test_a_step_without_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
-    def work(_: Answer) -> Answer:
+    def work(_: CommandMessage) -> CommandMessage:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
 
-    outcome = call(work, b"\x80")
+    outcome = run_command(work, b"\x80")
     assert outcome.error == "no memory is left on the GPU: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert "max_tokens_per_microbatch" in outcome.remedy
     assert not outcome.sound

@@ -22,7 +22,7 @@ from rollart.collective import Order, Received, Receiver
 from rollart.engine.checkpoint import read_tensors
 from rollart.train import checkpoint, sending
 from rollart.train.learner import Learner
-from rollart.train.sending import Outgoing, Sender, Sent, outgoing
+from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult, outgoing_version
 from tests.train.trainkit import config
 
 CPU = torch.device("cpu")
@@ -45,23 +45,23 @@ class Bench:
     """Ranks of a trainer and workers of engines, all in this process."""
 
     def __init__(self, workers: int, ranks: int = 1) -> None:
-        self.senders = [Sender(CPU, rank=rank, host="127.0.0.1") for rank in range(ranks)]
+        self.senders = [BroadcastSender(CPU, rank=rank, host="127.0.0.1") for rank in range(ranks)]
         self.receivers = [Receiver(CPU) for _ in range(workers)]
 
     def order(self, stamp: str, *, group: str = "g", version: int = 1, size: int | None = None) -> Order:
         address, size = self.senders[0].address(), 1 + len(self.receivers) if size is None else size
         return Order(address, group, "gloo", size, len(self.senders), stamp, version, limit_s=60.0)
 
-    def send(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[Sent]:
+    def send(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
         for number, receiver in enumerate(self.receivers, start=1):
             receiver.take_part(dataclasses.replace(order, first=number))
         return self.root(order, *shares, config=config)
 
-    def root(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[Sent]:
-        sent: list[Sent | None] = [None] * len(self.senders)
+    def root(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
+        sent: list[SendResult | None] = [None] * len(self.senders)
 
         def one(rank: int) -> None:
-            sent[rank] = self.senders[rank].send(order, Outgoing(shares[rank], config), bucket=BUCKET)
+            sent[rank] = self.senders[rank].send(order, OutgoingVersion(shares[rank], config), bucket=BUCKET)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.senders))]
         for thread in threads:
@@ -117,8 +117,8 @@ def test_every_worker_has_what_every_rank_sent(bench: Callable[..., Bench]) -> N
 
 def test_a_head_that_is_tied_is_sent_once_as_it_is_in_files(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
-    sent = outgoing(checkpoint.snapshot(learner, copy=True))
-    path = checkpoint.publish(learner, tmp_path, 1, ())
+    sent = outgoing_version(checkpoint.take_snapshot(learner, copy=True))
+    path = checkpoint.publish_version(learner, tmp_path, 1, ())
     files = read_tensors(path)
     assert sent.tensors.keys() == files.keys()
     assert "lm_head.weight" not in files
@@ -229,7 +229,7 @@ def test_a_worker_lost_between_two_buckets_holds_nobody_up(
         b.receivers[0].take_part(order)
         with monkeypatch.context() as patience:
             patience.setattr(collective, "STALL_S", 1.0)
-            sent = b.senders[0].send(order, Outgoing(large, "{}"), bucket=8 * 2**20)
+            sent = b.senders[0].send(order, OutgoingVersion(large, "{}"), bucket=8 * 2**20)
         assert 0 in sent.errors
         assert 2 in sent.errors
         if end == "SIGKILL":

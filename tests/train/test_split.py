@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.policy.samplers import partition
-from rollart.train.split import balanced, buckets, portions, row_range
+from rollart.train.split import balanced_portions, file_buckets, rank_microbatches, row_range
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
 
 
 @given(sizes, st.integers(1, 9))
 def test_portions_are_a_partition_whose_totals_stay_near_the_mean(values: list[int], parts: int) -> None:
-    shares = balanced(values, parts)
+    shares = balanced_portions(values, parts)
     assert len(shares) == parts
     assert sorted(i for share in shares for i in share) == list(range(len(values)))
     totals = [sum(values[i] for i in share) for share in shares]
@@ -24,7 +24,7 @@ def test_portions_are_a_partition_whose_totals_stay_near_the_mean(values: list[i
 
 
 def test_on_a_tie_the_lower_rank_takes_it() -> None:
-    assert [list(share) for share in balanced([5, 5, 5], 2)] == [[0, 2], [1]]
+    assert [list(share) for share in balanced_portions([5, 5, 5], 2)] == [[0, 2], [1]]
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 600))
@@ -32,7 +32,7 @@ def test_ranks_make_the_same_number_of_passes_and_each_sample_is_in_one(
     lengths: list[int], ranks: int, most: int
 ) -> None:
     used = np.array(lengths, np.int64)
-    plans = [portions(used, most, rank=rank, ranks=ranks) for rank in range(ranks)]
+    plans = [rank_microbatches(used, most, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert len({len(one) for one in plans}) == 1
     taken = sorted(int(i) for one in plans for part in one for i in part)
     assert taken == [i for i, length in enumerate(lengths) if length]
@@ -52,7 +52,7 @@ def test_rows_are_those_that_torch_chunk_gives(rows: int, ranks: int) -> None:
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 5), st.integers(1, 1500))
 def test_buckets_hold_each_tensor_once_within_the_limit(listed: list[int], ranks: int, limit: int) -> None:
     named = {f"t{i}": size for i, size in enumerate(listed)}
-    planned = buckets(named, ranks=ranks, limit=limit)
+    planned = file_buckets(named, ranks=ranks, limit=limit)
     assert sorted(name for bucket in planned for name in bucket.names) == sorted(named)
     assert [bucket.owner for bucket in planned] == sorted(bucket.owner for bucket in planned)
     for bucket in planned:
@@ -60,16 +60,16 @@ def test_buckets_hold_each_tensor_once_within_the_limit(listed: list[int], ranks
 
 
 def test_no_samples_are_no_passes() -> None:
-    assert portions(np.zeros(3, np.int64), 10, rank=1, ranks=2) == []
+    assert rank_microbatches(np.zeros(3, np.int64), 10, rank=1, ranks=2) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_lone_long_sample_is_met_by_empty_passes(ranks: int) -> None:
-    plans = [portions(np.array([900]), 100, rank=rank, ranks=ranks) for rank in range(ranks)]
+    plans = [rank_microbatches(np.array([900]), 100, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert [[list(part) for part in one] for one in plans] == [[[0]], [[]]][:ranks]
 
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
 def test_ranks_share_a_batch_by_the_rule_of_the_sample_table(sizes: list[int], parts: int) -> None:
     """The trainer may import nothing of the policies: its split is held to theirs here."""
-    assert tuple(tuple(part.tolist()) for part in balanced(sizes, parts)) == partition(sizes, parts)
+    assert tuple(tuple(part.tolist()) for part in balanced_portions(sizes, parts)) == partition(sizes, parts)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollart.errors import TrainerError
 from rollart.model import TrainSample
-from rollart.train.batch import Batch, select
+from rollart.train.batch import TrainingBatch, select_samples
 from rollart.train.config import parse_config
 from rollart.train.exact import ExactSum
 from rollart.train.learner import Learner
@@ -246,8 +246,8 @@ def test_a_group_alone_is_what_it_is_when_it_is_sent_alone() -> None:
     made = groups(21, 3)
     whole, alone = batch(flat(made)), batch(made[1])
     start = len(made[0])
-    picked = select(whole, np.arange(start, start + len(made[1])))
-    for f in dataclasses.fields(Batch):
+    picked = select_samples(whole, np.arange(start, start + len(made[1])))
+    for f in dataclasses.fields(TrainingBatch):
         one, other = getattr(picked, f.name), getattr(alone, f.name)
         if f.name in ("tokens", "mask", "logprobs", "versions", "turn", "rewards", "offsets", "score"):
             assert np.array_equal(one, other), f.name

@@ -38,12 +38,12 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
-    path = checkpoint.publish(straight, tmp_path, 1, ())
+    path = checkpoint.publish_version(straight, tmp_path, 1, ())
     step(straight, 1)
     other = Learner(config(tmp_path, epochs=2, minibatches=2, warmup=20))
     step(other, 0)
     step(other, 1)
-    checkpoint.restore(other, path, 1)
+    checkpoint.restore_version(other, path, 1)
     step(other, 1)
     assert same(state(straight), state(other))
     assert other.counters == straight.counters
@@ -51,9 +51,9 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> None:
     straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
-    path = checkpoint.publish(straight, tmp_path, 0, ())
+    path = checkpoint.publish_version(straight, tmp_path, 0, ())
     step(other, 0)
-    checkpoint.restore(other, path, 0)
+    checkpoint.restore_version(other, path, 0)
     step(straight, 0)
     step(other, 0)
     assert same(state(straight), state(other))
@@ -62,7 +62,7 @@ def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> N
 def test_a_restore_in_the_middle_of_imitation_goes_on_too(tmp_path: Path) -> None:
     straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
     straight.imitate(batch(SAMPLES), 2)
-    checkpoint.restore(other, checkpoint.publish(straight, tmp_path, 0, ()), 0)
+    checkpoint.restore_version(other, checkpoint.publish_version(straight, tmp_path, 0, ()), 0)
     for learner in (straight, other):
         learner.imitate(batch(SAMPLES), 2)
     assert same(state(straight), state(other))
@@ -74,7 +74,7 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
     tokenizer = tmp_path / "words.json"
     tokenizer.write_text("{}")
     learner = Learner(config(tmp_path, tokenizer=str(tokenizer)))
-    path = checkpoint.publish(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
+    path = checkpoint.publish_version(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
     assert path.name == "v000003"
     assert {f.name for f in path.iterdir()} == {
         "config.json",
@@ -95,7 +95,7 @@ def test_the_files_of_a_version_have_the_mode_of_the_umask(tmp_path: Path, umask
     learner = Learner(config(tmp_path))
     before = os.umask(umask)
     try:
-        published = checkpoint.publish(learner, tmp_path, 3, ())
+        published = checkpoint.publish_version(learner, tmp_path, 3, ())
     finally:
         os.umask(before)
     files = [path for path in Path(published).rglob("*") if path.is_file()]
@@ -108,19 +108,19 @@ def test_the_store_sees_what_the_trainer_publishes(tmp_path: Path) -> None:
     store = directory.DirectoryWeightStore(tmp_path)
     assert directory.MARKER == checkpoint.MARKER
     for version in (0, 1):
-        assert str(checkpoint.publish(learner, tmp_path, version, ())) == store.path(version)
+        assert str(checkpoint.publish_version(learner, tmp_path, version, ())) == store.path(version)
     assert store.versions() == [0, 1]
 
 
 def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
     step(learner, 0)
-    checkpoint.publish(learner, tmp_path, 1, ())
+    checkpoint.publish_version(learner, tmp_path, 1, ())
     step(learner, 1)
     expected = state(learner)
-    path = checkpoint.publish(learner, tmp_path, 1, ())
+    path = checkpoint.publish_version(learner, tmp_path, 1, ())
     other = Learner(config(tmp_path))
-    checkpoint.restore(other, path, 1)
+    checkpoint.restore_version(other, path, 1)
     assert same(state(other), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
 
@@ -131,16 +131,16 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     learner = Learner(config(tmp_path))
-    checkpoint.publish(learner, tmp_path, 1, ())
+    checkpoint.publish_version(learner, tmp_path, 1, ())
     monkeypatch.setattr(checkpoint, where, full)
     with pytest.raises(TrainerError, match=r"cannot publish version 2 under .*: No space left on device"):
-        checkpoint.publish(learner, tmp_path, 2, ())
+        checkpoint.publish_version(learner, tmp_path, 2, ())
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
 
 
 def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
-    good = checkpoint.publish(learner, tmp_path, 1, ())
+    good = checkpoint.publish_version(learner, tmp_path, 1, ())
     step(learner, 1)
     before = state(learner)
 
@@ -172,24 +172,24 @@ def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(
         (unreadable, 1, "model.safetensors cannot be read: Too many levels of symbolic links"),
     ):
         with pytest.raises(TrainerError, match=message) as caught:
-            checkpoint.restore(learner, path, version)
+            checkpoint.restore_version(learner, path, version)
         assert isinstance(caught.value, VersionDamaged) == (path != unreadable), "an error of the disk is no damage"
     assert same(state(learner), before)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.publish(Learner(config(tmp_path, layers=2)), tmp_path, 1, ())
+    path = checkpoint.publish_version(Learner(config(tmp_path, layers=2)), tmp_path, 1, ())
     with pytest.raises(TrainerError, match="holds a different model"):
-        checkpoint.restore(Learner(config(tmp_path)), path, 1)
+        checkpoint.restore_version(Learner(config(tmp_path)), path, 1)
 
 
 def test_leftovers_of_a_killed_trainer_are_removed_at_the_start(tmp_path: Path) -> None:
     (tmp_path / ".tmp-v000002").mkdir()
     (tmp_path / "v000001").mkdir()
-    checkpoint.clean(tmp_path)
+    checkpoint.remove_partial_writes(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
-        checkpoint.clean(tmp_path / "file")
+        checkpoint.remove_partial_writes(tmp_path / "file")
     with pytest.raises(UsageError, match=r"no tokenizer.json at"):
         checkpoint.tokenizer_files(str(tmp_path / "v000001"))

@@ -27,7 +27,7 @@ from rollart.model import TrainReport, WeightsRef
 from rollart.train import checkpoint
 from rollart.train import command as commands
 from rollart.train.config import TrainerConfig
-from rollart.train.ranks import Channel, Ranks
+from rollart.train.ranks import RankChannel, Ranks
 from rollart.train.server import TrainerService
 from tests.train.trainkit import config, sample
 
@@ -377,11 +377,11 @@ def test_every_thread_that_computes_begins_on_its_ranks_gpu(tmp_path: Path, monk
 def test_a_follower_enters_each_thread_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    class Gone(Channel):
+    class Gone(RankChannel):
         def hear(self) -> tuple[str, bytes]:
             said.append("hears")
             raise TrainerError("rank 0 is gone")
 
     monkeypatch.setattr(commands, "_end", lambda status: None)
-    commands.follow({Gone(): {}}, enter=lambda: said.append("entered"))
+    commands.follow_rank_zero({Gone(): {}}, enter=lambda: said.append("entered"))
     assert said == ["entered", "hears"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollart.adapters.trainers.http import encode_samples
 from rollart.model import GroupId, TrainSample, TrajectoryId
-from rollart.train.batch import Batch, decode
+from rollart.train.batch import TrainingBatch, decode_batch
 from rollart.train.config import TrainerConfig, parse_config
 
 VOCAB = 24
@@ -88,6 +88,6 @@ def sample(
     )
 
 
-def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> Batch:
+def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> TrainingBatch:
     """What the trainer sees of samples that crossed the wire."""
-    return decode(encode_samples(samples), vocab)
+    return decode_batch(encode_samples(samples), vocab)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.adapters.engines.vllm import METHOD, VllmEngine
+from rollart.adapters.engines.vllm import WORKER_METHOD, VllmEngine
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
 from tests.contracts.broadcasting import BroadcastVllm
@@ -46,7 +46,7 @@ def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="is not a whole version"):
             await VllmEngine.update_weights(engine, WeightsRef(9, str(nothing)))
         told = json.dumps({"stamp": "none"})
-        assert [one["unknown"] for one in await engine.workers(METHOD, "look", told)] == [True, True]
+        assert [one["unknown"] for one in await engine.workers(WORKER_METHOD, "look", told)] == [True, True]
         await engine._control("/start_weight_update", {})  # and nobody ends it
 
     with server(publish(tmp_path / "v0", 0, TIED), tmp_path / "log", extra=PARALLEL) as url:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollart.adapters.engines.vllm import PROBE, VllmEngine
+from rollart.adapters.engines.vllm import PROBE_FILE, VllmEngine
 from rollart.collective import Order
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
-from rollart.train.sending import Sender
+from rollart.train.sending import BroadcastSender
 from tests.contracts.broadcasting import BroadcastVllm, give
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
 from tests.engine.models import greedy, reference
@@ -122,7 +122,7 @@ class TestVllm(EngineContract):
                     rows = reference(self.root / f"v{says}", ids)
                     logprobs = [rows[i, token].item() for i, token in enumerate(ids[1:])]
                     probe = {"token_ids": ids, "logprobs": logprobs}
-                    (Path(weights.path) / PROBE).write_text(json.dumps(probe))
+                    (Path(weights.path) / PROBE_FILE).write_text(json.dumps(probe))
                     await engine.pause(PauseMode.KEEP)
                     await engine.update_weights(weights)
                     with contextlib.nullcontext() if says == number else pytest.raises(EngineError, match="v6 is"):
@@ -208,7 +208,10 @@ class TestVllmByBroadcast(EngineContract):
 
     def test_a_broadcast_of_another_model_is_not_kept_and_the_files_are_read(self) -> None:
         async def body() -> None:
-            engine, sender = VllmEngine(EngineId("e0"), self.url), Sender(torch.device("cpu"), rank=0, host="127.0.0.1")
+            engine, sender = (
+                VllmEngine(EngineId("e0"), self.url),
+                BroadcastSender(torch.device("cpu"), rank=0, host="127.0.0.1"),
+            )
             try:
                 await to_version(engine, publisher(self.root)(0))
                 before = await engine.generate(request("a", max_tokens=9, temperature=0.0))

@@ -20,9 +20,9 @@ from aiohttp.test_utils import TestServer
 
 from rollart.adapters.engines.vllm_host import VllmHost
 from rollart.adapters.weights.buckets import BucketPusher
-from rollart.adapters.weights.hosts import Place
-from rollart.adapters.weights.objects import FileObjects
-from rollart.compose.stored import StoredWeights
+from rollart.adapters.weights.hosts import WeightStoreLocation
+from rollart.adapters.weights.objects import FileObjectStore
+from rollart.compose.stored import SharedWeightStore
 from rollart.errors import EngineError, StorageFailed
 from rollart.model import EngineId, WeightsRef
 from rollart.runtime.leases import Leases
@@ -54,8 +54,8 @@ class Site:
     def __init__(self, root: Path, url: str, *, ahead: bool = True) -> None:
         self.root = root
         self.events = Events()
-        self.place = Place("files", str(root / "store"), str(root / "host"))
-        self.stored = StoredWeights(
+        self.place = WeightStoreLocation("files", str(root / "store"), str(root / "host"))
+        self.stored = SharedWeightStore(
             root / "weights",
             self.place,
             Leases(self.events),
@@ -133,12 +133,12 @@ async def test_workers_of_a_host_pull_one_copy_and_only_what_changed(tmp_path: P
 
 async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> None:
     """The two leave the same directories: of a host that was given back, and one that takes its place."""
-    from rollart.adapters.weights.hosts import HostCopy
+    from rollart.adapters.weights.hosts import HostWeightCopy
 
     async with site(tmp_path, ahead=False) as s:
         for version in (0, 1):
             await s.stored.push(s.publish(version))
-        ours = HostCopy(s.place)
+        ours = HostWeightCopy(s.place)
         await ours.pull(0, s.stored._stamps[0], ())
         await s.stored.local(s.host, WeightsRef(1, s.stored.path(1)))
         assert s.events.of("weights_pulled", "received_bytes") == [("engine-0", BUCKET)]
@@ -400,6 +400,6 @@ async def test_what_a_worker_refuses_is_an_answer() -> None:
 
 
 async def test_what_a_store_has_is_linked_to(tmp_path: Path) -> None:
-    store = FileObjects(tmp_path)
+    store = FileObjectStore(tmp_path)
     await store.put("buckets/one", b"1")
     assert Path(await store.link("buckets/one")).read_bytes() == b"1"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["end"]
+__all__ = ["terminate"]
 
 
-async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
     """SIGTERM, then SIGKILL after `grace_s`; returns when it is reaped, at once if it was."""
     if process.returncode is not None:
         return

@@ -10,14 +10,14 @@ from rollart.ports import RuntimeEvent
 
 __all__ = ["EventLog"]
 
-KEPT = 10_000
+MAX_EVENTS = 10_000
 """Events: a reader that is further behind misses the oldest."""
 
 
 class EventLog:
     """Any number of readers, each from the first event that is kept on."""
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self, kept: int = MAX_EVENTS) -> None:
         self._events: deque[RuntimeEvent] = deque(maxlen=kept)
         self._said = 0
         self._closed = False

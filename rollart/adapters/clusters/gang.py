@@ -9,29 +9,29 @@ from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import ActorSpec, Node
 
-__all__ = ["bundle_of", "check", "fit", "no_room"]
+__all__ = ["bundle_node", "check_feasible", "place_bundles", "insufficient_capacity"]
 
-STEPS = 20_000
+MAX_SEARCH_STEPS = 20_000
 """Bundles tried in one search: packing is hard in theory, gangs are small and alike in practice."""
 
 SLACK = 1e-9
 
 
-def fit(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
+def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
     """A node with room for each bundle, by bundle, in what is free now; None if there is none, or none was found in
-    `STEPS` tries. Large bundles first; ties by the order of `nodes`."""
-    return _Search(gang, nodes).find()
+    `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
+    return _PlacementSearch(gang, nodes).find()
 
 
-def check(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
     """`UsageError` if these nodes could not hold the gang were they empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
-    have = "; ".join(f"{n.id} {_shown(n.labels)} {dict(n.total)}" for n in nodes)
+    have = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
     for bundle in _bundles(gang):
-        if not any(matches(bundle.labels, n.labels) and _has(n.total, bundle) for n in empty):
+        if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
             raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {have}")
-    search = _Search(gang, empty)
-    if search.find() is None and search.steps < STEPS:
+    search = _PlacementSearch(gang, empty)
+    if search.find() is None and search.steps < MAX_SEARCH_STEPS:
         deepest = search.stuck
         raise UsageError(
             f"the nodes could never hold all of it at once; there is no room beside the others for {deepest}",
@@ -39,7 +39,7 @@ def check(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
         )
 
 
-def no_room(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
+def insufficient_capacity(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
     """What a reservation ends with after `wait_s`."""
     return UsageError(
         f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, lacking))}",
@@ -47,7 +47,7 @@ def no_room(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
     )
 
 
-def bundle_of(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
+def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
     """The bundle that the actor runs in. `UsageError` if there is none, or it could never hold the actor."""
     found = bundles.get(spec.bundle)
     if found is None:
@@ -60,7 +60,7 @@ def bundle_of(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
     return found
 
 
-class _Search:
+class _PlacementSearch:
     """Depth first, over bundles from the largest on. `stuck` is the bundle that no try got past."""
 
     def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
@@ -84,7 +84,7 @@ class _Search:
             self._depth = max(self._depth, len(tries) - 1)
             node = next(tries[-1], None)
             self.steps += 1
-            if self.steps >= STEPS:
+            if self.steps >= MAX_SEARCH_STEPS:
                 return None
             if node is None:  # another place for the one before
                 tries.pop()
@@ -101,7 +101,9 @@ class _Search:
     def _candidates(self, bundle: Bundle) -> Iterator[Node]:
         group, strategy = self._strategy[bundle.name]
         used = {n.id for name, n in self._found.items() if self._strategy[name][0] == group}
-        fitting = [n for n in self._nodes if matches(bundle.labels, n.labels) and _has(self._room[n.id], bundle)]
+        fitting = [
+            n for n in self._nodes if matches(bundle.labels, n.labels) and _has_capacity(self._room[n.id], bundle)
+        ]
         if strategy == "STRICT_PACK" and used:
             fitting = [n for n in fitting if n.id in used]
         elif strategy == "STRICT_SPREAD":
@@ -124,7 +126,7 @@ def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:
     return [bundle for group in gang for bundle in group.bundles]
 
 
-def _has(room: Mapping[str, float], bundle: Bundle) -> bool:
+def _has_capacity(room: Mapping[str, float], bundle: Bundle) -> bool:
     return all(room.get(name, 0.0) >= amount - SLACK for name, amount in bundle.resources.items())
 
 
@@ -133,5 +135,5 @@ def _add(room: dict[str, float], bundle: Bundle, sign: float) -> None:
         room[name] = room.get(name, 0.0) + sign * amount
 
 
-def _shown(labels: Mapping[str, str]) -> dict[str, str]:
+def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.adapters.clusters.events import EventLog
-from rollart.adapters.clusters.gang import bundle_of, check, fit, no_room
+from rollart.adapters.clusters.gang import bundle_node, check_feasible, insufficient_capacity, place_bundles
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.process import ProcessActor
 from rollart.errors import PartDied, UsageError
@@ -70,15 +70,15 @@ class LocalRuntime:
             if group.name in self._groups or any(b.name in self._bundles for b in group.bundles):
                 raise UsageError(f"room for {group.name!r} is reserved already")
         nodes = list(self._nodes.values())
-        check(gang, nodes)
+        check_feasible(gang, nodes)
         try:
             async with asyncio.timeout(wait_s):
-                while (found := fit(gang, nodes)) is None:
+                while (found := place_bundles(gang, nodes)) is None:
                     changed = self._changed
                     await changed.wait()
         except TimeoutError:
-            raise no_room(
-                [b for g in gang for b in g.bundles if fit([g], nodes) is None] or gang[0].bundles, wait_s
+            raise insufficient_capacity(
+                [b for g in gang for b in g.bundles if place_bundles([g], nodes) is None] or gang[0].bundles, wait_s
             ) from None
         for group in gang:
             self._groups[group.name] = group
@@ -137,7 +137,7 @@ class LocalRuntime:
     def _place(self, spec: ActorSpec) -> Node | None:
         """The first node with room; None when those that could hold it are full now; `UsageError` when none could."""
         if spec.bundle:
-            fitting = [bundle_of(spec, self._bundles)]
+            fitting = [bundle_node(spec, self._bundles)]
         else:
             fitting = [
                 n
@@ -271,7 +271,7 @@ class _LocalHandle:
             work = tasks.create_task(_invoke(life.instance, method, copied, named), name=f"{self.name}.{method}")
             death = tasks.create_task(_cancel_on(life.died, work), name=f"{self.name} dies")
             try:
-                await asyncio.shield(_quietly(work))
+                await asyncio.shield(_wait_uncancelled(work))
             finally:
                 death.cancel()
                 work.cancel()
@@ -303,7 +303,7 @@ async def _cancel_on(event: asyncio.Event, work: asyncio.Task[Any]) -> None:
     work.cancel()
 
 
-async def _quietly(work: asyncio.Task[Any]) -> None:
+async def _wait_uncancelled(work: asyncio.Task[Any]) -> None:
     """Wait for the end of `work` without taking its cancellation for our own."""
     done = asyncio.Event()
     work.add_done_callback(lambda _: done.set())

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollart.adapters.clusters.ending import end
-from rollart.adapters.weights.buckets import Progress, Pulled
-from rollart.adapters.weights.hosts import HostCopy, Place
+from rollart.adapters.clusters.ending import terminate
+from rollart.adapters.weights.buckets import PullProgress, PullResult
+from rollart.adapters.weights.hosts import HostWeightCopy, WeightStoreLocation
 from rollart.errors import PartDied
 
 __all__ = ["Program"]
@@ -47,7 +47,7 @@ class Program:
         self._log = Path(log)
         self._env = dict(env or {})
         self._process: asyncio.subprocess.Process | None = None
-        self._copy: HostCopy | None = None
+        self._copy: HostWeightCopy | None = None
 
     async def start(self, extra: list[str]) -> str:
         """The address it serves at. `PartDied` with the last line it said if it ends before it is ready."""
@@ -75,7 +75,7 @@ class Program:
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after `STOP_S`; returns when it is reaped."""
         if self._process is not None:
-            await end(self._process, STOP_S)
+            await terminate(self._process, STOP_S)
 
     async def kill(self) -> None:
         """SIGKILL at once: of one that hangs, which SIGTERM would not reach."""
@@ -94,24 +94,26 @@ class Program:
         return None if self._process is None else self._process.pid
 
     async def pull(
-        self, place: Place, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
-    ) -> tuple[str, Pulled]:
+        self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
+    ) -> tuple[str, PullResult]:
         """Bring a version of the weights from their store to this host, where the program can load it, whether it runs
-        or not: `HostCopy.pull`."""
+        or not: `HostWeightCopy.pull`."""
         return await (await self._at(place)).pull(version, stamp, keep, coming)
 
-    async def arrived(self, place: Place, manifest: bytes, digests: Sequence[str], over: bool, whole: bool) -> None:
-        """`HostCopy.arrived`."""
+    async def arrived(
+        self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
+    ) -> None:
+        """`HostWeightCopy.arrived`."""
         await (await self._at(place)).arrived(manifest, digests, over=over, whole=whole)
 
-    async def pulling(self) -> Progress | None:
+    async def pulling(self) -> PullProgress | None:
         """How far the pull is that is under way; None: none ever was."""
         return None if self._copy is None else self._copy.progress
 
-    async def _at(self, place: Place) -> HostCopy:
+    async def _at(self, place: WeightStoreLocation) -> HostWeightCopy:
         if self._copy is None or self._copy.place != place:
             await self._drop()
-            self._copy = HostCopy(place)
+            self._copy = HostWeightCopy(place)
         return self._copy
 
     async def aclose(self) -> None:

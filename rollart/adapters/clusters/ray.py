@@ -16,30 +16,30 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.clusters.events import EventLog
-from rollart.adapters.clusters.gang import bundle_of
+from rollart.adapters.clusters.gang import bundle_node
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.ray_groups import RayGroups
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
 from rollart.adapters.clusters.ray_link import (
-    CLIENT,
+    CLIENT_SCHEME,
     SILENT_S,
-    Client,
-    Driver,
-    Link,
-    answers,
-    connected,
-    lost,
-    resolved,
+    RayClientLink,
+    RayDriverLink,
+    RayLink,
+    check_grpc_server,
+    connect_in_thread,
+    connection_lost,
+    resolve_address,
 )
-from rollart.adapters.clusters.threads import in_daemon
+from rollart.adapters.clusters.threads import run_in_daemon_thread
 from rollart.errors import ProviderError, UsageError
 from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 
 __all__ = ["RayRuntime"]
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
 
 
@@ -64,7 +64,7 @@ class RayRuntime:
         self._env = dict(env or {})
         self._before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
-        self.link: Link = Driver()
+        self.link: RayLink = RayDriverLink()
         self.groups = RayGroups(self._take, lambda function, *args: self.link.do(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
@@ -80,12 +80,12 @@ class RayRuntime:
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
-        address = resolved(self._address)
-        await answers(address)
+        address = resolve_address(self._address)
+        await check_grpc_server(address)
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         try:
-            self.link = Client(address) if address.startswith(CLIENT) else Driver()
+            self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
             await self._connect(address)
             await self.look()
         except Exception:
@@ -122,7 +122,7 @@ class RayRuntime:
         wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
         resources = [dict(bundle.resources) for bundle in wanted]
         labels = [dict(bundle.labels) for bundle in wanted]
-        if isinstance(self.link, Driver):  # Ray's client has no way to say it
+        if isinstance(self.link, RayDriverLink):  # Ray's client has no way to say it
             with contextlib.suppress(Exception):  # a hint: the nodes are waited for anyway
                 async with asyncio.timeout(ASK_S):
                     await self.link.do(request_resources, None, resources, labels)
@@ -176,12 +176,12 @@ class RayRuntime:
                 os.environ[name] = value
 
     async def _connect(self, address: str) -> None:
-        await connected(address)
+        await connect_in_thread(address)
 
     async def _disconnect(self) -> None:
         import ray
 
-        await in_daemon(ray.shutdown)
+        await run_in_daemon_thread(ray.shutdown)
 
     # What handles need.
 
@@ -195,12 +195,12 @@ class RayRuntime:
     async def feasible(self, spec: ActorSpec) -> None:
         """`UsageError` when no node that is there now, or its bundle, could ever hold it."""
         await self.look()
-        labels = bundle_of(spec, self.groups.bundles).labels if spec.bundle else spec.labels
+        labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
         if not any(
             matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
             for n in self._nodes.values()
         ):
-            have = "; ".join(f"{n.id} {_shown(n.labels)} {dict(n.total)}" for n in self.nodes())
+            have = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in self.nodes())
             raise UsageError(
                 f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
                 remedy=f"the cluster has: {have}",
@@ -269,13 +269,13 @@ class RayRuntime:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             with contextlib.suppress(Exception):  # the head is busy, or gone: look again
                 try:
                     async with asyncio.timeout(SILENT_S):
                         await self.look()
                 except TimeoutError:
-                    self.link.failed(lost(self._address, f"no answer for {SILENT_S:g} s"))
+                    self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
                 await self.groups.follow(self._names)
                 await self._warned()
 
@@ -286,5 +286,5 @@ def _name(row: Mapping[str, Any]) -> str:
     return name if name and name != row["NodeManagerAddress"] else str(row["NodeID"])[:12]
 
 
-def _shown(labels: Mapping[str, str]) -> dict[str, str]:
+def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}

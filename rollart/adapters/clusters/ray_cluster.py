@@ -26,7 +26,16 @@ from rollart.adapters.clusters.program import Program
 from rollart.lifeline import die_with_parent
 from rollart.ports import Node
 
-__all__ = ["MODULE", "TOKEN", "PrivateCluster", "add_node", "auth", "health_settings", "prepare", "raylet"]
+__all__ = [
+    "MODULE",
+    "TOKEN",
+    "PrivateCluster",
+    "add_node",
+    "auth_environment",
+    "health_settings",
+    "write_cluster_files",
+    "raylet_pid",
+]
 
 MODULE = "rollart.adapters.clusters.ray_cluster"
 
@@ -37,11 +46,11 @@ STORE_BYTES = 80 * 2**20
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 """How often the program looks for raylets that ended: one that is not reaped keeps its workers alive."""
 
 
-def auth(token: Path) -> dict[str, str]:
+def auth_environment(token: Path) -> dict[str, str]:
     """What a process must have in its environment to talk to a cluster whose token lies there."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 
@@ -82,7 +91,9 @@ class PrivateCluster:
         if left.exists():  # by a controller that was killed
             shutil.rmtree(left.read_text(), ignore_errors=True)
         self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
-        env = prepare(self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary, port=self._port)
+        env = write_cluster_files(
+            self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary, port=self._port
+        )
         log = self._directory / "cluster.log"
         self._program = Program("ray", MODULE, [str(self._directory)], str(log), env=env)
         return await self._program.start([])
@@ -94,7 +105,7 @@ class PrivateCluster:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def prepare(
+def write_cluster_files(
     directory: Path, nodes: Sequence[Node], *, health_s: float, temporary: str, port: int = 0
 ) -> dict[str, str]:
     """Write what the program reads, and a token; the environment that the program wants. The first node is the head."""
@@ -102,21 +113,21 @@ def prepare(
     token = directory / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    told = [_told(n) for n in nodes]
+    told = [_node_entry(n) for n in nodes]
     _write(directory / NODES, {"nodes": told, "system": health_settings(health_s), "port": port})
     (directory / TEMPORARY).write_text(temporary)
-    return {**auth(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**auth_environment(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def raylet(directory: Path, node: str) -> int:
+def raylet_pid(directory: Path, node: str) -> int:
     """The process id of a node's raylet: killing it is the death of the node."""
     return int(json.loads((directory / RAYLETS).read_text())[node])
 
 
 def add_node(directory: Path, node: Node) -> None:
-    """A host joins the cluster that runs; `raylet` knows it once it has. One caller at a time."""
+    """A host joins the cluster that runs; `raylet_pid` knows it once it has. One caller at a time."""
     config = json.loads((directory / NODES).read_text())
-    config["nodes"].append(_told(node))
+    config["nodes"].append(_node_entry(node))
     _write(directory / NODES, config)
 
 
@@ -130,7 +141,7 @@ def main(directory: Path) -> None:
         # Ray's parts are below this process from its first one on. It is no longer SIGKILL that comes with the end.
         signal.signal(signal.SIGTERM, lambda *_: _end())
         die_with_parent(own, signal.SIGTERM)
-        _keep(directory)
+        _run_nodes(directory)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.kill(keeper, signal.SIGTERM))
     _, status = os.waitpid(keeper, 0)
@@ -138,20 +149,20 @@ def main(directory: Path) -> None:
     os._exit(0 if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 else 1)
 
 
-def _keep(directory: Path) -> None:
+def _run_nodes(directory: Path) -> None:
     """Start the nodes and keep them until SIGTERM."""
     from ray.cluster_utils import Cluster
 
     cluster, raylets = Cluster(), dict[str, Any]()
-    seen = _start(cluster, directory, raylets)
+    seen = _start_new_nodes(cluster, directory, raylets)
     cluster.wait_for_nodes()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _end())  # in place of Ray's handlers, which drain node after node
     print(f"ready {cluster.address}", flush=True)
     while True:
-        threading.Event().wait(LOOK_S)
+        threading.Event().wait(POLL_INTERVAL_S)
         if (directory / NODES).stat().st_mtime_ns != seen:
-            seen = _start(cluster, directory, raylets)
+            seen = _start_new_nodes(cluster, directory, raylets)
         for process in raylets.values():
             process.poll()
 
@@ -161,13 +172,13 @@ def _end() -> NoReturn:
     os._exit(0)  # Ray's own shutdown would look for what is gone
 
 
-def _start(cluster: Any, directory: Path, raylets: dict[str, Any]) -> int:
+def _start_new_nodes(cluster: Any, directory: Path, raylets: dict[str, Any]) -> int:
     """Start the nodes of the file that were not; when the file was changed last."""
     changed = (directory / NODES).stat().st_mtime_ns
     config = json.loads((directory / NODES).read_text())
     for node in config["nodes"]:
         if node["name"] not in raylets:
-            made = cluster.add_node(**_arguments(node, None if raylets else config))
+            made = cluster.add_node(**_node_arguments(node, None if raylets else config))
             raylets[node["name"]] = made.all_processes["raylet"][0].process
     _write(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
     return changed
@@ -180,7 +191,7 @@ def _write(path: Path, value: Any) -> None:
     beside.rename(path)
 
 
-def _told(node: Node) -> dict[str, Any]:
+def _node_entry(node: Node) -> dict[str, Any]:
     return {"name": node.id, "labels": dict(node.labels), "total": dict(node.total)}
 
 
@@ -217,7 +228,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _arguments(node: Mapping[str, Any], head: Mapping[str, Any] | None) -> dict[str, Any]:
+def _node_arguments(node: Mapping[str, Any], head: Mapping[str, Any] | None) -> dict[str, Any]:
     total = dict(node["total"])
     arguments: dict[str, Any] = {
         "node_name": node["name"],

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.adapters.clusters.gang import check, no_room
+from rollart.adapters.clusters.gang import check_feasible, insufficient_capacity
 from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import Node
@@ -28,12 +28,12 @@ HOLD_S = (2.0, 20.0)
 """Seconds that what was found is held while the rest has no room: at first, and at most. Room that is there is found in
 milliseconds, in seconds on a machine that is busy."""
 
-LOOK_S = (0.02, 0.5)
+POLL_INTERVAL_S = (0.02, 0.5)
 """Between two looks whether groups have room: at first, and at most."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _PlacementGroup:
     """A group that Ray is asked for, and then holds; `where` has Ray's id of each bundle's node, None while it has
     none."""
 
@@ -54,7 +54,7 @@ class RayGroups:
         """`take` accounts for resources of the node with this id of Ray's; `do` makes a call that blocks."""
         self._take = take
         self._do = do
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _PlacementGroup] = {}
         self.bundles: dict[str, Node] = {}
         """What was reserved, by bundle; its node's name is in the group, for it may change."""
         self._random = random.Random(os.getpid())
@@ -80,7 +80,7 @@ class RayGroups:
         for group in gang:
             if group.name in self._held or any(b.name in self.bundles for b in group.bundles):
                 raise UsageError(f"room for {group.name!r} is reserved already")
-        check(gang, nodes())
+        check_feasible(gang, nodes())
         loop = asyncio.get_running_loop()
         end, hold = loop.time() + wait_s, HOLD_S[0]
         while True:
@@ -88,8 +88,8 @@ class RayGroups:
             if not lacking:
                 return
             if loop.time() >= end:
-                raise no_room(lacking, wait_s)
-            check(gang, nodes())  # a node that could have held it is gone
+                raise insufficient_capacity(lacking, wait_s)
+            check_feasible(gang, nodes())  # a node that could have held it is gone
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
             hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
 
@@ -111,9 +111,9 @@ class RayGroups:
         """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room. `alive`: Ray's
         ids of the nodes; one that joins under a dead one's name is another."""
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
-        table = await self._do(_table) if moved else {}
+        table = await self._do(_group_table) if moved else {}
         for held in moved:
-            places = _places(table, held)
+            places = _bundle_nodes(table, held)
             for index, bundle in enumerate(held.group.bundles):
                 before, now = held.where[index], places[index]
                 if before in alive or now is None or now not in alive:
@@ -125,24 +125,24 @@ class RayGroups:
     async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
         """Hold all of it, or nothing; the bundles of groups that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
-        until, look = loop.time() + hold_s, LOOK_S[0]
-        asked: list[_Held] = []
+        until, look = loop.time() + hold_s, POLL_INTERVAL_S[0]
+        asked: list[_PlacementGroup] = []
         try:
             # The largest first: Ray gives room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
-                asked.append(_Held(group))
-                await self._do(_ask, asked[-1])
+                asked.append(_PlacementGroup(group))
+                await self._do(_create_group, asked[-1])
             while True:
-                table = await self._do(_table)
+                table = await self._do(_group_table)
                 without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not without:
                     break
                 if loop.time() >= until:
                     return [bundle for held in without for bundle in held.group.bundles]
                 await asyncio.sleep(look)
-                look = min(1.5 * look, LOOK_S[1])
+                look = min(1.5 * look, POLL_INTERVAL_S[1])
             for held in asked:
-                held.where = _places(table, held)
+                held.where = _bundle_nodes(table, held)
                 self._held[held.group.name] = held
                 for bundle, node in zip(held.group.bundles, held.where, strict=True):
                     total = dict(bundle.resources)
@@ -155,14 +155,14 @@ class RayGroups:
             if asked:  # else nothing is waited for: what is held now is returned, whoever cancels
                 await asyncio.shield(self._remove(asked))
 
-    async def _remove(self, groups: Sequence[_Held]) -> None:
+    async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
         for held in groups:
-            held.left = True  # one that is on its way is given back by `_ask`
+            held.left = True  # one that is on its way is given back by `_create_group`
             if held.ray is not None:
-                await self._do(_give_back, held)
+                await self._do(_remove_group, held)
 
 
-def _ask(held: _Held) -> None:
+def _create_group(held: _PlacementGroup) -> None:
     from ray.util.placement_group import placement_group
 
     held.ray = placement_group(
@@ -171,16 +171,16 @@ def _ask(held: _Held) -> None:
         bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
     )
     if held.left:
-        _give_back(held)
+        _remove_group(held)
 
 
-def _give_back(held: _Held) -> None:
+def _remove_group(held: _PlacementGroup) -> None:
     from ray.util.placement_group import remove_placement_group
 
     remove_placement_group(held.ray)
 
 
-def _table() -> Mapping[str, Any]:
+def _group_table() -> Mapping[str, Any]:
     """Every placement group of the cluster, by its id."""
     from ray.util.placement_group import placement_group_table
 
@@ -188,7 +188,7 @@ def _table() -> Mapping[str, Any]:
     return found
 
 
-def _places(table: Mapping[str, Any], held: _Held) -> list[str | None]:
+def _bundle_nodes(table: Mapping[str, Any], held: _PlacementGroup) -> list[str | None]:
     """Ray's id of each bundle's node."""
     row = table.get(held.ray.id.hex(), {})
     nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}

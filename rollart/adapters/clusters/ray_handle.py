@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollart import __version__
-from rollart.adapters.clusters.ray_host import Host, pack, unpack
+from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
 from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
 from rollart.ports import ActorSpec, RuntimeEvent
 
@@ -24,18 +24,18 @@ STOP_S = 8.0
 RECHECK_S = 1.0
 """While Ray looks for room, how often it is checked that a node that could hold the actor still exists."""
 
-REVIVALS = 6
+MAX_START_ATTEMPTS = 6
 """Starts of one incarnation, over about six seconds: longer than a node's death stays unknown."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 
-OURS = 3
+RESERVED_CALLS = 3
 """Calls of our own beside those of the caller: the one that never returns, the start and the stop."""
 
 
 @dataclass(slots=True)
-class _Life:
+class _Incarnation:
     """One incarnation: its Ray actor and its node."""
 
     host: Any
@@ -54,7 +54,7 @@ class RayHandle:
         self._runtime = runtime
         self.spec = spec
         self._places = asyncio.Semaphore(spec.max_concurrency)
-        self._life: _Life | None = None
+        self._life: _Incarnation | None = None
         self._node = ""
         self.light = not spec.bundle and not any(spec.resources.values())
         self.aim = ""
@@ -87,10 +87,10 @@ class RayHandle:
             "num_gpus": resources.pop("GPU", 0.0),
             "resources": resources,
             **where,
-            "max_concurrency": self.spec.max_concurrency + OURS,
+            "max_concurrency": self.spec.max_concurrency + RESERVED_CALLS,
             "max_restarts": 0,
         }
-        host = await self._runtime.link.actor(Host, options)
+        host = await self._runtime.link.actor(RayActorHost, options)
         try:
             fine, error, ray_id = await self._ready(host)
             if not fine:
@@ -99,7 +99,7 @@ class RayHandle:
             self._runtime.link.kill(host)
             raise
         self._node = self._runtime.hold(ray_id, self.spec)
-        life = _Life(host, self._node, ray_id)
+        life = _Incarnation(host, self._node, ray_id)
         # The actor outlives the call that started it and is ended by `kill` or its death, which this task waits for.
         life.watch = asyncio.get_running_loop().create_task(self._watch(life), name=f"end of {self.name}")
         self._life = life
@@ -163,24 +163,24 @@ class RayHandle:
                         return answer
                 except TimeoutError:
                     await self._runtime.feasible(self.spec)
-        except _deaths() as error:
+        except _death_errors() as error:
             raise PartDied(self.name, f"it did not start: {_first_line(error)}") from None
         finally:
             booting.cancel()
 
-    async def _ask(self, life: _Life, method: str, *args: object) -> Any:
+    async def _ask(self, life: _Incarnation, method: str, *args: object) -> Any:
         with self._telling(life):
             return await self._runtime.link.ask(life.host, method, *args)
 
     @contextlib.contextmanager
-    def _telling(self, life: _Life) -> Iterator[None]:
+    def _telling(self, life: _Incarnation) -> Iterator[None]:
         """A death in words."""
         try:
             yield
-        except _deaths() as error:
+        except _death_errors() as error:
             raise PartDied(self.name, f"its actor on {life.node} died: {_first_line(error)}") from None
 
-    async def _alive(self) -> _Life:
+    async def _alive(self) -> _Incarnation:
         while True:
             if self._gone:
                 raise PartDied(self.name, "the actor is dead and has no restarts left")
@@ -193,19 +193,19 @@ class RayHandle:
 
     async def _revive(self) -> None:
         """Until Ray knows that a node is dead, it may send the next incarnation there too."""
-        for again in range(REVIVALS):
+        for again in range(MAX_START_ATTEMPTS):
             try:
                 await self.boot()
                 break
             except UsageError as error:
                 raise NoPlace(self.name, error.message, remedy=error.remedy) from None
             except PartDied:
-                if again == REVIVALS - 1:
+                if again == MAX_START_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(min(0.25 * 2**again, 2.0))
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
-    async def _watch(self, life: _Life) -> None:
+    async def _watch(self, life: _Incarnation) -> None:
         """Wait for the death of an incarnation, then bring the actor back."""
         try:
             await self._ask(life, "live")
@@ -214,7 +214,7 @@ class RayHandle:
         except ProviderError:  # the connection is lost, which ends whoever calls
             return
 
-    def _lost(self, life: _Life) -> None:
+    def _lost(self, life: _Incarnation) -> None:
         """It is gone by itself, or not reachable: it must not come back beside its successor."""
         if self._life is not life:
             return
@@ -223,9 +223,9 @@ class RayHandle:
         self._after(life, True)
         if not self._gone:
             self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
-            self._revival.add_done_callback(_seen)
+            self._revival.add_done_callback(_mark_retrieved)
 
-    def _after(self, life: _Life, restart: bool) -> None:
+    def _after(self, life: _Incarnation, restart: bool) -> None:
         self._runtime.give(life.ray_id, self.spec)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, life.node))
         if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
@@ -234,7 +234,7 @@ class RayHandle:
             self._gone = True
             self._runtime.forget(self)
 
-    async def _stop(self, life: _Life) -> None:
+    async def _stop(self, life: _Incarnation) -> None:
         if life.watch is not None:
             life.watch.cancel()
             await asyncio.gather(life.watch, return_exceptions=True)
@@ -251,7 +251,7 @@ class RayHandle:
             await asyncio.gather(self._revival, return_exceptions=True)
 
 
-def _deaths() -> tuple[type[Exception], ...]:
+def _death_errors() -> tuple[type[Exception], ...]:
     from ray import exceptions as ray
 
     return (
@@ -268,7 +268,7 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-def _seen(task: asyncio.Task[None]) -> None:
+def _mark_retrieved(task: asyncio.Task[None]) -> None:
     """Whoever calls next meets the error again; nobody need have waited for this one."""
     if not task.cancelled():
         task.exception()

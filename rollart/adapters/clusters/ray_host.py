@@ -18,10 +18,10 @@ from rollart import __version__
 from rollart.adapters.clusters.program import Program
 from rollart.errors import RunFailed, UsageError
 
-__all__ = ["Host", "NodeProgram", "pack", "unpack"]
+__all__ = ["RayActorHost", "NodeProgram", "pack", "unpack"]
 
 
-class Host:
+class RayActorHost:
     """A Ray actor around one object. Calls run concurrently on its loop; their number is the caller's matter."""
 
     def __init__(self) -> None:

@@ -17,12 +17,21 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollart.adapters.clusters.threads import aside, daemon_future, in_daemon
+from rollart.adapters.clusters.threads import daemon_thread_future, run_detached, run_in_daemon_thread
 from rollart.errors import ProviderError
 
-__all__ = ["CLIENT", "Client", "Driver", "Link", "answers", "connect", "connected", "resolved"]
+__all__ = [
+    "CLIENT_SCHEME",
+    "RayClientLink",
+    "RayDriverLink",
+    "RayLink",
+    "check_grpc_server",
+    "connect",
+    "connect_in_thread",
+    "resolve_address",
+]
 
-CLIENT = "ray://"
+CLIENT_SCHEME = "ray://"
 
 ANSWER_S = 10.0
 """Seconds that a cluster's address may take to answer. Ray tries for minutes, and cannot be interrupted."""
@@ -42,36 +51,36 @@ SILENT_S = 60.0
 DRAIN_S = 2.0
 """Through the client, seconds between two looks which nodes are to go: each is a task on the cluster."""
 
-UNSTARTED = "Initialization failure from server"
+SERVER_START_FAILED = "Initialization failure from server"
 """What the client server says when the process that it forked for this client ended at once, which happens now and then
 for no reason of ours: gRPC under Ray 2.60 does not survive every fork."""
 
-STARTS = 4
+MAX_CONNECT_ATTEMPTS = 4
 
 REMEDY = "check runtime.address and runtime.token of the cluster"
 
 T = TypeVar("T")
 
 
-class Driver:
+class RayDriverLink:
     """This process is a driver of the cluster."""
 
     async def nodes(self) -> Sequence[Mapping[str, Any]]:
         import ray
 
-        found: Sequence[Mapping[str, Any]] = await in_daemon(ray.nodes)
+        found: Sequence[Mapping[str, Any]] = await run_in_daemon_thread(ray.nodes)
         return found
 
     async def draining(self) -> set[str]:
         """Ray's ids of nodes that it was told to drain."""
-        return await in_daemon(_draining)
+        return await run_in_daemon_thread(_draining_nodes)
 
     async def do(self, function: Callable[..., T], *args: object) -> T:
         """A call of Ray's that waits for the cluster."""
-        return await in_daemon(function, *args)
+        return await run_in_daemon_thread(function, *args)
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
-        return _actor(kind, options)
+        return _create_actor(kind, options)
 
     async def ask(self, host: Any, method: str, *args: object) -> Any:
         """What the actor's method returns; it is cancelled with its caller."""
@@ -100,7 +109,7 @@ class Driver:
         """Ray ends the calls of a driver by itself."""
 
 
-class Client:
+class RayClientLink:
     """This process asks a server at the cluster, which is the driver. Owns what is waited for: `failed` ends it."""
 
     def __init__(self, address: str) -> None:
@@ -117,7 +126,7 @@ class Client:
     async def draining(self) -> set[str]:
         now = asyncio.get_running_loop().time()
         if now - self._drained[0] >= DRAIN_S:
-            self._drained = now, await self.do(_told_draining)
+            self._drained = now, await self.do(_draining_nodes_by_task)
         return self._drained[1]
 
     async def do(self, function: Callable[..., T], *args: object) -> T:
@@ -125,10 +134,10 @@ class Client:
             self._connected()
             return function(*args)
 
-        return await self._waited(daemon_future(work))
+        return await self._waited(daemon_thread_future(work))
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
-        return await self.do(_actor, kind, options)
+        return await self.do(_create_actor, kind, options)
 
     async def ask(self, host: Any, method: str, *args: object) -> Any:
         import ray
@@ -162,7 +171,7 @@ class Client:
             done.cancel()
             left[0] = True  # whichever of the two comes last, here or in `work`, sees the other
             if asked:
-                aside(ray.cancel, asked[0])
+                run_detached(ray.cancel, asked[0])
             raise
 
     async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
@@ -173,13 +182,13 @@ class Client:
                 yield item
         finally:
             if self._error is None:
-                aside(lambda: host.leave.remote(number))
+                run_detached(lambda: host.leave.remote(number))
 
     def kill(self, host: Any) -> None:
         import ray
 
         if self._error is None:
-            aside(ray.kill, host)
+            run_detached(ray.kill, host)
 
     def failed(self, error: ProviderError) -> None:
         """Nothing is waited for any more: all of it ends with the first such error."""
@@ -202,35 +211,35 @@ class Client:
         try:
             return await waiting
         except Exception as error:
-            if not _of_connection(error):
+            if not _is_connection_error(error):
                 raise
             first = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            self.failed(lost(self._address, first.strip()))
+            self.failed(connection_lost(self._address, first.strip()))
             assert self._error is not None
             raise self._error from None
         finally:
             del self._open[waiting]
 
 
-Link = Driver | Client
+RayLink = RayDriverLink | RayClientLink
 
 
-def lost(address: str, why: str) -> ProviderError:
+def connection_lost(address: str, why: str) -> ProviderError:
     return ProviderError(
         f"the connection to the Ray client server at '{address}' is lost, and with it the run's actors: {why[:200]}",
         remedy="see that it runs and can be reached; rollart launch --resume continues the run",
     )
 
 
-def resolved(address: str) -> str:
+def resolve_address(address: str) -> str:
     """`auto` is what RAY_ADDRESS names, if it names something."""
     return os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
 
 
-async def answers(address: str) -> None:
+async def check_grpc_server(address: str) -> None:
     """`ProviderError` if no gRPC server listens at `host:port`: Ray would try to speak to any other for minutes. An
     address of another form is Ray's to understand."""
-    host, _, port = address.removeprefix(CLIENT).partition("?")[0].rpartition(":")
+    host, _, port = address.removeprefix(CLIENT_SCHEME).partition("?")[0].rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return
     try:
@@ -238,7 +247,7 @@ async def answers(address: str) -> None:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
                 if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-                    await _greeted(reader, writer, address)
+                    await _check_http2_preface(reader, writer, address)
             finally:
                 writer.close()
     except OSError as error:  # a timeout too
@@ -246,7 +255,7 @@ async def answers(address: str) -> None:
         raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
 
 
-async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         writer.write(GREETING)
         answer = await reader.readexactly(len(FRAME))
@@ -257,12 +266,12 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, a
     )
 
 
-async def connected(address: str) -> None:
+async def connect_in_thread(address: str) -> None:
     """Connect in a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
     `ProviderError` when there is no cluster, it refuses us, or it has not let us in within `CONNECTED_S`."""
     try:
         async with asyncio.timeout(CONNECTED_S):
-            await in_daemon(connect, address)
+            await run_in_daemon_thread(connect, address)
     except TimeoutError:
         raise ProviderError(
             f"no Ray cluster at '{address}': it does not answer Ray's client within {CONNECTED_S:g} s", remedy=REMEDY
@@ -284,16 +293,16 @@ def connect(address: str) -> None:
         # Ray prints pages about every raylet that dies to our stdout, log_to_driver or not: our events say it.
         worker.print_to_stdstream = lambda *_, **__: None
         auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not make a cluster
-    if address.startswith(CLIENT):
+    if address.startswith(CLIENT_SCHEME):
         _quieten_client()
-    for again in reversed(range(STARTS)):
+    for again in reversed(range(MAX_CONNECT_ATTEMPTS)):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-            if address.startswith(CLIENT):
+            if address.startswith(CLIENT_SCHEME):
                 _quieten_client()  # now, since it sets the levels of its own loggers
             return
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            if again and UNSTARTED in str(error):
+            if again and SERVER_START_FAILED in str(error):
                 continue
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ProviderError(f"no Ray cluster at '{address}': {first}", remedy=REMEDY) from None
@@ -312,26 +321,26 @@ def _unless_channel_closed(args: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(args)
 
 
-def _actor(kind: type, options: Mapping[str, Any]) -> Any:
+def _create_actor(kind: type, options: Mapping[str, Any]) -> Any:
     import ray
 
     return ray.remote(kind).options(**options).remote()
 
 
-def _draining() -> set[str]:
+def _draining_nodes() -> set[str]:
     """No public interface of Ray's says it."""
     private: Any = importlib.import_module("ray._private.state")
     return set(private.state.get_draining_nodes())
 
 
-def _told_draining() -> set[str]:
+def _draining_nodes_by_task() -> set[str]:
     """The client has no such interface at all: a task of ours on the cluster looks."""
     import ray
 
-    found: set[str] = ray.get(ray.remote(num_cpus=0)(_draining).remote(), timeout=ANSWER_S)
+    found: set[str] = ray.get(ray.remote(num_cpus=0)(_draining_nodes).remote(), timeout=ANSWER_S)
     return found
 
 
-def _of_connection(error: Exception) -> bool:
+def _is_connection_error(error: Exception) -> bool:
     """Whether it says that the server is gone, and not what it answered."""
     return isinstance(error, (ConnectionError, importlib.import_module("grpc").RpcError))

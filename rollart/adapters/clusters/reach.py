@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 from rollart.errors import PartDied, ProviderError
 from rollart.ports import Handle
 
-__all__ = ["Reached"]
+__all__ = ["ReachabilityCheckedHandle"]
 
 CONNECT_S = 10.0
 """Seconds that a connection may take: a network that drops what it does not let through says nothing."""
 
-SAYS_ADDRESS = ("start", "ready")
+ADDRESS_METHODS = ("start", "ready")
 """Calls of a `Program` that answer with where it serves."""
 
 
-class Reached:
+class ReachabilityCheckedHandle:
     """Implements `Handle` over one whose program serves on another machine. An address that it has just said and that
     does not answer is a `ProviderError` the first time, since no restart would help, and later the death of the part,
     as one that refuses always is: it may have ended meanwhile."""
@@ -38,7 +38,7 @@ class Reached:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         answer = await self._handle.call(method, *args, **kwargs)
-        if method in SAYS_ADDRESS:
+        if method in ADDRESS_METHODS:
             await self._reach(str(answer))
         return answer
 

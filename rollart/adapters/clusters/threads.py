@@ -8,18 +8,18 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["aside", "daemon_future", "in_daemon"]
+__all__ = ["run_detached", "daemon_thread_future", "run_in_daemon_thread"]
 
 T = TypeVar("T")
 
 
-async def in_daemon(function: Callable[..., T], *args: object) -> T:
+async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
     """As `asyncio.to_thread`, but whoever is cancelled leaves the call behind: neither the end of the loop nor that of
     the process waits for it."""
-    return await daemon_future(function, *args)
+    return await daemon_thread_future(function, *args)
 
 
-def daemon_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
     """What such a call ends with."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -45,7 +45,7 @@ def daemon_future(function: Callable[..., T], *args: object) -> asyncio.Future[T
     return done
 
 
-def aside(function: Callable[..., object], *args: object) -> None:
+def run_detached(function: Callable[..., object], *args: object) -> None:
     """Nobody waits for it, and what it raises is nobody's matter."""
 
     def work() -> None:

@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
-from rollart.model import Completion, FinishReason, Piece, VersionSpan
+from rollart.model import Completion, CompletionChunk, FinishReason, VersionSpan
 
-__all__ = ["Events", "refusal", "version_of"]
+__all__ = ["CompletionAssembler", "error_from_response", "parse_version"]
 
 RETRYABLE = {408, 409, 425, 429}
 """Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
 
 
-class Events:
+class CompletionAssembler:
     """Puts an answer together, telling of its tokens as they come. `add` the data of every event, then `completion`.
 
     vLLM says which version drew what with the last tokens only: until then they are of the one that `drawing` names at
     that moment, or of one that nobody knows (None). `first` is that of a server that has only a word for it."""
 
     def __init__(
-        self, url: str, first: int, told: Callable[[Piece], None] | None, drawing: Callable[[], int | None]
+        self, url: str, first: int, told: Callable[[CompletionChunk], None] | None, drawing: Callable[[], int | None]
     ) -> None:
         self._url, self._first, self._told, self._drawing = url, first, told, drawing
         self._ids: list[int] = []
@@ -39,7 +39,9 @@ class Events:
             event = json.loads(data)
             if "error" in event:
                 code = event["error"].get("code") if isinstance(event["error"], Mapping) else None
-                raise refusal(self._url, " while it generated", code if isinstance(code, int) else 500, data)
+                raise error_from_response(
+                    self._url, " while it generated", code if isinstance(code, int) else 500, data
+                )
             self._usage = event.get("usage") or self._usage
             for choice in event["choices"]:
                 self._add(choice)
@@ -75,21 +77,21 @@ class Events:
         if choice.get("weight_versions") is not None:
             versions = choice["weight_versions"]
             self._spans = [
-                VersionSpan(version_of(s["version"], self._first), s["start"], s["end"], s.get("stamp"))
+                VersionSpan(parse_version(s["version"], self._first), s["start"], s["end"], s.get("stamp"))
                 for s in versions
             ]
         if ids and self._told is not None and self._finish is None:
             named = choice.get("weight_version")
-            version = self._drawing() if named is None else version_of(named, self._first)
-            self._told(Piece(ids, logprobs, version, choice.get("weight_stamp")))
+            version = self._drawing() if named is None else parse_version(named, self._first)
+            self._told(CompletionChunk(ids, logprobs, version, choice.get("weight_stamp")))
 
 
-def version_of(value: object, first: int) -> int:
+def parse_version(value: object, first: int) -> int:
     """vLLM's versions are strings, and a word before the first update."""
     return int(str(value)) if str(value).isdigit() else first
 
 
-def refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
+def error_from_response(url: str, path: str, status: int, raw: bytes) -> EngineError:
     """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
     retryable, kind = status >= 500 or status in RETRYABLE, None
     try:

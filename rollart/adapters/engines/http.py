@@ -15,17 +15,17 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollart.adapters.engines.events import Events, refusal, version_of
+from rollart.adapters.engines.events import CompletionAssembler, error_from_response, parse_version
 from rollart.adapters.engines.stream import EngineStream
 from rollart.errors import EngineError, ForeignWeights, WrongAnswer
 from rollart.model import (
     Completion,
+    CompletionChunk,
     EngineId,
     EngineStats,
     FinishReason,
     GenerateRequest,
     PauseMode,
-    Piece,
     VersionSpan,
     WeightsRef,
 )
@@ -93,7 +93,7 @@ class HttpEngine:
         `kv_transfer` names could not be had, ForeignWeights when others drew than this client had it load."""
         if (told := request.told) is not None:
 
-            def known(piece: Piece) -> None:
+            def known(piece: CompletionChunk) -> None:
                 self._same(piece.version, piece.stamp)
                 told(piece)
 
@@ -141,7 +141,7 @@ class HttpEngine:
         return lambda: None
 
     async def _generate_told(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
-        events = Events(self._url, self._first, request.told, self._drawing())
+        events = CompletionAssembler(self._url, self._first, request.told, self._drawing())
         headers = {"X-Session-ID": request.session} if request.session else {}
         data = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"
@@ -149,7 +149,7 @@ class HttpEngine:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             async with self._client().post(self._url + path, json=data, headers=headers, timeout=timeout) as answer:
                 if answer.status >= 400:
-                    raise refusal(self._url, path, answer.status, await answer.read())
+                    raise error_from_response(self._url, path, answer.status, await answer.read())
                 rest = b""
                 async for chunk in answer.content.iter_any():  # a line may be longer than aiohttp reads at once
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -334,7 +334,7 @@ class HttpEngine:
         if optional and answer.status == 404:
             return b""
         if answer.status >= 400:
-            raise refusal(self._url, path, answer.status, raw)
+            raise error_from_response(self._url, path, answer.status, raw)
         return raw
 
     def _client(self) -> aiohttp.ClientSession:
@@ -383,7 +383,7 @@ def _completion(answer: Mapping[str, Any], version: int) -> Completion:
         token_ids=ids,
         logprobs=tuple(float(c["logprob"]) for c in choice["logprobs"]["content"]),
         spans=tuple(
-            VersionSpan(version_of(s["version"], version), s["start"], s["end"], s.get("stamp")) for s in spans
+            VersionSpan(parse_version(s["version"], version), s["start"], s["end"], s.get("stamp")) for s in spans
         ),
         finish=FinishReason(choice["finish_reason"]),
         prompt_tokens=usage.get("prompt_tokens", 0),

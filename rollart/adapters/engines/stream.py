@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgpack
 
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
-from rollart.model import Completion, FinishReason, GenerateRequest, Piece, VersionSpan
+from rollart.model import Completion, CompletionChunk, FinishReason, GenerateRequest, VersionSpan
 
 __all__ = ["EngineStream"]
 
@@ -41,7 +41,7 @@ class EngineStream(asyncio.Protocol):
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
         self._pending: dict[int, asyncio.Future[Completion]] = {}
-        self._told: dict[int, Callable[[Piece], None]] = {}
+        self._told: dict[int, Callable[[CompletionChunk], None]] = {}
         self._sent = 0
 
     @property
@@ -138,7 +138,7 @@ class EngineStream(asyncio.Protocol):
             return
         if message[0] == "p":
             try:
-                self._told[message[1]](Piece(*message[2:]))
+                self._told[message[1]](CompletionChunk(*message[2:]))
             except WrongAnswer as error:
                 answer.set_exception(error)
             return

@@ -20,37 +20,37 @@ from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
-__all__ = ["KEEPALIVE_S", "METHOD", "PROBE", "VllmEngine"]
+__all__ = ["KEEPALIVE_S", "WORKER_METHOD", "PROBE_FILE", "VllmEngine"]
 
-METHOD = "rollart_weights"
+WORKER_METHOD = "rollart_weights"
 """Of vLLM's workers, from integrations/vllm."""
 
-IN_WORKERS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+WORKER_ROUTES = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 """Routes that call a method of that name in every worker."""
 
 ABORT_S, ABORTS = 0.25, 8
 """Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
 for ids that it does not know, such as that of a request which is still on its way to it."""
 
-OF_VERSION = "rollart_version"
+KV_VERSION_KEY = "rollart_version"
 """Added to a hand-off value: the version of its KV. vLLM never sees it."""
 
-PROBE = "probe.json"
+PROBE_FILE = "probe.json"
 """A version's file with token ids, and the trainer's log-probability of each after the first."""
 
 KEEPALIVE_S = 2.0
 """Seconds that an idle connection is used again; vLLM ends it after 5."""
 
-ANEW_S = 5.0
+RESTART_CHECK_AFTER_S = 5.0
 """A server that answered within so many seconds is the one that it was: starting vLLM takes longer."""
 
-NO_VERSION = "/dev/null"
+MISSING_VERSION_PATH = "/dev/null"
 """A path at which no version can be."""
 
-NOT_OURS = -1
+UNKNOWN_VERSION = -1
 """For a version of the weights that is a word: of a server that nobody has given any since it started."""
 
-RESET_S = 0.25
+KV_DROP_RETRY_S = 0.25
 """Seconds between two attempts to drop KV that another engine may still pull."""
 
 
@@ -99,20 +99,20 @@ class VllmEngine(HttpEngine):
             await self._the_same()
             answer = await super().generate(request)
             self._heard = asyncio.get_running_loop().time()
-            if _pulls(request.kv_transfer) and _offers(request.kv_transfer):
+            if _pulls_kv(request.kv_transfer) and _names_blocks(request.kv_transfer):
                 # All of the prompt came, part of a block too, and the last token is computed again. vLLM's usage has
                 # the prefix hits of the prefill engine in that place (measured on 0.32).
                 answer = dataclasses.replace(answer, cached_tokens=max(answer.prompt_tokens - 1, 0))
-            if any(span.version == NOT_OURS for span in answer.spans):
+            if any(span.version == UNKNOWN_VERSION for span in answer.spans):
                 raise self._anew("none of the run")
             if answer.kv_transfer and answer.spans:
                 answer = dataclasses.replace(
-                    answer, kv_transfer={**answer.kv_transfer, OF_VERSION: answer.spans[-1].version}
+                    answer, kv_transfer={**answer.kv_transfer, KV_VERSION_KEY: answer.spans[-1].version}
                 )
             return answer
         except EngineError as error:
             wrong = isinstance(error, WrongAnswer)
-            if error.retryable and not wrong and _pulls(request.kv_transfer) and await self.healthy():
+            if error.retryable and not wrong and _pulls_kv(request.kv_transfer) and await self.healthy():
                 raise HandoffFailed(str(error)) from None  # `kv_load_failure_policy: fail` answers 500
             raise
         finally:
@@ -157,7 +157,7 @@ class VllmEngine(HttpEngine):
         self._updates += 1
         self._settled = False
         await super().update_weights(weights)
-        self._settled, self._loaded, self._first = True, weights.version, NOT_OURS
+        self._settled, self._loaded, self._first = True, weights.version, UNKNOWN_VERSION
         self._unproven = weights.path if self._tolerance else None
 
     async def members(self) -> int:
@@ -229,7 +229,7 @@ class VllmEngine(HttpEngine):
         """`EngineError` where it may have been started anew, under the same address, and was: it computes with the
         weights that it was started on. Its process is not ours to watch where it was attached."""
         now, updates = asyncio.get_running_loop().time, self._updates
-        if not (updates and self._settled) or now() - self._heard < ANEW_S:
+        if not (updates and self._settled) or now() - self._heard < RESTART_CHECK_AFTER_S:
             return
         told = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
         found = str(told.get("weight_version", self._loaded))
@@ -245,11 +245,11 @@ class VllmEngine(HttpEngine):
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
         """Where several workers refuse a call, vLLM takes what it has not read of their answers for answers to later
         calls: there, the plugin's method makes the call, and refusals are values."""
-        if path not in IN_WORKERS or not await self._in_step():
+        if path not in WORKER_ROUTES or not await self._in_step():
             return await super()._control(path, body, optional=optional)
         version = body.get("weight_version")
         told = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
-        for answer in await self.workers(METHOD, path[1:], told):
+        for answer in await self.workers(WORKER_METHOD, path[1:], told):
             if answer.get("error"):
                 raise EngineError(f"{self._url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
         return {} if version is None else await super()._control("/update_weight_version", {"new_version": version})
@@ -271,7 +271,7 @@ class VllmEngine(HttpEngine):
             if "already active" not in error.message:
                 raise
             with contextlib.suppress(EngineError):
-                await self._control("/update_weights", {"update_info": {"path": NO_VERSION}})
+                await self._control("/update_weights", {"update_info": {"path": MISSING_VERSION_PATH}})
             await super()._begin_update()
 
     def _drawing(self) -> Callable[[], int | None]:
@@ -282,7 +282,7 @@ class VllmEngine(HttpEngine):
 
     async def _prove(self, version: Path) -> None:
         try:
-            probe = json.loads((version / PROBE).read_text())
+            probe = json.loads((version / PROBE_FILE).read_text())
         except OSError:
             return  # a version of a trainer that writes none
         ids, expected = probe["token_ids"], probe["logprobs"]
@@ -307,10 +307,10 @@ class VllmEngine(HttpEngine):
 
     def _fenced(self, request: GenerateRequest) -> GenerateRequest:
         """The request as vLLM takes it. `HandoffFailed` if its KV is of another version than this engine's weights."""
-        if request.kv_transfer is None or OF_VERSION not in request.kv_transfer:
+        if request.kv_transfer is None or KV_VERSION_KEY not in request.kv_transfer:
             return request
         kv = dict(request.kv_transfer)
-        if (version := kv.pop(OF_VERSION)) != self._loaded and _pulls(kv):
+        if (version := kv.pop(KV_VERSION_KEY)) != self._loaded and _pulls_kv(kv):
             raise HandoffFailed(f"{self.url}: the KV is of v{version}, the weights are of v{self._loaded}")
         return dataclasses.replace(request, kv_transfer=kv)
 
@@ -323,14 +323,14 @@ class VllmEngine(HttpEngine):
             except EngineError as error:
                 if not await self.healthy():
                     raise error
-            await asyncio.sleep(RESET_S)
+            await asyncio.sleep(KV_DROP_RETRY_S)
 
 
-def _pulls(kv_transfer: Mapping[str, object] | None) -> bool:
+def _pulls_kv(kv_transfer: Mapping[str, object] | None) -> bool:
     return bool(kv_transfer and kv_transfer.get("do_remote_prefill"))
 
 
-def _offers(kv_transfer: Mapping[str, object] | None) -> bool:
+def _names_blocks(kv_transfer: Mapping[str, object] | None) -> bool:
     """True if the prefill engine named blocks, of any of its groups of layers."""
     blocks = (kv_transfer or {}).get("remote_block_ids")
     return isinstance(blocks, list | tuple) and any(blocks)

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollart.adapters.engines.vllm import METHOD, VllmEngine
-from rollart.adapters.weights.buckets import Progress, Pulled
-from rollart.adapters.weights.hosts import Place
+from rollart.adapters.engines.vllm import WORKER_METHOD, VllmEngine
+from rollart.adapters.weights.buckets import PullProgress, PullResult
+from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.adapters.weights.manifests import Manifest, bucket_key, version_key
-from rollart.adapters.weights.objects import LinkedObjects
+from rollart.adapters.weights.objects import LinkableObjectStore
 from rollart.errors import EngineError, StorageFailed
 from rollart.model import EngineId
 
@@ -26,7 +26,7 @@ __all__ = ["VllmHost"]
 LOOK_S, LOOKS_S = 0.02, 0.5
 """Seconds between two looks at a pull: a look waits for a step of the engine. The first, and the longest."""
 
-COMING = 4
+MAX_EARLY_VERSIONS = 4
 """Versions on their way that were not asked for yet; one is pushed at a time."""
 
 STOP_S = 1.0
@@ -37,9 +37,9 @@ class VllmHost:
     """What `StoredWeights` asks of an engine's program, of one that has none. Any number of calls at a time, each for
     one version; `StorageFailed` names the server. Each worker of it pulls, those of one host one copy."""
 
-    def __init__(self, name: EngineId, url: str, place: Place) -> None:
+    def __init__(self, name: EngineId, url: str, place: WeightStoreLocation) -> None:
         self._name, self._url, self._place = name, url, place
-        self._objects: LinkedObjects | None = None
+        self._objects: LinkableObjectStore | None = None
         self._client: VllmEngine | None = None
         self._stamp = ""
         """Of the version that was asked for last."""
@@ -74,8 +74,8 @@ class VllmHost:
             await objects.aclose()
 
     async def _pull(
-        self, place: Place, version: int, stamp: str, keep: Sequence[int], coming: bytes | None
-    ) -> tuple[str, Pulled]:
+        self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None
+    ) -> tuple[str, PullResult]:
         manifest, known = coming, (set[str](), False, False)
         if manifest is None:
             manifest = await self._store().get(version_key(version))
@@ -103,7 +103,7 @@ class VllmHost:
         finally:
             self._pulling.discard(stamp)
         received = sum(int(one["received"]) for one in seen)
-        return str(seen[0]["path"]), Pulled(
+        return str(seen[0]["path"]), PullResult(
             version,
             sum(int(one["bytes"]) for one in seen if one["received"]),
             received,
@@ -111,7 +111,9 @@ class VllmHost:
             max(float(one["seconds"]) for one in seen),
         )
 
-    async def _arrived(self, place: Place, manifest: bytes, digests: Sequence[str], over: bool, whole: bool) -> None:
+    async def _arrived(
+        self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
+    ) -> None:
         stamp = Manifest.decode(manifest).stamp
         async with self._turn:
             if stamp in self._pulling:
@@ -119,16 +121,16 @@ class VllmHost:
                 return
             before = self._coming.setdefault(stamp, (set(), False, False))
             self._coming[stamp] = (before[0] | set(digests), before[1] or over, before[2] or whole)
-            while len(self._coming) > COMING:
+            while len(self._coming) > MAX_EARLY_VERSIONS:
                 self._coming.popitem(last=False)
 
-    async def _look(self) -> Progress | None:
+    async def _look(self) -> PullProgress | None:
         if not self._stamp:
             return None
         seen = await self._ask("look", {"stamp": self._stamp})
         if any("buckets" not in one for one in seen):
             return None
-        return Progress(
+        return PullProgress(
             sum(int(one["buckets"]) for one in seen),
             max(float(one["longest_s"]) for one in seen),
             sum(int(one["open"]) for one in seen),
@@ -161,11 +163,11 @@ class VllmHost:
         if self._client is None:
             self._client = VllmEngine(self._name, self._url)
         try:
-            return await self._client.workers(METHOD, call, json.dumps(told))
+            return await self._client.workers(WORKER_METHOD, call, json.dumps(told))
         except EngineError as error:
             raise StorageFailed(error.message, remedy=error.remedy) from error
 
-    def _store(self) -> LinkedObjects:
+    def _store(self) -> LinkableObjectStore:
         if self._objects is None:
             self._objects = self._place.objects()
         return self._objects

@@ -36,8 +36,8 @@ def _checks(needed: VllmOptions, config: Mapping[str, Any]) -> Iterator[tuple[st
         return (config.get(part) or {}).get(name, ...)
 
     context, slots = of("model_config", "max_model_len"), of("scheduler_config", "max_num_seqs")
-    yield "--max-model-len", context, f"at least model.context, {needed.context}", _least(context, needed.context)
-    yield "--max-num-seqs", slots, f"at least engines.max_slots, {needed.slots}", _least(slots, needed.slots)
+    yield "--max-model-len", context, f"at least model.context, {needed.context}", _at_least(context, needed.context)
+    yield "--max-num-seqs", slots, f"at least engines.max_slots, {needed.slots}", _at_least(slots, needed.slots)
     mode = of("model_config", "logprobs_mode")
     yield "--logprobs-mode", mode, "processed_logprobs", mode == "processed_logprobs"
     if "weight_transfer_config" in config:
@@ -57,5 +57,5 @@ def _checks(needed: VllmOptions, config: Mapping[str, Any]) -> Iterator[tuple[st
         yield "--kv-transfer-config", name, f"a {needed.connector}, for prefill and decode", name == needed.connector
 
 
-def _least(found: Any, least: int) -> bool:
+def _at_least(found: Any, least: int) -> bool:
     return not isinstance(found, int) or found >= least

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import aiohttp
 
-from rollart.adapters.clusters.ending import end
+from rollart.adapters.clusters.ending import terminate
 from rollart.lifeline import die_with_parent
 
-__all__ = ["environment", "main"]
+__all__ = ["server_environment", "main"]
 
-LOOK_S = 0.25
+HEALTH_POLL_S = 0.25
 """Between two looks whether vLLM answers; it starts in 20 s at best."""
 
 STOP_S = 3.0
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _main(args: argparse.Namespace) -> int:
     port, side = _free_ports(args.host)
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server"]
-    model = _linked(args.model, args.alias) if args.alias else args.model
+    model = _link_model(args.model, args.alias) if args.alias else args.model
     command += ["--host", args.host, "--port", str(port), "--model", model, *args.args]
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
-            env=environment(args.host, side, os.environ),
+            env=server_environment(args.host, side, os.environ),
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
@@ -72,24 +72,24 @@ async def _main(args: argparse.Namespace) -> int:
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(process.wait(), name="the end of vllm")
         ended.add_done_callback(lambda _: told.set())
-        ready = tasks.create_task(_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
+        ready = tasks.create_task(_announce_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
         await told.wait()
         ready.cancel()
         if process.returncode is None:
-            await end(process, STOP_S)
+            await terminate(process, STOP_S)
             return 0
-    print(f"vllm ended with status {process.returncode}: {_why(args.log)}", file=sys.stderr)
+    print(f"vllm ended with status {process.returncode}: {_failure_reason(args.log)}", file=sys.stderr)
     return 1
 
 
-def environment(host: str, side: int, ours: Mapping[str, str]) -> dict[str, str]:
+def server_environment(host: str, side: int, ours: Mapping[str, str]) -> dict[str, str]:
     """What vLLM is started with. What is set already, by `engines.vllm.env` above all, wins."""
     env = {**dict(zip(SIDE_CHANNEL, (host, str(side)), strict=True)), **ours, "ROLLART_VLLM_BOUND": "1"}
     env.pop("PYTHONPATH", None)  # of our environment, not of vLLM's
     return env
 
 
-async def _ready(url: str, version: str) -> None:
+async def _announce_ready(url: str, version: str) -> None:
     """Returns once it answers; its lease is the supervisor's."""
     async with aiohttp.ClientSession() as http:
         while True:
@@ -99,13 +99,13 @@ async def _ready(url: str, version: str) -> None:
                         break
             except (aiohttp.ClientError, TimeoutError):
                 pass
-            await asyncio.sleep(LOOK_S)
-        while not await _named(http, url, version):  # whoever waits for its end says why, if it ends
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(HEALTH_POLL_S)
+        while not await _set_weight_version(http, url, version):  # whoever waits for its end says why, if it ends
+            await asyncio.sleep(HEALTH_POLL_S)
     print(f"ready {url}", flush=True)
 
 
-async def _named(http: aiohttp.ClientSession, url: str, version: str) -> bool:
+async def _set_weight_version(http: aiohttp.ClientSession, url: str, version: str) -> bool:
     """Whether it answered to the name of its version: without it, its first tokens would be of a version `default`."""
     try:
         async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
@@ -116,7 +116,7 @@ async def _named(http: aiohttp.ClientSession, url: str, version: str) -> bool:
         return False
 
 
-def _linked(model: str, alias: str) -> str:
+def _link_model(model: str, alias: str) -> str:
     """A server that starts with an older version meanwhile may read this one: it is brought up to it when it joins."""
     link = Path(alias)
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _free_ports(host: str) -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def _why(log: str) -> str:
+def _failure_reason(log: str) -> str:
     """The first error in the log's last part: vLLM's last line only says that something failed above."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-400:]

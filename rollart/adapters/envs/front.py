@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.adapters.envs.images import ImageCache, ImageHook, PullFailed
-from rollart.adapters.envs.seats import Maker, Seat, on_loop, sound, timed
-from rollart.adapters.envs.warm import Kept, WarmPool, started
+from rollart.adapters.envs.seats import DomainFactory, EnvironmentLoop, encode_result, run_on_loop, run_timed
+from rollart.adapters.envs.warm import IdleEnvironment, WarmPool, start_environment
 from rollart.adapters.envs.wire import (
-    Answer,
-    Ask,
-    Op,
-    Told,
+    CallStatus,
+    HostOperation,
+    HostRequest,
+    HostResponse,
     packed_observation,
     packed_step,
     read_frame,
     write_frame,
 )
-from rollart.border import checked_observation, checked_step, due
-from rollart.hosted import Made
+from rollart.border import checked_observation, checked_step, require_awaitable
+from rollart.hosted import EnvironmentOrigin
 from rollart.ports import Environment
 from rollart.resident import machine_bytes, resident_bytes
 
-__all__ = ["Front"]
+__all__ = ["EnvironmentHostServer"]
 
 GREETING_S = 10.0
 """Seconds that a client has to say who it is. Who knocks and says nothing holds a socket no longer."""
@@ -38,23 +38,23 @@ GREETING_S = 10.0
 GREETING = 4096
 """Bytes of a greeting at most: nobody unknown is read more of."""
 
-AGAIN = Made("again", 0.0)
-MADE_FIRST = Made("cold", 0.0)
+AGAIN = EnvironmentOrigin("again", 0.0)
+MADE_FIRST = EnvironmentOrigin("cold", 0.0)
 
 CLOSE_S = 3.0
 """Seconds that a call under way may take to end once its episode is closed: less than a trajectory waits for it."""
 
 
 @dataclass(slots=True)
-class Episode:
+class HostedEpisode:
     """One episode. `running` is its call under way; `over` once a step said so."""
 
     name: str
-    maker: Maker
-    seat: Seat
+    maker: DomainFactory
+    seat: EnvironmentLoop
     pool: WarmPool
     environment: Environment | None = None
-    made: Made = MADE_FIRST
+    made: EnvironmentOrigin = MADE_FIRST
     """How it came to its environment."""
     counted: bool = False
     """Whether its pool knows of it."""
@@ -69,7 +69,7 @@ class Episode:
 
 
 @dataclass(slots=True)
-class Front:
+class EnvironmentHostServer:
     """Everything that is not an environment's: lives on the loop of its own thread, which nothing of theirs runs on.
 
     One connection at a time is the controller's; its episodes are closed when it ends. Calls of one episode come one
@@ -77,7 +77,7 @@ class Front:
     or not, so that a client need remember none for ever.
     """
 
-    makers: Mapping[str, Maker]
+    makers: Mapping[str, DomainFactory]
     main: asyncio.AbstractEventLoop
     token: str = ""
     size: int = 0
@@ -91,7 +91,7 @@ class Front:
     images: ImageCache | None = None
     held: dict[str, list[str]] = field(default_factory=dict)
     """Images that are pulled for episodes, by episode."""
-    episodes: dict[str, Episode] = field(default_factory=dict)
+    episodes: dict[str, HostedEpisode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     left: list[tuple[str, threading.Thread]] = field(default_factory=list)
     """Threads of closed episodes that are still in a call."""
@@ -105,13 +105,15 @@ class Front:
         """A connection, to its end."""
         try:
             async with asyncio.timeout(GREETING_S):
-                hello = Ask.from_json(await read_frame(reader, largest=GREETING))
-            known = hello.op is Op.HELLO and hmac.compare_digest(str(hello.value).encode(), self.token.encode())
+                hello = HostRequest.from_json(await read_frame(reader, largest=GREETING))
+            known = hello.op is HostOperation.HELLO and hmac.compare_digest(
+                str(hello.value).encode(), self.token.encode()
+            )
             if known and not self.taken:
                 self.taken = True
                 problems = {name: one.problem for name, one in self.makers.items() if one.problem}
                 said = [os.getpid(), problems, self._pictured()]
-                write_frame(writer, Answer(hello.id, "", Told.OK, said).to_json())
+                write_frame(writer, HostResponse(hello.id, "", CallStatus.OK, said).to_json())
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             pass
@@ -124,7 +126,7 @@ class Front:
                 self._warm(tasks)
                 self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.most)
                 while True:
-                    ask = Ask.from_json(await read_frame(reader))
+                    ask = HostRequest.from_json(await read_frame(reader))
                     tasks.create_task(self._answer(ask, writer))
         except* (asyncio.IncompleteReadError, ConnectionError, ValueError):
             pass
@@ -151,10 +153,10 @@ class Front:
         for pool in self.pools.values():
             pool.open(tasks)
 
-    def _seat(self, maker: Maker, name: str) -> Seat:
-        return Seat.alone(name) if maker.blocking else Seat(self.main)
+    def _seat(self, maker: DomainFactory, name: str) -> EnvironmentLoop:
+        return EnvironmentLoop.alone(name) if maker.blocking else EnvironmentLoop(self.main)
 
-    async def _answer(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, ask: HostRequest, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -162,7 +164,7 @@ class Front:
         except asyncio.CancelledError:
             if task.cancelling() and ask.id not in self.given_up:
                 raise  # the connection ends
-            answer = Answer(ask.id, ask.episode, Told.REFUSED, "it was given up")
+            answer = HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "it was given up")
         finally:
             self.given_up.discard(ask.id)
         if answer is None:
@@ -171,41 +173,42 @@ class Front:
             write_frame(writer, answer.to_json())
         except (TypeError, ValueError, RecursionError) as error:
             write_frame(
-                writer, Answer(ask.id, ask.episode, Told.LIED, f"answered what cannot be sent: {error}").to_json()
+                writer,
+                HostResponse(ask.id, ask.episode, CallStatus.LIED, f"answered what cannot be sent: {error}").to_json(),
             )
         with contextlib.suppress(ConnectionError):
             await writer.drain()
 
-    async def _do(self, ask: Ask) -> Answer | None:
+    async def _do(self, ask: HostRequest) -> HostResponse | None:
         match ask.op:
-            case Op.HEALTH:
-                return Answer(ask.id, "", Told.OK, self._health())
-            case Op.CANCEL:
+            case HostOperation.HEALTH:
+                return HostResponse(ask.id, "", CallStatus.OK, self._health())
+            case HostOperation.CANCEL:
                 if (call := self.calls.get(ask.value)) is not None and call.cancel():
                     self.given_up.add(ask.value)
                 return None
-            case Op.CLOSE:
+            case HostOperation.CLOSE:
                 episode = self.episodes.get(ask.episode)
                 why = "" if episode is None else await self._close(episode)
                 if (held := self.held.pop(ask.episode, None)) is not None and self.images is not None:
                     await self.images.release(held)
-                return Answer(ask.id, ask.episode, Told.RAISED if why else Told.OK, why or None)
-            case Op.IMAGES | Op.PULL:
+                return HostResponse(ask.id, ask.episode, CallStatus.RAISED if why else CallStatus.OK, why or None)
+            case HostOperation.IMAGES | HostOperation.PULL:
                 return await self._images(ask)
-            case Op.RESET:
+            case HostOperation.RESET:
                 return await self._reset(ask)
-            case Op.STEP:
+            case HostOperation.STEP:
                 return await self._step(ask)
-        return Answer(ask.id, ask.episode, Told.REFUSED, f"a second {ask.op}")
+        return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, f"a second {ask.op}")
 
-    async def _reset(self, ask: Ask) -> Answer:
+    async def _reset(self, ask: HostRequest) -> HostResponse:
         domain, seed = ask.value
         episode = self.episodes.get(ask.episode)
         if episode is None:
             maker = self.makers.get(domain)
             if maker is None or maker.make is None:
                 why = f"no domain '{domain}' here" if maker is None else maker.problem
-                return Answer(ask.id, ask.episode, Told.REFUSED, why)
+                return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, why)
             episode = self.episodes[ask.episode] = self._begun(ask.episode, maker, self.pools[domain])
         elif episode.environment is not None:
             episode.made = AGAIN
@@ -214,10 +217,10 @@ class Front:
             assert episode.maker.make is not None
             if episode.environment is None:
                 began = asyncio.get_running_loop().time()
-                episode.environment = await started(episode.maker.make)
-                episode.made = Made("cold", asyncio.get_running_loop().time() - began)
-            shown = await due(episode.environment.reset(seed), "reset")
-            return [sound(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
+                episode.environment = await start_environment(episode.maker.make)
+                episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
+            shown = await require_awaitable(episode.environment.reset(seed), "reset")
+            return [encode_result(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
 
         episode.over = False
         try:
@@ -227,25 +230,25 @@ class Front:
                 episode.counted = True
                 episode.pool.began(episode.environment)
 
-    def _begun(self, name: str, maker: Maker, pool: WarmPool) -> Episode:
+    def _begun(self, name: str, maker: DomainFactory, pool: WarmPool) -> HostedEpisode:
         """An episode, with an environment that waited for one if there is any."""
         kept = pool.take()
         if kept is None:
-            return Episode(name, maker, self._seat(maker, name), pool)
-        made = Made("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
-        return Episode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
+            return HostedEpisode(name, maker, self._seat(maker, name), pool)
+        made = EnvironmentOrigin("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
+        return HostedEpisode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
 
     def _pictured(self) -> list[str]:
         """Domains whose environments name images that can be brought here."""
         return [name for name, maker in self.makers.items() if maker.images is not None and self.hook is not None]
 
-    async def _images(self, ask: Ask) -> Answer:
+    async def _images(self, ask: HostRequest) -> HostResponse:
         """Which images an episode needs and which of those are here; brought, if that is asked. They are held until it
         is closed."""
         domain, seed = ask.value
         maker = self.makers.get(domain)
         if maker is None or maker.images is None or self.images is None:
-            return Answer(ask.id, ask.episode, Told.REFUSED, f"no images of domain '{domain}' here")
+            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, f"no images of domain '{domain}' here")
         began, pulled = asyncio.get_running_loop().time(), 0
         task = asyncio.current_task()
         assert task is not None
@@ -256,57 +259,57 @@ class Front:
             async def names() -> list[str]:
                 return [str(image) for image in named(seed)]
 
-            wanted = await on_loop(self.main, names())
+            wanted = await run_on_loop(self.main, names())
             await self.images.known()
-            if ask.op is Op.PULL:
+            if ask.op is HostOperation.PULL:
                 pulled = await self.images.ensure(wanted)
                 self.held.setdefault(ask.episode, []).extend(wanted)
         except PullFailed as error:
-            return Answer(ask.id, ask.episode, Told.REFUSED, str(error))
+            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, str(error))
         except Exception as error:
-            return Answer(ask.id, ask.episode, Told.RAISED, f"{type(error).__name__}: {error}"[:500])
+            return HostResponse(ask.id, ask.episode, CallStatus.RAISED, f"{type(error).__name__}: {error}"[:500])
         finally:
             self.calls.pop(ask.id, None)
         seconds = asyncio.get_running_loop().time() - began
-        return Answer(ask.id, ask.episode, Told.OK, [wanted, list(self.images.there), pulled], seconds)
+        return HostResponse(ask.id, ask.episode, CallStatus.OK, [wanted, list(self.images.there), pulled], seconds)
 
-    async def _step(self, ask: Ask) -> Answer:
+    async def _step(self, ask: HostRequest) -> HostResponse:
         episode = self.episodes.get(ask.episode)
         if episode is None or episode.environment is None:
-            return Answer(ask.id, ask.episode, Told.REFUSED, "a step of an episode that was not reset here")
+            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "a step of an episode that was not reset here")
         if episode.over:
-            return Answer(ask.id, ask.episode, Told.REFUSED, "a step after the end of its episode")
+            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "a step after the end of its episode")
         environment = episode.environment
 
         async def step() -> Any:
-            answered = await due(environment.step(ask.value), "step")
-            packed = sound(lambda: packed_step(checked_step(answered)))
+            answered = await require_awaitable(environment.step(ask.value), "step")
+            packed = encode_result(lambda: packed_step(checked_step(answered)))
             episode.over = bool(packed[2])
             return packed
 
         return await self._call(ask, episode, step)
 
-    async def _call(self, ask: Ask, episode: Episode, work: Callable[[], Awaitable[Any]]) -> Answer:
+    async def _call(self, ask: HostRequest, episode: HostedEpisode, work: Callable[[], Awaitable[Any]]) -> HostResponse:
         """The environment's answer, from the loop that it lives on."""
         if episode.running is not None:
-            return Answer(ask.id, ask.episode, Told.REFUSED, "two calls of one episode at a time")
-        call = on_loop(episode.seat.loop, timed(f"{ask.op} of {ask.episode}", episode.turn, work))
+            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "two calls of one episode at a time")
+        call = run_on_loop(episode.seat.loop, run_timed(f"{ask.op} of {ask.episode}", episode.turn, work))
         self.calls[ask.id] = episode.running = call
-        told = Told.REFUSED
+        told = CallStatus.REFUSED
         try:
             told, value, env_s = await call
         finally:
-            episode.well = episode.well and told is Told.OK
+            episode.well = episode.well and told is CallStatus.OK
             self.calls.pop(ask.id, None)
             if call.done():
                 episode.running = None
-        return Answer(ask.id, ask.episode, told, value, env_s)
+        return HostResponse(ask.id, ask.episode, told, value, env_s)
 
-    async def _close(self, episode: Episode) -> str:
+    async def _close(self, episode: HostedEpisode) -> str:
         """End its call, close its environment and give its thread up; what went wrong, in words."""
         self.episodes.pop(episode.name, None)
         if episode.environment is not None and episode.counted:
-            kept = Kept(episode.seat, episode.environment, played=episode.played + 1)
+            kept = IdleEnvironment(episode.seat, episode.environment, played=episode.played + 1)
             if episode.pool.give_back(kept, well=episode.well and episode.running is None):
                 return ""
         if episode.running is not None:
@@ -316,11 +319,11 @@ class Front:
             if episode.environment is not None:
                 await episode.environment.close()
 
-        closing = on_loop(episode.seat.loop, timed(f"close of {episode.name}", episode.turn, close))
+        closing = run_on_loop(episode.seat.loop, run_timed(f"close of {episode.name}", episode.turn, close))
         try:
             async with asyncio.timeout(CLOSE_S):
                 told, value, _ = await closing
-            return "" if told is Told.OK else str(value)
+            return "" if told is CallStatus.OK else str(value)
         except TimeoutError:
             return f"did not end within {CLOSE_S:g} s"
         finally:

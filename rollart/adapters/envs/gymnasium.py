@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollart.adapters.envs.lookup import attribute_at
-from rollart.adapters.envs.spaces import Parse, Render, action_words, default_parser, default_renderer, kind
+from rollart.adapters.envs.spaces import (
+    ActionParser,
+    SpaceRenderer,
+    action_words,
+    default_parser,
+    default_renderer,
+    space_kind,
+)
 from rollart.adapters.envs.split import held_out_item, held_out_seed
 from rollart.adapters.envs.threads import CallThread
 from rollart.model import Observation, Step
@@ -37,11 +44,11 @@ in 10^11."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _TextInterface:
     """How an environment's spaces are spoken."""
 
-    render: Render
-    parse: Parse
+    render: SpaceRenderer
+    parse: ActionParser
     legal: tuple[str, ...] | None
     """Action words of a Discrete space, in the order of its numbers."""
     turns: int | None
@@ -75,8 +82,8 @@ class GymnasiumText:
         make_args: Mapping[str, Any] | None = None,
         actions: Sequence[str] | None = None,
         restrict: bool = True,
-        parse: str | Parse | None = None,
-        render: str | Render | None = None,
+        parse: str | ActionParser | None = None,
+        render: str | SpaceRenderer | None = None,
         digits: int = 3,
         preamble: str = "",
         invalid_text: str | None = None,
@@ -91,8 +98,10 @@ class GymnasiumText:
         if held_out not in ("seeds", "observations"):
             raise ValueError(f"held_out is {held_out!r} (rule: seeds or observations)")
         self._name = id or str(make)
-        self._make = functools.partial(_made, id, make, dict(make_args or {}), render)
-        self._words = _spoken(self._make, self._name, actions=actions, parse=parse, render=render, digits=digits)
+        self._make = functools.partial(_make_environment, id, make, dict(make_args or {}), render)
+        self._words = _text_interface(
+            self._make, self._name, actions=actions, parse=parse, render=render, digits=digits
+        )
         self._restrict, self._preamble = restrict, preamble
         self._invalid_text, self._invalid_reward = invalid_text, float(invalid_reward)
         self._success_at, self._max_tokens = success_at, max_tokens
@@ -206,7 +215,9 @@ class GymnasiumText:
         return self._text(answer[0]), answer[1]
 
     def _text(self, observed: Any) -> str:
-        text: object = self._env.render() if self._words.render is _drawing else self._words.render(observed)
+        text: object = (
+            self._env.render() if self._words.render is _environment_renders else self._words.render(observed)
+        )
         if not isinstance(text, str):
             raise TypeError(f"the rendered observation of {self._name} is {type(text).__name__}, not str")
         return _COLOUR.sub(r"[\1]", text)
@@ -215,12 +226,14 @@ class GymnasiumText:
         return function(*args) if self._thread is None else await self._thread.call(function, *args)
 
 
-def _drawing(observed: Any) -> str:
+def _environment_renders(observed: Any) -> str:
     """Stands for what the environment draws by itself."""
     raise AssertionError("the environment draws it")
 
 
-def _made(id: str | None, make: str | Callable[..., Any] | None, arguments: Mapping[str, Any], render: Any) -> Any:
+def _make_environment(
+    id: str | None, make: str | Callable[..., Any] | None, arguments: Mapping[str, Any], render: Any
+) -> Any:
     """A fresh environment. ValueError for an unknown name, ImportError where a package of its own is missing."""
     if render == ANSI:
         arguments = {"render_mode": ANSI, **arguments}
@@ -242,34 +255,34 @@ def _made(id: str | None, make: str | Callable[..., Any] | None, arguments: Mapp
         raise ImportError(f"{id}: {error}") from None
 
 
-def _spoken(
+def _text_interface(
     make: Callable[[], Any],
     name: str,
     *,
     actions: Sequence[str] | None,
-    parse: str | Parse | None,
-    render: str | Render | None,
+    parse: str | ActionParser | None,
+    render: str | SpaceRenderer | None,
     digits: int,
-) -> _Words:
+) -> _TextInterface:
     """How the environment is spoken. ValueError for a space that nobody said how to speak."""
     observed, acted, turns = _spaces(make)
     if render == ANSI:
-        shown: Render = _drawing
+        shown: SpaceRenderer = _environment_renders
     elif isinstance(render, str):
         shown = attribute_at(render, "render")
     else:
         shown = render or (str if observed is None else default_renderer(observed, digits=digits))
-    discrete = acted is not None and kind(acted) == "Discrete"
+    discrete = acted is not None and space_kind(acted) == "Discrete"
     if actions is not None and not discrete:
         raise ValueError(f"{name} has no Discrete actions to name, but {acted}")
     legal = action_words(acted, actions) if discrete and parse is None else None
     if isinstance(parse, str):
-        read: Parse = attribute_at(parse, "parse")
+        read: ActionParser = attribute_at(parse, "parse")
     elif parse is not None:
         read = parse
     else:
         read = str if acted is None else default_parser(acted, legal)
-    return _Words(shown, read, legal, turns)
+    return _TextInterface(shown, read, legal, turns)
 
 
 _SPACES: dict[str, tuple[Any, Any, int | None]] = {}

@@ -22,9 +22,9 @@ import sys
 import threading
 from pathlib import Path
 
-from rollart.adapters.envs.front import Front
-from rollart.adapters.envs.images import hook_of
-from rollart.adapters.envs.seats import forever, makers, on_loop
+from rollart.adapters.envs.front import EnvironmentHostServer
+from rollart.adapters.envs.images import load_image_hook
+from rollart.adapters.envs.seats import makers, run_loop, run_on_loop
 from rollart.orphans import kill_at_end
 
 __all__ = ["TOKEN"]
@@ -38,20 +38,22 @@ async def _main(options: argparse.Namespace, said: int) -> None:
     stop = asyncio.Event()
     main.add_signal_handler(signal.SIGTERM, stop.set)
     domains = json.loads(Path(options.domains).read_text())
-    hook, most = (None, None) if options.images is None else hook_of(json.loads(options.images))
-    front = Front(makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse, hook=hook, most=most)
+    hook, most = (None, None) if options.images is None else load_image_hook(json.loads(options.images))
+    front = EnvironmentHostServer(
+        makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse, hook=hook, most=most
+    )
     loop = asyncio.new_event_loop()
-    threading.Thread(target=forever, args=(loop,), name="front", daemon=True).start()
+    threading.Thread(target=run_loop, args=(loop,), name="front", daemon=True).start()
 
     async def listen() -> asyncio.Server:
         return await asyncio.start_server(front.serve, options.host, options.port)
 
-    server = await on_loop(loop, listen())
+    server = await run_on_loop(loop, listen())
     port = server.sockets[0].getsockname()[1]
     with os.fdopen(said, "w") as out:
         out.write(f"ready tcp://{options.host}:{port}\n")
     await stop.wait()
-    await on_loop(loop, front.close())
+    await run_on_loop(loop, front.close())
 
 
 def main() -> None:

@@ -8,10 +8,19 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from rollart.adapters.envs.wire import Answer, Ask, Op, Told, observation_of, read_frame, step_of, write_frame
+from rollart.adapters.envs.wire import (
+    CallStatus,
+    HostOperation,
+    HostRequest,
+    HostResponse,
+    observation_of,
+    read_frame,
+    step_of,
+    write_frame,
+)
 from rollart.border import checked_observation, checked_step
 from rollart.errors import EnvironmentFault
-from rollart.hosted import HostHealth, Images, Made
+from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.model import Observation, Step
 
 __all__ = ["HostConnection"]
@@ -35,7 +44,7 @@ class HostConnection:
         self._reader, self._writer = reader, writer
         self.node = node
         self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
+        self._pending: dict[int, tuple[str, asyncio.Future[HostResponse]]] = {}
         self._cancelled: set[int] = set()
         """Calls that were given up: their answers may still come."""
         self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -56,7 +65,7 @@ class HostConnection:
             raise EnvironmentFault(name, f"nothing listens at {address} ({error.strerror or error})") from None
         connection = cls(name, reader, writer, node=url.hostname or "")
         try:
-            answer = await connection._ask(Op.HELLO, "", token)
+            answer = await connection._ask(HostOperation.HELLO, "", token)
             match answer.value:
                 case [int(pid), dict(problems), list(pictured)]:
                     connection.pid, connection.problems = pid, problems
@@ -76,36 +85,36 @@ class HostConnection:
     def alive(self) -> bool:
         return not self._cause.done()
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
-        answer = await self._ask(Op.RESET, episode, [domain, seed])
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
+        answer = await self._ask(HostOperation.RESET, episode, [domain, seed])
         try:
             match answer.value:
                 case [list(shown), str(how), int() | float() as make_s]:
-                    made = Made(how, float(make_s))
+                    made = EnvironmentOrigin(how, float(make_s))
                     return (checked_observation(observation_of(shown)), made), answer.env_s
             raise ValueError("an answer that is no observation")
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
 
-    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
-        answer = await self._ask(Op.PULL if pull else Op.IMAGES, episode, [domain, seed])
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
+        answer = await self._ask(HostOperation.PULL if pull else HostOperation.IMAGES, episode, [domain, seed])
         match answer.value:
             case [list(wanted), list(there), int(pulled)]:
-                return Images(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
+                return EpisodeImages(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
         raise EnvironmentFault(self._name, "it answered what is no list of images")
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
-        answer = await self._ask(Op.STEP, episode, action)
+        answer = await self._ask(HostOperation.STEP, episode, action)
         try:
             return checked_step(step_of(answer.value)), answer.env_s
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
 
     async def close(self, episode: str) -> None:
-        await self._ask(Op.CLOSE, episode, None)
+        await self._ask(HostOperation.CLOSE, episode, None)
 
     async def health(self) -> HostHealth:
-        answer = await self._ask(Op.HEALTH, "", None)
+        answer = await self._ask(HostOperation.HEALTH, "", None)
         match answer.value:
             case {
                 "live": int(live),
@@ -126,36 +135,36 @@ class HostConnection:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _ask(self, op: Op, episode: str, value: Any) -> Answer:
+    async def _ask(self, op: HostOperation, episode: str, value: Any) -> HostResponse:
         """The answer, which is a result."""
         if self._cause.done():
             raise self._gone()
         number = next(self._ids)
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[HostResponse] = asyncio.get_running_loop().create_future()
         self._pending[number] = episode, answered
         try:
-            write_frame(self._writer, Ask(number, op, episode, value).to_json())
+            write_frame(self._writer, HostRequest(number, op, episode, value).to_json())
             answer = await answered
         except asyncio.CancelledError:
             if self._pending.pop(number, None) is not None and not self._cause.done():
                 self._cancelled.add(number)
-                write_frame(self._writer, Ask(next(self._ids), Op.CANCEL, episode, number).to_json())
+                write_frame(self._writer, HostRequest(next(self._ids), HostOperation.CANCEL, episode, number).to_json())
             raise
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, f"could not be asked what cannot be sent ({error})") from None
         finally:
             self._pending.pop(number, None)
-        if answer.told is Told.OK:
+        if answer.told is CallStatus.OK:
             return answer
         raise EnvironmentFault(
-            self._name, f"raised {answer.value}" if answer.told is Told.RAISED else str(answer.value)
+            self._name, f"raised {answer.value}" if answer.told is CallStatus.RAISED else str(answer.value)
         )
 
     async def _read(self) -> None:
         cause = "its connection broke"
         try:
             while True:
-                self._take(Answer.from_json(await read_frame(self._reader)))
+                self._take(HostResponse.from_json(await read_frame(self._reader)))
         except ValueError as error:
             cause = f"it sent {error}"
         except (asyncio.IncompleteReadError, OSError):
@@ -163,7 +172,7 @@ class HostConnection:
         finally:
             self._end(cause)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: HostResponse) -> None:
         """ValueError if nobody asked for it."""
         if answer.id in self._cancelled:
             self._cancelled.discard(answer.id)

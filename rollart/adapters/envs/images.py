@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.errors import one_line
 
-__all__ = ["ImageCache", "ImageHook", "PullFailed", "TarImages", "hook_of"]
+__all__ = ["ImageCache", "ImageHook", "PullFailed", "TarImages", "load_image_hook"]
 
 
 class PullFailed(Exception):
@@ -125,7 +125,7 @@ class ImageCache:
             self.removing.pop(image).set()
 
 
-def hook_of(spec: Mapping[str, Any]) -> tuple[ImageHook, int | None]:
+def load_image_hook(spec: Mapping[str, Any]) -> tuple[ImageHook, int | None]:
     """The hook that a spec names, and the bytes that it may fill."""
     hook: ImageHook = attribute_at(str(spec["hook"]), "environments.images")(**spec.get("arguments", {}))
     return hook, spec.get("bytes")

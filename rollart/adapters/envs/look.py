@@ -20,52 +20,52 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.envs.images import hook_of
+from rollart.adapters.envs.images import load_image_hook
 from rollart.adapters.envs.worked import METHOD
 from rollart.border import declares_quick
 from rollart.errors import one_line
-from rollart.foreign import foreign
+from rollart.foreign import UserCodeGuard
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["MODULE", "WARM", "Trouble", "look"]
+__all__ = ["MODULE", "WARM_START_ARGUMENT", "EnvironmentProblem", "check_environments"]
 
 MODULE = "rollart.adapters.envs.look"
 
-METHODS = ("reset", "step", "close")
+ENVIRONMENT_METHODS = ("reset", "step", "close")
 """Of an environment."""
 
-WARM = "+"
+WARM_START_ARGUMENT = "+"
 """Stands for the warm start that asks for worked examples, where an argument is named."""
 
-HOOK = ("images", "ensure")
+HOOK_METHODS = ("images", "ensure")
 """Of what brings images."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class EnvironmentProblem:
     """What is wrong with a domain's environment, or with the image hook (`domain` ''). `argument`: the one of
-    `environment_args` that is to blame; '' for none, `*` for all of them, `WARM` for the warm start."""
+    `environment_args` that is to blame; '' for none, `*` for all of them, `WARM_START_ARGUMENT` for the warm start."""
 
     domain: str
     argument: str
     message: str
 
 
-def look(
+def check_environments(
     domains: Mapping[str, Any],
     images: Mapping[str, Any] | None = None,
     *,
     worked: Collection[str] = (),
     told: Callable[[str], object] | None = None,
     quick: Callable[[str], object] | None = None,
-) -> Iterator[Trouble]:
+) -> Iterator[EnvironmentProblem]:
     """Import each domain's environment and make one of it, then the image hook. `worked`: domains that must give worked
     examples; `told` is called with the name of each before it is looked at, `quick` with each domain whose environment
     declares itself quick."""
     for name, one in domains.items():
         if told is not None:
             told(f"domain '{name}'")
-        made = yield from _environment(
+        made = yield from _check_environment(
             name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
         )
         if quick is not None and declares_quick(made):
@@ -73,94 +73,100 @@ def look(
     if images is not None:
         if told is not None:
             told("environments.images")
-        yield from _hook(images)
+        yield from _check_image_hook(images)
 
 
-def _environment(
+def _check_environment(
     domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool
-) -> Generator[Trouble, None, Any]:
+) -> Generator[EnvironmentProblem, None, Any]:
     """Returns the environment; None where none could be made."""
-    make, problem = _found(path)
+    make, problem = _import_callable(path)
     if make is None:
-        yield Trouble(domain, "", problem)
+        yield EnvironmentProblem(domain, "", problem)
         return None
-    unknown = list(_unknown(make, arguments))
+    unknown = list(_unknown_arguments(make, arguments))
     if unknown:
         for key, hint in unknown:
-            yield Trouble(domain, key, f"environment_args has '{key}' (rule: what {path} takes{hint})")
+            yield EnvironmentProblem(domain, key, f"environment_args has '{key}' (rule: what {path} takes{hint})")
         return None
     try:
-        with foreign():
+        with UserCodeGuard():
             made = make(**arguments)
     except Exception as error:  # whatever their code raises
-        why = f"'{path}' cannot be made{_with(arguments)}: {one_line(error, 500)}"
-        yield Trouble(domain, "*" if arguments else "", why)
+        why = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
+        yield EnvironmentProblem(domain, "*" if arguments else "", why)
         return None
-    lacking = [name for name in METHODS if not callable(getattr(made, name, None))]
+    lacking = [name for name in ENVIRONMENT_METHODS if not callable(getattr(made, name, None))]
     if lacking:
-        yield Trouble(
+        yield EnvironmentProblem(
             domain,
             "",
             f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
             "async reset(seed), step(action) and close())",
         )
     if worked:
-        yield from _example(domain, path, made)
+        yield from _check_worked_example(domain, path, made)
     return made
 
 
-def _example(domain: str, path: str, made: Any) -> Iterator[Trouble]:
+def _check_worked_example(domain: str, path: str, made: Any) -> Iterator[EnvironmentProblem]:
     """Ask for one worked example."""
     solve = getattr(made, METHOD, None)
     if not callable(solve):
-        yield Trouble(
-            domain, WARM, f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))"
+        yield EnvironmentProblem(
+            domain,
+            WARM_START_ARGUMENT,
+            f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))",
         )
         return
     try:
-        with foreign():
+        with UserCodeGuard():
             _, _ = solve(0)
     except Exception as error:  # whatever their code raises
-        yield Trouble(domain, WARM, f"'{path}' gave no worked example: {one_line(error, 500)}")
+        yield EnvironmentProblem(
+            domain, WARM_START_ARGUMENT, f"'{path}' gave no worked example: {one_line(error, 500)}"
+        )
 
 
-def _with(arguments: Mapping[str, Any]) -> str:
+def _arguments_text(arguments: Mapping[str, Any]) -> str:
     text = str(dict(arguments))
     return f" with {text if len(text) <= 200 else text[:197] + '...'}" if arguments else ""
 
 
-def _hook(images: Mapping[str, Any]) -> Iterator[Trouble]:
+def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]:
     path, arguments = str(images["hook"]), dict(images.get("arguments", {}))
-    make, problem = _found(path)
+    make, problem = _import_callable(path)
     if make is None:
-        yield Trouble("", "", problem)
+        yield EnvironmentProblem("", "", problem)
         return
-    unknown = list(_unknown(make, arguments))
+    unknown = list(_unknown_arguments(make, arguments))
     for key, hint in unknown:
-        yield Trouble("", key, f"images_args has '{key}' (rule: what {path} takes{hint})")
+        yield EnvironmentProblem("", key, f"images_args has '{key}' (rule: what {path} takes{hint})")
     if unknown:
         return
     try:
-        hook, _ = hook_of(images)
+        hook, _ = load_image_hook(images)
     except Exception as error:
-        why = f"'{path}' cannot be made{_with(arguments)}: {one_line(error, 500)}"
-        yield Trouble("", "*" if arguments else "", why)
+        why = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
+        yield EnvironmentProblem("", "*" if arguments else "", why)
         return
-    lacking = [name for name in HOOK if not callable(getattr(hook, name, None))]
+    lacking = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
     if lacking:
-        yield Trouble("", "", f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))")
+        yield EnvironmentProblem(
+            "", "", f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
+        )
 
 
-def _found(path: str) -> tuple[Callable[..., Any] | None, str]:
+def _import_callable(path: str) -> tuple[Callable[..., Any] | None, str]:
     """What a spec names, or why it is not there."""
     module, _, name = path.partition(":")
     try:
-        with foreign():
+        with UserCodeGuard():
             holder = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = str(error.name)
         own = module == missing or module.startswith(f"{missing}.")
-        hint = _beside(missing) if own else ""
+        hint = _similar_module_hint(missing) if own else ""
         return None, f"'{path}' cannot be imported: there is no module '{missing}'{hint}"
     except Exception as error:
         return None, f"'{path}' cannot be imported: {one_line(error, 500)}"
@@ -171,7 +177,7 @@ def _found(path: str) -> tuple[Callable[..., Any] | None, str]:
     return (found, "") if callable(found) else (None, f"'{path}' is {type(found).__name__}, which makes nothing")
 
 
-def _beside(module: str) -> str:
+def _similar_module_hint(module: str) -> str:
     """A module that lies where the missing one was looked for: beside its siblings, or in the spec's directory."""
     parent, _, name = module.rpartition(".")
     try:
@@ -184,7 +190,7 @@ def _beside(module: str) -> str:
     return near if "did you mean" in near else ""
 
 
-def _unknown(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _unknown_arguments(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Arguments that it does not take, each with a hint."""
     try:
         parameters = inspect.signature(make).parameters.values()
@@ -210,7 +216,7 @@ def main() -> None:
         said.write(json.dumps(line) + "\n")
         said.flush()
 
-    for one in look(
+    for one in check_environments(
         asked["domains"],
         asked["images"],
         worked=asked["worked"],

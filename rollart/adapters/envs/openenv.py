@@ -19,15 +19,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.adapters.envs.openenv_wire import Answer, NotBegun, Refused, Session, endpoints
-from rollart.adapters.envs.openenv_words import Encode, Show, encoder, only_field, shown_by
+from rollart.adapters.envs.openenv_wire import (
+    InvalidAction,
+    OpenEnvObservation,
+    OpenEnvSession,
+    SessionNotStarted,
+    endpoints,
+)
+from rollart.adapters.envs.openenv_words import (
+    ActionEncoder,
+    ObservationRenderer,
+    action_encoder,
+    observation_renderer,
+    sole_text_field,
+)
 from rollart.adapters.envs.split import held_out_seed
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
 
 __all__ = ["OpenEnv"]
 
-_LIVE: Counter[str] = Counter()
+_SESSIONS_BY_SERVER: Counter[str] = Counter()
 """Sessions of this process by server: the next goes where there are fewest."""
 
 _NUMBERS = itertools.count()
@@ -58,8 +70,8 @@ class OpenEnv:
         self,
         url: str | Sequence[str],
         *,
-        action: str | Encode | None = None,
-        text: str | Show | None = None,
+        action: str | ActionEncoder | None = None,
+        text: str | ObservationRenderer | None = None,
         actions: Sequence[str] | None = None,
         actions_from: str | None = None,
         invalid_reward: float = 0.0,
@@ -75,7 +87,7 @@ class OpenEnv:
         reuse: bool = False,
     ) -> None:
         self._urls = endpoints([url] if isinstance(url, str) else url)
-        self._encode, self._show = encoder(action), shown_by(text)
+        self._encode, self._show = action_encoder(action), observation_renderer(text)
         self._actions = None if actions is None else tuple(actions)
         self._actions_from, self._max_tokens = actions_from, max_tokens
         self._invalid_reward, self._success_at = float(invalid_reward), success_at
@@ -86,7 +98,7 @@ class OpenEnv:
         self._connect_s, self._capacity_s, self._reset_s, self._step_s = connect_s, capacity_s, reset_s, step_s
         self.reusable = reuse
         """Whether the session may be reset for another episode."""
-        self._session: Session | None = None
+        self._session: OpenEnvSession | None = None
         self._last: Observation | None = None
         self._observations: list[str] = []
         self._rewards: list[float] = []
@@ -100,7 +112,9 @@ class OpenEnv:
         else:
             answer = await self._session.asked("reset", data, self._reset_s)
         if self._encode is None:
-            self._encode = encoder(only_field(await self._session.schema(self._connect_s), self._session.host))
+            self._encode = action_encoder(
+                sole_text_field(await self._session.schema(self._connect_s), self._session.host)
+            )
         if answer.done:
             raise EnvironmentFault(self._session.host, "the episode was over before its first step")
         self._last = self._shown(answer.observation)
@@ -113,7 +127,7 @@ class OpenEnv:
         try:
             data = self._encode(action)
             answer = await self._session.asked("step", data, self._step_s, fields=self._encode.fields)
-        except (ValueError, Refused):
+        except (ValueError, InvalidAction):
             self._observations.append(self._last.text)
             self._rewards.append(self._invalid_reward)
             return Step(self._last, self._invalid_reward)
@@ -142,19 +156,19 @@ class OpenEnv:
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            _LIVE[session.url] -= 1
+            _SESSIONS_BY_SERVER[session.url] -= 1
             await session.close()
 
-    async def _begun(self, data: Mapping[str, Any], rng: random.Random) -> tuple[Session, Answer]:
+    async def _begun(self, data: Mapping[str, Any], rng: random.Random) -> tuple[OpenEnvSession, OpenEnvObservation]:
         """A session on a server with room, and its first answer. `EnvironmentFault` once none began for too long."""
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._capacity_s, 0.05
         while True:
-            said: NotBegun | None = None
-            for url in sorted(self._urls, key=lambda u: (_LIVE[u], self._urls.index(u))):
+            said: SessionNotStarted | None = None
+            for url in sorted(self._urls, key=lambda u: (_SESSIONS_BY_SERVER[u], self._urls.index(u))):
                 try:
                     return await self._tried(url, data)
-                except NotBegun as error:
+                except SessionNotStarted as error:
                     said = error
             assert said is not None
             if loop.time() + pause >= until:
@@ -165,14 +179,14 @@ class OpenEnv:
             await asyncio.sleep(pause * rng.uniform(0.5, 1.0))
             pause = min(2.0, pause * 2)
 
-    async def _tried(self, url: str, data: Mapping[str, Any]) -> tuple[Session, Answer]:
-        _LIVE[url] += 1
-        session: Session | None = None
+    async def _tried(self, url: str, data: Mapping[str, Any]) -> tuple[OpenEnvSession, OpenEnvObservation]:
+        _SESSIONS_BY_SERVER[url] += 1
+        session: OpenEnvSession | None = None
         try:
-            session = await Session.open(url, headers=self._headers, connect_s=self._connect_s)
+            session = await OpenEnvSession.open(url, headers=self._headers, connect_s=self._connect_s)
             return session, await session.asked("reset", data, self._reset_s)
         except BaseException:
-            _LIVE[url] -= 1
+            _SESSIONS_BY_SERVER[url] -= 1
             if session is not None:
                 await session.close()
             raise

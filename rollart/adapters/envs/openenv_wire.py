@@ -15,7 +15,7 @@ import aiohttp
 
 from rollart.errors import EnvironmentFault, one_line
 
-__all__ = ["Answer", "NotBegun", "Refused", "Session", "endpoints"]
+__all__ = ["OpenEnvObservation", "SessionNotStarted", "InvalidAction", "OpenEnvSession", "endpoints"]
 
 LARGEST = 64 * 2**20
 """Bytes of a frame: a longer one is no observation that a policy could read."""
@@ -26,7 +26,7 @@ CLOSE_S = 2.0
 FULL = "CAPACITY_REACHED"
 
 
-class NotBegun(EnvironmentFault):
+class SessionNotStarted(EnvironmentFault):
     """No episode was begun: the server was full, out of reach, or gone before its first answer. Since a server keeps an
     environment no longer than its connection, another may be asked."""
 
@@ -35,12 +35,12 @@ class NotBegun(EnvironmentFault):
         self.said = message
 
 
-class Refused(Exception):
+class InvalidAction(Exception):
     """The server refused a step, since the policy's text is none of its actions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OpenEnvObservation:
     """An observation frame."""
 
     observation: Mapping[str, Any]
@@ -63,7 +63,7 @@ def endpoints(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-class Session:
+class OpenEnvSession:
     """A WebSocket to one server. Used by one episode's task at a time; ended by its first failure."""
 
     def __init__(self, url: str, client: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -73,8 +73,8 @@ class Session:
         self._begun = False
 
     @classmethod
-    async def open(cls, url: str, *, headers: Mapping[str, str], connect_s: float) -> Session:
-        """A connection. `NotBegun` if there is none within `connect_s`."""
+    async def open(cls, url: str, *, headers: Mapping[str, str], connect_s: float) -> OpenEnvSession:
+        """A connection. `SessionNotStarted` if there is none within `connect_s`."""
         client = aiohttp.ClientSession(headers=headers)
         host = urlsplit(url).netloc
         try:
@@ -83,26 +83,26 @@ class Session:
                 return cls(url, client, socket)
         except TimeoutError:
             await client.close()
-            raise NotBegun(host, f"no connection within {connect_s:g} s") from None
+            raise SessionNotStarted(host, f"no connection within {connect_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             await client.close()
-            raise NotBegun(host, f"no connection ({one_line(error, 200)})") from None
+            raise SessionNotStarted(host, f"no connection ({one_line(error, 200)})") from None
         except BaseException:
             await client.close()
             raise
 
     async def asked(
         self, what: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
-    ) -> Answer:
-        """The answer to a reset or a step. `Refused` for an action that breaks the server's types otherwise than by the
-        names of its `fields`, which are not the policy's choice."""
+    ) -> OpenEnvObservation:
+        """The answer to a reset or a step. `InvalidAction` for an action that breaks the server's types otherwise
+        than by the names of its `fields`, which are not the policy's choice."""
         await self._send(what, data)
         frame = await self._frame(seconds, what, fields)
         if frame.get("type") != "observation":
             raise await self._lost(f"answered a {what} with a frame of type {frame.get('type')!r}")
         self._begun = True
         try:
-            return _answer(frame["data"])
+            return _decode_observation(frame["data"])
         except (KeyError, TypeError, ValueError) as error:
             raise await self._lost(f"answered a {what} with what is no observation ({one_line(error, 200)})") from None
 
@@ -138,7 +138,7 @@ class Session:
             raise await self._lost(f"the session was gone at its {what} ({one_line(error, 200)})") from None
 
     async def _frame(self, seconds: float, what: str, fields: frozenset[str] | None = None) -> Any:
-        """The next frame as a mapping. An error frame is a fault, or `Refused`."""
+        """The next frame as a mapping. An error frame is a fault, or `InvalidAction`."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._socket.receive()
@@ -163,8 +163,8 @@ class Session:
         error = data if isinstance(data, dict) else {}
         code, errors = str(error.get("code", "?")), error.get("errors")
         if what == "step" and code == "VALIDATION_ERROR":
-            if not _misnamed(errors, fields):
-                raise Refused(str(errors))
+            if not _has_wrong_field_names(errors, fields):
+                raise InvalidAction(str(errors))
             error = {"message": f"its actions have other fields: {errors}"}
         said = " ".join(str(error.get("message", data)).split())[:300]
         raise await self._lost(f"{code} at its {what}: {said}", begun=code != FULL)
@@ -172,10 +172,10 @@ class Session:
     async def _lost(self, message: str, *, begun: bool = True) -> EnvironmentFault:
         """The fault, and the end of the session."""
         await self.close()
-        return EnvironmentFault(self.host, message) if begun else NotBegun(self.host, message)
+        return EnvironmentFault(self.host, message) if begun else SessionNotStarted(self.host, message)
 
 
-def _answer(data: Any) -> Answer:
+def _decode_observation(data: Any) -> OpenEnvObservation:
     observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
     if not isinstance(observation, dict) or not isinstance(done, bool):
         raise TypeError(f"observation is {type(observation).__name__}, done is {type(done).__name__}")
@@ -184,10 +184,10 @@ def _answer(data: Any) -> Answer:
         if not math.isfinite(reward):
             raise ValueError(f"reward is {reward}")
     metadata = data.get("metadata") or observation.get("metadata") or {}
-    return Answer(observation, reward, done, metadata if isinstance(metadata, dict) else {})
+    return OpenEnvObservation(observation, reward, done, metadata if isinstance(metadata, dict) else {})
 
 
-def _misnamed(errors: Any, fields: frozenset[str] | None) -> bool:
+def _has_wrong_field_names(errors: Any, fields: frozenset[str] | None) -> bool:
     """Whether the server complains of the names of fields that the spec gave: nothing that a policy says mends that."""
     if fields is None or not isinstance(errors, list):
         return False

@@ -10,16 +10,16 @@ from typing import Any
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.errors import EnvironmentFault
 
-__all__ = ["Encode", "Show", "encoder", "only_field", "shown_by"]
+__all__ = ["ActionEncoder", "ObservationRenderer", "action_encoder", "sole_text_field", "observation_renderer"]
 
-Show = Callable[[Mapping[str, Any]], str]
+ObservationRenderer = Callable[[Mapping[str, Any]], str]
 
 JSON = "json"
 """`action: json`: the policy writes the whole action."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encode:
+class ActionEncoder:
     """From the policy's text to an action; ValueError for a text that is none. `fields` are those that the spec named,
     None where the policy names them itself."""
 
@@ -33,32 +33,32 @@ class Encode:
         return action
 
 
-def encoder(action: str | Encode | Callable[[str], Mapping[str, Any]] | None) -> Encode | None:
+def action_encoder(action: str | ActionEncoder | Callable[[str], Mapping[str, Any]] | None) -> ActionEncoder | None:
     """How texts become actions; None while the server was not asked yet."""
-    if action is None or isinstance(action, Encode):
+    if action is None or isinstance(action, ActionEncoder):
         return action
     if not isinstance(action, str):
-        return Encode(action)
+        return ActionEncoder(action)
     if action == JSON:
-        return Encode(json.loads)
+        return ActionEncoder(json.loads)
     if ":" in action:
-        return Encode(attribute_at(action, "action"))
-    return Encode(lambda text: {action: text.strip()}, frozenset((action,)))
+        return ActionEncoder(attribute_at(action, "action"))
+    return ActionEncoder(lambda text: {action: text.strip()}, frozenset((action,)))
 
 
-def shown_by(text: str | Show | None) -> Show:
+def observation_renderer(text: str | ObservationRenderer | None) -> ObservationRenderer:
     """How observations are read."""
     if text is None:
         return _plain
     if not isinstance(text, str):
         return text
     if ":" in text:
-        found: Show = attribute_at(text, "text")
+        found: ObservationRenderer = attribute_at(text, "text")
         return found
     return lambda observation: str(observation[text])
 
 
-def only_field(schema: Mapping[str, Any], host: str) -> str:
+def sole_text_field(schema: Mapping[str, Any], host: str) -> str:
     """The field of an action that takes the policy's text: the only one but `metadata`, or the only required one."""
     named = [name for name in schema.get("properties", {}) if name != "metadata"]
     needed = [name for name in schema.get("required", ()) if name in named]

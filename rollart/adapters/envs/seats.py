@@ -10,17 +10,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.envs.wire import Told
+from rollart.adapters.envs.wire import CallStatus
 from rollart.errors import one_line
-from rollart.foreign import end_in_forks, foreign
+from rollart.foreign import UserCodeGuard, end_in_forks
 from rollart.ports import Environment
 from serverless.deploy.handler import children_end_here
 
-__all__ = ["Lie", "Maker", "Seat", "forever", "makers", "on_loop", "sound", "timed"]
+__all__ = [
+    "InvalidResult",
+    "DomainFactory",
+    "EnvironmentLoop",
+    "run_loop",
+    "makers",
+    "run_on_loop",
+    "encode_result",
+    "run_timed",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class DomainFactory:
     """What makes a domain's environments, or why nothing does."""
 
     make: Callable[[], Environment] | None
@@ -30,39 +39,41 @@ class Maker:
     """The images that an episode of a seed needs, if the environment says so."""
 
 
-def makers(domains: Mapping[str, Any]) -> dict[str, Maker]:
+def makers(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
     """Import each domain's environment and make one of it."""
-    return {name: _maker(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()}
+    return {
+        name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
+    }
 
 
-def _maker(path: str, arguments: dict[str, Any]) -> Maker:
+def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:
     module, _, name = path.partition(":")
     try:
-        with foreign():
+        with UserCodeGuard():
             make = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may do anything when it is imported
-        return Maker(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
+        return DomainFactory(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
     try:
-        with foreign():
+        with UserCodeGuard():
             made = make(**arguments)
     except Exception as error:
-        return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
-    return Maker(
+        return DomainFactory(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
+    return DomainFactory(
         lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)), images=getattr(made, "images", None)
     )
 
 
 @dataclass(slots=True)
-class Seat:
+class EnvironmentLoop:
     """The loop that an episode's calls run on; `thread` if it has one of its own."""
 
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread | None = None
 
     @classmethod
-    def alone(cls, name: str) -> Seat:
+    def alone(cls, name: str) -> EnvironmentLoop:
         loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=forever, args=(loop,), name=name, daemon=True)
+        thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
         thread.start()
         return cls(loop, thread)
 
@@ -72,7 +83,7 @@ class Seat:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def forever(loop: asyncio.AbstractEventLoop) -> None:
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     end_in_forks(loop)
     try:
         loop.run_forever()
@@ -80,18 +91,18 @@ def forever(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class Lie(Exception):
+class InvalidResult(Exception):
     """What the environment answered is no answer."""
 
 
-def sound(packed: Callable[[], Any]) -> Any:
+def encode_result(packed: Callable[[], Any]) -> Any:
     try:
         return packed()
     except (TypeError, ValueError) as error:
-        raise Lie(str(error)) from None
+        raise InvalidResult(str(error)) from None
 
 
-async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[Told, Any, float]:
+async def run_timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
     """Runs where the environment lives: how it ended, its result or the error in words, and its seconds."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -101,18 +112,18 @@ async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]
         async with turn:
             with children_end_here():  # what an environment forked must not go on as the host
                 value = await work()
-    except Lie as error:
-        return Told.LIED, str(error), loop.time() - began
+    except InvalidResult as error:
+        return CallStatus.LIED, str(error), loop.time() - began
     except asyncio.CancelledError:
         if task.cancelling():
             raise
-        return Told.RAISED, "CancelledError of its own", loop.time() - began
+        return CallStatus.RAISED, "CancelledError of its own", loop.time() - began
     except BaseException as error:  # SystemExit too: it is the episode's matter, not the host's
-        return Told.RAISED, one_line(error, 500), loop.time() - began
-    return Told.OK, value, loop.time() - began
+        return CallStatus.RAISED, one_line(error, 500), loop.time() - began
+    return CallStatus.OK, value, loop.time() - began
 
 
-def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
     """The work on another thread's loop; cancelling what this gives cancels it there."""
     future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
     return asyncio.wrap_future(future)

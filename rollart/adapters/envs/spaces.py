@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Parse", "Render", "action_words", "default_parser", "default_renderer", "kind"]
+__all__ = ["ActionParser", "SpaceRenderer", "action_words", "default_parser", "default_renderer", "space_kind"]
 
-Render = Callable[[Any], str]
-Parse = Callable[[str], Any]
+SpaceRenderer = Callable[[Any], str]
+ActionParser = Callable[[str], Any]
 
 MOST_NUMBERS = 64
 """Entries of an array that are worth reading as numbers; an image or a longer vector wants a renderer of its own."""
 
 
-def kind(space: Any) -> str:
+def space_kind(space: Any) -> str:
     """The space's class by name, e.g. `Discrete`. By name, since Gymnasium is not imported before it is used."""
     names = [c.__name__ for c in type(space).__mro__]
     known = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict", "Sequence", "Graph", "OneOf")
     return next((name for name in names if name in known), names[0])
 
 
-def default_renderer(space: Any, *, digits: int = 3) -> Render:
+def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
     """How observations of a space are written: text as it stands, numbers apart by spaces, parts of a tuple or a dict
     by their names. ValueError for a space that no reader could make sense of so."""
-    what = kind(space)
+    what = space_kind(space)
     if what == "Text":
         return str
     if what == "Discrete":
@@ -65,9 +65,9 @@ def action_words(space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
     return words
 
 
-def default_parser(space: Any, words: Sequence[str] | None) -> Parse:
+def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
     """How an action is read: one of `words` in a Discrete space, any text in a Text space. ValueError otherwise."""
-    what = kind(space)
+    what = space_kind(space)
     if what == "Discrete":
         assert words is not None
         first = int(getattr(space, "start", 0))

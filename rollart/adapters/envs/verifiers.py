@@ -22,8 +22,8 @@ from typing import Any
 
 from rollart.adapters.envs.split import held_out_seed
 from rollart.adapters.envs.verifiers_client import Conversation, policy_client
-from rollart.adapters.envs.verifiers_load import Loaded, loaded
-from rollart.adapters.envs.verifiers_words import Render, renderer
+from rollart.adapters.envs.verifiers_load import VerifiersEnvironment, load_verifiers_environment
+from rollart.adapters.envs.verifiers_words import MessageRenderer, renderer
 from rollart.adapters.proxy.tools import PARSERS
 from rollart.model import Observation, Step
 
@@ -52,12 +52,12 @@ class VerifiersText:
         env: str,
         *,
         env_args: Mapping[str, Any] | None = None,
-        render: str | Render = "plain",
+        render: str | MessageRenderer = "plain",
         tools: str = "hermes",
         success_at: float | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        self._loaded = loaded(env, env_args or {})
+        self._loaded = load_verifiers_environment(env, env_args or {})
         self._render = renderer(render)
         if tools not in PARSERS:
             raise ValueError(f"tools is {tools!r} (rule: one of {', '.join(PARSERS)})")
@@ -74,7 +74,7 @@ class VerifiersText:
         self._talk = Conversation()
         rollout = self._loaded.env.rollout(self._row, policy_client(self._talk, self._parse), "policy", {})
         # The environment's own program: it lives from this reset until close, across the caller's calls.
-        self._task = asyncio.get_running_loop().create_task(_told(rollout, self._talk), name="verifiers rollout")
+        self._task = asyncio.get_running_loop().create_task(_run_rollout(rollout, self._talk), name="verifiers rollout")
         asked = await self._talk.asked()
         if asked is None:
             await self._state()
@@ -89,7 +89,7 @@ class VerifiersText:
         asked = await self._talk.asked()
         if asked is None:
             return await self._ended()
-        new = _after(self._shown, asked.messages, self._loaded.name)
+        new = _new_messages(self._shown, asked.messages, self._loaded.name)
         self._shown = asked.messages
         return Step(Observation(self._render(new, asked.tools, False), max_tokens=self._max_tokens))
 
@@ -126,7 +126,7 @@ async def episode(
     from openai import AsyncOpenAI
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    own: Loaded = loaded(env, env_args or {})
+    own: VerifiersEnvironment = load_verifiers_environment(env, env_args or {})
     row = own.row(random.Random(seed), held_out=held_out_seed(seed))
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
         state = await own.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
@@ -134,7 +134,7 @@ async def episode(
     return own.step(state, row, await own.score(state), success_at=success_at)
 
 
-async def _told(rollout: Any, talk: Conversation) -> Any:
+async def _run_rollout(rollout: Any, talk: Conversation) -> Any:
     """The rollout's state; whoever waits for its next request hears that there is none."""
     try:
         return await rollout
@@ -142,7 +142,7 @@ async def _told(rollout: Any, talk: Conversation) -> Any:
         talk.over()
 
 
-def _after(
+def _new_messages(
     shown: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], name: str
 ) -> Sequence[Mapping[str, Any]]:
     """What came after the policy's answer."""

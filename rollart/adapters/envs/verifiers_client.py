@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.proxy.tools import Parser
+from rollart.adapters.proxy.tools import AnswerParser
 
-__all__ = ["Asked", "Conversation", "policy_client"]
+__all__ = ["ModelRequest", "Conversation", "policy_client"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ModelRequest:
     """What the environment wants answered."""
 
     messages: tuple[Mapping[str, Any], ...]
@@ -27,10 +27,10 @@ class Conversation:
     turn. One request at a time: a second beside it is the environment's fault, as nobody could answer it."""
 
     def __init__(self) -> None:
-        self._line: asyncio.Queue[Asked | None] = asyncio.Queue()
+        self._line: asyncio.Queue[ModelRequest | None] = asyncio.Queue()
         self._answer: asyncio.Future[str] | None = None
 
-    async def ask(self, request: Asked) -> str:
+    async def ask(self, request: ModelRequest) -> str:
         """The policy's text."""
         if self._answer is not None:
             raise RuntimeError("it asks for two answers at a time (play it as a harness)")
@@ -41,7 +41,7 @@ class Conversation:
         finally:
             self._answer = None
 
-    async def asked(self) -> Asked | None:
+    async def asked(self) -> ModelRequest | None:
         """The next request; None once the rollout is over."""
         return await self._line.get()
 
@@ -54,7 +54,7 @@ class Conversation:
         self._line.put_nowait(None)
 
 
-def policy_client(talk: Conversation, parse: Parser) -> Any:
+def policy_client(talk: Conversation, parse: AnswerParser) -> Any:
     """A verifiers client for one episode."""
     return _client_class()(talk, parse)
 
@@ -68,7 +68,7 @@ def _client_class() -> Any:
     class Policy(Client):  # type: ignore[misc]
         """Answers with what the policy says."""
 
-        def __init__(self, talk: Conversation, parse: Parser) -> None:
+        def __init__(self, talk: Conversation, parse: AnswerParser) -> None:
             super().__init__(talk)
             self._parse = parse
 
@@ -84,7 +84,7 @@ def _client_class() -> Any:
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
-            text = await self.client.ask(Asked(tuple(prompt), tuple(tools or ())))
+            text = await self.client.ask(ModelRequest(tuple(prompt), tuple(tools or ())))
             return text, self._parse(text) if tools else (text, ())
 
         async def raise_from_native_response(self, response: Any) -> None:

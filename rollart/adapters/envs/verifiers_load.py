@@ -19,18 +19,18 @@ from rollart.adapters.envs.split import held_out_item
 from rollart.errors import one_line
 from rollart.model import Observation, Step
 
-__all__ = ["Loaded", "loaded"]
+__all__ = ["VerifiersEnvironment", "load_verifiers_environment"]
 
 _DRAWS = 2000
 
-_BROKEN: contextvars.ContextVar[list[str]] = contextvars.ContextVar("broken reward functions")
+_REWARD_ERRORS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("broken reward functions")
 """What reward functions raised while the context's episode is scored."""
 
-_LOADED: dict[str, Loaded] = {}
+_LOADED: dict[str, VerifiersEnvironment] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class VerifiersEnvironment:
     """An environment of theirs, shared by the episodes of a process."""
 
     name: str
@@ -64,11 +64,11 @@ class Loaded:
     async def score(self, state: Any) -> float:
         """The rubric's reward. RuntimeError where one of its functions raised."""
         broken: list[str] = []
-        mark = _BROKEN.set(broken)
+        mark = _REWARD_ERRORS.set(broken)
         try:
             await self.env.rubric.score_rollout(state)
         finally:
-            _BROKEN.reset(mark)
+            _REWARD_ERRORS.reset(mark)
         with contextlib.suppress(Exception):
             await self.env.rubric.cleanup(state)
         if broken:
@@ -87,7 +87,7 @@ class Loaded:
         return Step(Observation(""), reward, done=True, success=reward >= least, metadata=metadata)
 
 
-def loaded(env: str, arguments: Mapping[str, Any]) -> Loaded:
+def load_verifiers_environment(env: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
     """The environment, made at its first use in the process. ImportError without verifiers' v0 API, ValueError for an
     environment that cannot be made or whose rubric scores whole groups."""
     key = json.dumps([env, dict(arguments)], sort_keys=True, default=repr)
@@ -96,23 +96,23 @@ def loaded(env: str, arguments: Mapping[str, Any]) -> Loaded:
     return _LOADED[key]
 
 
-def _load(name: str, arguments: dict[str, Any]) -> Loaded:
-    _needed()
-    with _own_signals():
-        made = _made(name, arguments)
+def _load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:
+    _check_api_version()
+    with _preserve_signal_handlers():
+        made = _make_environment(name, arguments)
     if getattr(made, "rubric", None) is None or not callable(getattr(made, "rollout", None)):
         raise ValueError(f"{name} made {type(made).__name__}, which is no verifiers environment")
     if made.rubric.has_group_rewards:
         raise ValueError(f"the rubric of {name} scores whole groups (rule: one rollout at a time)")
-    _tell_faults(made.rubric)
+    _record_reward_errors(made.rubric)
     held_out = made.get_eval_dataset() if made.eval_dataset_source is not None else None
     train = made.get_dataset() if made.dataset_source is not None else None
     if train is None:
         raise ValueError(f"{name} has an evaluation dataset only")
-    return Loaded(name, made, train, held_out)
+    return VerifiersEnvironment(name, made, train, held_out)
 
 
-def _needed() -> None:
+def _check_api_version() -> None:
     """Whether the installed verifiers has the v0 API."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -127,7 +127,7 @@ def _needed() -> None:
         )
 
 
-def _made(name: str, arguments: dict[str, Any]) -> Any:
+def _make_environment(name: str, arguments: dict[str, Any]) -> Any:
     if ":" in name:
         return attribute_at(name, "env")(**arguments)
     from verifiers import load_environment
@@ -139,7 +139,7 @@ def _made(name: str, arguments: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _preserve_signal_handlers() -> Iterator[None]:
     """A verifiers environment takes SIGINT and SIGTERM for itself when it is made: a run ends by its own rules."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("a verifiers environment is made on the main thread only (it sets signal handlers)")
@@ -151,14 +151,16 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell_faults(rubric: Any) -> None:
+def _record_reward_errors(rubric: Any) -> None:
     """Make reward functions that raise heard of: their rubric would log it, and pay 0."""
     for inner in getattr(rubric, "rubrics", ()):
-        _tell_faults(inner)
-    rubric.funcs[:] = [function if hasattr(function, "_told") else _telling(function) for function in rubric.funcs]
+        _record_reward_errors(inner)
+    rubric.funcs[:] = [
+        function if hasattr(function, "_told") else _recording_errors(function) for function in rubric.funcs
+    ]
 
 
-def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
+def _recording_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     name = getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)
@@ -166,24 +168,24 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             answer = function(*args, **kwargs)
         except Exception as error:
-            _note(name, error)
+            _record_error(name, error)
             raise
-        return _awaited(name, answer) if inspect.isawaitable(answer) else answer
+        return _await_recording_errors(name, answer) if inspect.isawaitable(answer) else answer
 
     called.__name__ = name
     called._told = True  # type: ignore[attr-defined]
     return called
 
 
-async def _awaited(name: str, answer: Any) -> Any:
+async def _await_recording_errors(name: str, answer: Any) -> Any:
     try:
         return await answer
     except Exception as error:
-        _note(name, error)
+        _record_error(name, error)
         raise
 
 
-def _note(name: str, error: Exception) -> None:
-    broken = _BROKEN.get(None)
+def _record_error(name: str, error: Exception) -> None:
+    broken = _REWARD_ERRORS.get(None)
     if broken is not None:
         broken.append(f"reward function {name} raised {one_line(error, 300)}")

@@ -8,13 +8,13 @@ from typing import Any
 
 from rollart.adapters.envs.lookup import attribute_at
 
-__all__ = ["Render", "renderer", "text_of"]
+__all__ = ["MessageRenderer", "renderer", "text_of"]
 
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+MessageRenderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """(messages, tools, first) -> text. `messages` are all up to the first answer, later those after the last answer."""
 
 
-def renderer(render: str | Render) -> Render:
+def renderer(render: str | MessageRenderer) -> MessageRenderer:
     """`plain`, `chatml`, or what stands at `module:function`."""
     if not isinstance(render, str):
         return render
@@ -22,7 +22,7 @@ def renderer(render: str | Render) -> Render:
         return _KNOWN[render]
     if ":" not in render:
         raise ValueError(f"render is {render!r} (rule: {', '.join(_KNOWN)} or package.module:function)")
-    found: Render = attribute_at(render, "render")
+    found: MessageRenderer = attribute_at(render, "render")
     return found
 
 
@@ -69,4 +69,4 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return f"# Tools\n\n<tools>\n{listed}\n</tools>\n\nTo call a tool:\n{form}"
 
 
-_KNOWN: Mapping[str, Render] = {"plain": _plain, "chatml": _chatml}
+_KNOWN: Mapping[str, MessageRenderer] = {"plain": _plain, "chatml": _chatml}

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.adapters.envs.seats import Maker, Seat, on_loop, timed
-from rollart.adapters.envs.wire import Told
+from rollart.adapters.envs.seats import DomainFactory, EnvironmentLoop, run_on_loop, run_timed
+from rollart.adapters.envs.wire import CallStatus
 from rollart.ports import Environment
 
-__all__ = ["Kept", "WarmPool", "reusable", "started"]
+__all__ = ["IdleEnvironment", "WarmPool", "reusable", "start_environment"]
 
 
 @dataclass(slots=True)
-class Kept:
+class IdleEnvironment:
     """An environment that is made and plays no episode, on its seat. It took `make_s` to make and has played `played`
     episodes."""
 
-    seat: Seat
+    seat: EnvironmentLoop
     environment: Environment
     make_s: float = 0.0
     played: int = 0
@@ -32,7 +32,7 @@ def reusable(environment: Environment | None) -> bool:
     return getattr(environment, "reusable", False) is True
 
 
-async def started(make: Callable[[], Environment]) -> Environment:
+async def start_environment(make: Callable[[], Environment]) -> Environment:
     """Made, and brought as far as it can be without a seed: its own `async start()`, if it has one (a container, a
     browser). What fails half-way is closed."""
     environment = make()
@@ -59,11 +59,11 @@ class WarmPool:
     """
 
     name: str
-    maker: Maker
-    seat: Callable[[str], Seat]
+    maker: DomainFactory
+    seat: Callable[[str], EnvironmentLoop]
     size: int = 0
     reuse: int = 1
-    kept: deque[Kept] = field(default_factory=deque)
+    kept: deque[IdleEnvironment] = field(default_factory=deque)
     making: int = 0
     out: int = 0
     """Episodes that have an environment which may come back."""
@@ -81,7 +81,7 @@ class WarmPool:
             self.making += 1
             self.tasks.create_task(self._make())
 
-    def take(self) -> Kept | None:
+    def take(self) -> IdleEnvironment | None:
         """One that waits, the one that waits longest; None if there is none."""
         if not self.kept:
             return None
@@ -96,7 +96,7 @@ class WarmPool:
             self.out += 1
         self.fill()
 
-    def give_back(self, kept: Kept, *, well: bool) -> bool:
+    def give_back(self, kept: IdleEnvironment, *, well: bool) -> bool:
         """Its episode is over: True if it is kept for another, else the caller closes it."""
         if not self._comes_back(kept.environment):
             return False
@@ -114,7 +114,9 @@ class WarmPool:
         while self.kept:
             kept = self.kept.popleft()
             with contextlib.suppress(Exception):
-                await on_loop(kept.seat.loop, timed(f"close of {self.name}", asyncio.Lock(), kept.environment.close))
+                await run_on_loop(
+                    kept.seat.loop, run_timed(f"close of {self.name}", asyncio.Lock(), kept.environment.close)
+                )
             kept.seat.leave()
 
     def _have(self) -> int:
@@ -129,15 +131,15 @@ class WarmPool:
         try:
             if make is None:
                 raise AssertionError("a domain that cannot be made has no pool")
-            work = timed(f"make of {self.name}", asyncio.Lock(), lambda: started(make))
-            told, value, seconds = await on_loop(seat.loop, work)
+            work = run_timed(f"make of {self.name}", asyncio.Lock(), lambda: start_environment(make))
+            told, value, seconds = await run_on_loop(seat.loop, work)
         except BaseException:
             seat.leave()
             raise
         finally:
             self.making -= 1
-        if told is not Told.OK:
+        if told is not CallStatus.OK:
             self.failing = True
             seat.leave()
             return
-        self.kept.append(Kept(seat, value, seconds))
+        self.kept.append(IdleEnvironment(seat, value, seconds))

@@ -18,10 +18,10 @@ from typing import Any
 from rollart.model import Observation, Step
 
 __all__ = [
-    "Answer",
-    "Ask",
-    "Op",
-    "Told",
+    "HostResponse",
+    "HostRequest",
+    "HostOperation",
+    "CallStatus",
     "observation_of",
     "pack",
     "packed_observation",
@@ -40,7 +40,7 @@ _MARK = "$"
 """The key of a mapping that stands for a value which JSON lacks."""
 
 
-class Op(enum.StrEnum):
+class HostOperation(enum.StrEnum):
     """What a host can be asked."""
 
     HELLO = "hello"
@@ -53,7 +53,7 @@ class Op(enum.StrEnum):
     PULL = "pull"
 
 
-class Told(enum.StrEnum):
+class CallStatus(enum.StrEnum):
     """How a call ended: with a result; by an exception of the environment; with an answer that is none; not begun."""
 
     OK = "ok"
@@ -63,11 +63,11 @@ class Told(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class HostRequest:
     """A request. `episode` is '' where it is about the host itself."""
 
     id: int
-    op: Op
+    op: HostOperation
     episode: str = ""
     value: Any = None
 
@@ -75,22 +75,22 @@ class Ask:
         return [self.id, str(self.op), self.episode, pack(self.value)]
 
     @classmethod
-    def from_json(cls, frame: Any) -> Ask:
+    def from_json(cls, frame: Any) -> HostRequest:
         """ValueError for anything that is no request."""
         match frame:
             case [int(number), str(op), str(episode), value]:
-                return cls(number, Op(op), episode, unpack(value))
+                return cls(number, HostOperation(op), episode, unpack(value))
         raise ValueError("a frame that is no request")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HostResponse:
     """To the request of this `id`. `value` is the result, or what went wrong in words; the environment's own code took
     `env_s` seconds of it."""
 
     id: int
     episode: str
-    told: Told
+    told: CallStatus
     value: Any = None
     env_s: float = 0.0
 
@@ -98,11 +98,11 @@ class Answer:
         return [self.id, self.episode, str(self.told), pack(self.value), self.env_s]
 
     @classmethod
-    def from_json(cls, frame: Any) -> Answer:
+    def from_json(cls, frame: Any) -> HostResponse:
         """ValueError for anything that is no answer."""
         match frame:
             case [int(number), str(episode), str(told), value, int() | float() as env_s]:
-                return cls(number, episode, Told(told), unpack(value), float(env_s))
+                return cls(number, episode, CallStatus(told), unpack(value), float(env_s))
         raise ValueError("a frame that is no answer")
 
 

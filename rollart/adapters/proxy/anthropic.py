@@ -7,27 +7,27 @@ from typing import Any
 
 from rollart.adapters.proxy import fields
 from rollart.adapters.proxy.messages import (
-    Answer,
-    Ask,
+    ArgumentsDelta,
     BadRequest,
-    Begun,
-    Call,
-    Head,
+    CompletionRequest,
     Message,
-    More,
-    Prompt,
-    Said,
-    Text,
-    conversation,
+    OutputEvent,
+    PolicyResponse,
+    PromptInput,
+    ResponseHeader,
+    TextDelta,
+    ToolCall,
+    ToolCallStart,
+    require_messages,
 )
-from rollart.adapters.proxy.sse import event, pieces
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.sse import encode_event, split_events
+from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["Events", "ask", "body", "error", "failed", "prompt_of"]
 
-FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
-KINDS = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -37,14 +37,14 @@ KINDS = {
 """The API's word for a status; others are "api_error"."""
 
 
-def ask(body: Mapping[str, Any]) -> Ask:
+def ask(body: Mapping[str, Any]) -> CompletionRequest:
     """BadRequest for what cannot be served."""
     choice = body.get("tool_choice")
     wish = choice.get("type") if isinstance(choice, Mapping) else None
     limit = fields.whole(body, "max_tokens")
     if limit is None:
         raise BadRequest("max_tokens: field required", field="max_tokens")
-    return Ask(
+    return CompletionRequest(
         prompt_of(body),
         model=str(body.get("model") or ""),
         max_tokens=limit,
@@ -56,7 +56,7 @@ def ask(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def prompt_of(body: Mapping[str, Any]) -> Prompt:
+def prompt_of(body: Mapping[str, Any]) -> PromptInput:
     """The conversation in the chat template's terms: system text first, tool results as messages of their own."""
     choice = body.get("tool_choice")
     silent = isinstance(choice, Mapping) and choice.get("type") == "none"
@@ -65,24 +65,24 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
     for given in fields.items(body, "messages"):
         messages += _messages(given)
     tools = () if silent else tuple(_tool(t) for t in fields.items(body, "tools"))
-    return Prompt(conversation(messages, field="messages"), tools)
+    return PromptInput(require_messages(messages, field="messages"), tools)
 
 
-def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     blocks = [
         {"type": "text", "text": part}
         if isinstance(part, str)
         else {"type": "tool_use", "id": part.id, "name": part.name, "input": dict(part.arguments)}
         for part in answer.parts
     ]
-    return {**_head(answer), "content": blocks, "stop_reason": FINISH[answer.finish], "usage": _usage(answer)}
+    return {**_head(answer), "content": blocks, "stop_reason": STOP_REASONS[answer.finish], "usage": _usage(answer)}
 
 
 class Events:
     """One streamed answer: `begin`, what is `drawn`, `end`. What the cache held is known at the end, and counted
     there."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
+    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._head = head
         self._blocks = 0
         self._open = ""
@@ -98,28 +98,30 @@ class Events:
         message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
         yield _send("message_start", message=message)
 
-    def drawn(self, delta: Delta) -> Iterator[bytes]:
+    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
         for one in delta.said:
             yield from self._one(one)
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        for one in pieces(answer.rest):
+    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
+        for one in split_events(answer.rest):
             yield from self._one(one)
         yield from self._closed()
         yield _send(
-            "message_delta", delta={"stop_reason": FINISH[answer.finish], "stop_sequence": None}, usage=_usage(answer)
+            "message_delta",
+            delta={"stop_reason": STOP_REASONS[answer.finish], "stop_sequence": None},
+            usage=_usage(answer),
         )
         yield _send("message_stop")
 
-    def _one(self, one: Said) -> Iterator[bytes]:
-        if isinstance(one, Text):
+    def _one(self, one: OutputEvent) -> Iterator[bytes]:
+        if isinstance(one, TextDelta):
             if self._open != "text":
                 yield from self._opened({"type": "text", "text": ""})
             yield self._delta(type="text_delta", text=one.text)
-        elif isinstance(one, Begun):
+        elif isinstance(one, ToolCallStart):
             id = self._head.call_id(one.index)
             yield from self._opened({"type": "tool_use", "id": id, "name": one.name, "input": {}})
-        elif isinstance(one, More):
+        elif isinstance(one, ArgumentsDelta):
             yield self._delta(type="input_json_delta", partial_json=one.text)
         else:
             yield from self._closed()
@@ -140,23 +142,23 @@ class Events:
 
 
 def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
 
 
 def failed(message: str, status: int) -> bytes:
     """The error of an answer whose stream has begun."""
-    return event(error(message, status), "error")
+    return encode_event(error(message, status), "error")
 
 
 def _send(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+    return encode_event({"type": kind, **fields}, kind)
 
 
-def _head(head: Head) -> dict[str, Any]:
+def _head(head: ResponseHeader) -> dict[str, Any]:
     return {"id": head.id("msg"), "type": "message", "role": "assistant", "model": head.model, "stop_sequence": None}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: PolicyResponse) -> dict[str, int]:
     """As the API counts: what the cache held is apart from what was read."""
     return {
         "input_tokens": len(answer.prompt_ids) - answer.cached,
@@ -173,7 +175,7 @@ def _messages(given: Mapping[str, Any]) -> list[Message]:
     if not isinstance(content, list):
         return [Message(role, fields.plain_text(content, "messages"))]
     texts: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     results: list[Message] = []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None

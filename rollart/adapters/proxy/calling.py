@@ -10,10 +10,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollart.adapters.proxy.messages import Begun, Call, Done, More, Part, Said, Text, read_json
-from rollart.adapters.proxy.scanning import Scan
+from rollart.adapters.proxy.messages import (
+    ArgumentsDelta,
+    OutputEvent,
+    OutputPart,
+    TextDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+    read_json,
+)
+from rollart.adapters.proxy.scanning import PartialJsonScanner
 
-__all__ = ["Reader", "begun", "folded"]
+__all__ = ["ToolCallParser", "partial_match_length", "merge_events"]
 
 MARK, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -21,20 +30,20 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?
 _TAIL = re.compile(r"\s*\}\s*(?:</tool_call>)?")
 
 
-def folded(said: Sequence[Said]) -> tuple[Part, ...]:
+def merge_events(said: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:
     """What was said, put together: texts and calls in their order."""
-    parts: list[Part] = []
+    parts: list[OutputPart] = []
     for one in said:
-        if isinstance(one, Text) and parts and isinstance(parts[-1], str):
+        if isinstance(one, TextDelta) and parts and isinstance(parts[-1], str):
             parts[-1] += one.text
-        elif isinstance(one, Text):
+        elif isinstance(one, TextDelta):
             parts.append(one.text)
-        elif isinstance(one, Done):
+        elif isinstance(one, ToolCallEnd):
             parts.append(one.call)
     return tuple(parts)
 
 
-class Reader:
+class ToolCallParser:
     """`feed` an answer's text in any pieces, then `end` it.
 
     `spelling`: "hermes" (`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them), "json" (the whole
@@ -57,8 +66,8 @@ class Reader:
         """Texts that were given out, and calls that were begun."""
         self._bare = False
         """Nothing but white space was before the first call: there is none before the first content, then."""
-        self._name, self._scan, self._given = "", Scan(), 0
-        self.spans: list[tuple[int, int, Call]] = []
+        self._name, self._scan, self._given = "", PartialJsonScanner(), 0
+        self.spans: list[tuple[int, int, ToolCall]] = []
         """Of whole calls: where they are in the text."""
 
     @property
@@ -72,43 +81,43 @@ class Reader:
             return self._at
         return self._at - len(self._blank)
 
-    def feed(self, text: str) -> list[Said]:
+    def feed(self, text: str) -> list[OutputEvent]:
         self._text += text
         return list(self._run())
 
-    def end(self) -> list[Said]:
+    def end(self) -> list[OutputEvent]:
         self._over = True
         said = list(self._run())
         if self._blank and not self._calls:
-            said.append(Text(self._blank))
+            said.append(TextDelta(self._blank))
         return said
 
-    def _run(self) -> Iterator[Said]:
+    def _run(self) -> Iterator[OutputEvent]:
         while True:
             before = self._at, self._state
             yield from self._state()
             if (self._at, self._state) == before:
                 return
 
-    def _outside(self) -> Iterator[Said]:
+    def _outside(self) -> Iterator[OutputEvent]:
         found = self._text.find(MARK, self._at) if self._spelling == "hermes" else -1
         stop = found if found >= 0 else len(self._text)
         if found < 0 and self._spelling == "hermes" and not self._over:
-            stop -= begun(self._text[self._at :], MARK)
+            stop -= partial_match_length(self._text[self._at :], MARK)
         yield from self._content(self._text[self._at : stop])
         self._at = stop
         if found >= 0:
             self._mark, self._at, self._state = found, found + len(MARK), self._inside
 
-    def _inside(self) -> Iterator[Said]:
+    def _inside(self) -> Iterator[OutputEvent]:
         """After a call's mark, or at the beginning of what may be one."""
         head = _HEAD.match(self._text, self._at)
         if head is not None and (name := _name(head.group(1))) is not None:
-            self._name, self._scan, self._given = name, Scan(), 0
+            self._name, self._scan, self._given = name, PartialJsonScanner(), 0
             self._bare = self._bare or (not self._words and not self._calls)
             self._calls += 1
             self._at, self._state = head.end(), self._arguments
-            yield Begun(self._calls - 1, name)
+            yield ToolCallStart(self._calls - 1, name)
             return
         body = self._body()
         if body is None and self._text[self._at :].lstrip()[:1] in ("", "{") and not self._over:
@@ -122,26 +131,26 @@ class Reader:
             return
         self._bare = self._bare or (not self._words and not self._calls)
         self._calls += 1
-        yield Begun(self._calls - 1, call.name)
-        yield More(self._calls - 1, call.written)
+        yield ToolCallStart(self._calls - 1, call.name)
+        yield ArgumentsDelta(self._calls - 1, call.written)
         yield from self._whole(body[1], call)
 
-    def _arguments(self) -> Iterator[Said]:
+    def _arguments(self) -> Iterator[OutputEvent]:
         scan = self._scan
         self._at += scan.push(self._text[self._at :])
         if scan.sure > self._given:
             more = scan.written[self._given : scan.sure]
             self._given = scan.sure
-            yield More(self._calls - 1, more)
+            yield ArgumentsDelta(self._calls - 1, more)
         if scan.done:
             self._state = self._tail
         elif scan.broken or self._over:
             self._at -= len(scan.written) - scan.sure
             yield self._parted()
 
-    def _tail(self) -> Iterator[Said]:
+    def _tail(self) -> Iterator[OutputEvent]:
         """After a call's arguments."""
-        call = Call(self._name, self._scan.value(), written=self._scan.written)
+        call = ToolCall(self._name, self._scan.value(), written=self._scan.written)
         tail = _TAIL.match(self._text, self._at)
         if tail is not None:
             closed = tail.group().endswith(CLOSE)
@@ -163,31 +172,31 @@ class Reader:
             return self._text[begin:found], found + len(CLOSE)
         return (self._text[begin:], len(self._text)) if self._over else None
 
-    def _whole(self, end: int, call: Call) -> Iterator[Said]:
+    def _whole(self, end: int, call: ToolCall) -> Iterator[OutputEvent]:
         self.spans.append((self._mark, end, call))
         self._at, self._state = end, self._outside
         if self._spelling == "json":
             self._spelling = "none"
-        yield Done(self._calls - 1, call)
+        yield ToolCallEnd(self._calls - 1, call)
 
-    def _parted(self) -> Said:
+    def _parted(self) -> OutputEvent:
         """It is no whole call after all."""
         self._state = self._outside
         if self._spelling == "json":
             self._spelling = "none"
         written = self._scan.written[: self._scan.sure]
-        return Done(self._calls - 1, Call(self._name, self._scan.value(), written=written, whole=False))
+        return ToolCallEnd(self._calls - 1, ToolCall(self._name, self._scan.value(), written=written, whole=False))
 
-    def _content(self, text: str) -> Iterator[Said]:
+    def _content(self, text: str) -> Iterator[OutputEvent]:
         text = self._blank + text
         kept = text if self._spelling == "none" and not self._calls else text.rstrip()
         self._blank = text[len(kept) :]
         if kept:
             self._words += 1
-            yield Text(kept.lstrip() if self._bare and self._words == 1 else kept)
+            yield TextDelta(kept.lstrip() if self._bare and self._words == 1 else kept)
 
 
-def begun(text: str, word: str) -> int:
+def partial_match_length(text: str, word: str) -> int:
     """How many of the last characters are a beginning of `word`, and not all of it."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
 
@@ -200,7 +209,7 @@ def _name(written: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _call(text: str) -> Call | None:
+def _call(text: str) -> ToolCall | None:
     try:
         value = read_json(text)
     except ValueError:
@@ -210,4 +219,4 @@ def _call(text: str) -> Call | None:
     arguments: Any = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, Mapping):
         return None
-    return Call(value["name"], arguments, written=json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], arguments, written=json.dumps(arguments, ensure_ascii=False))

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.proxy.messages import BadRequest, Message
-from rollart.adapters.proxy.tools import PARSERS, parser_for
+from rollart.adapters.proxy.tools import PARSERS, parser_name_for
 from rollart.errors import SpecError
 
-__all__ = ["PLAIN", "ChatFormat"]
+__all__ = ["PLAIN_TEMPLATE", "ChatFormat"]
 
-PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 """For a tokenizer without a chat template, as the quickstart's: contents, one a line, roles unsaid."""
 
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Marks around answers, for masks that are taken from the captured tokens here."""
 
 
@@ -42,13 +42,13 @@ class ChatFormat:
         config = _object(folder / "tokenizer_config.json")
         source = template if template is not None else _own_template(folder, config)
         self.plain = source is None
-        self._template = _compiled(PLAIN if source is None else source)
+        self._template = _compiled(PLAIN_TEMPLATE if source is None else source)
         self._special = {
             name: _text(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
-        self.spelling = tools or parser_for(source or "")
+        self.spelling = tools or parser_name_for(source or "")
         self.parse = PARSERS[self.spelling]
         self.stop_ids = self._stop_ids(folder, config)
         self.stops = {i: self.text((i,)) for i in self.stop_ids}
@@ -123,7 +123,7 @@ def _compiled(source: str) -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
     try:
-        return environment.from_string(_GENERATION.sub("", source))
+        return environment.from_string(_GENERATION_TAG.sub("", source))
     except TemplateError as error:
         raise SpecError(
             f"the chat template cannot be read: {error}", remedy="mend it, or give --chat-template"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.adapters.proxy.messages import BadRequest, Call, read_json
+from rollart.adapters.proxy.messages import BadRequest, ToolCall, read_json
 
 __all__ = ["MOST", "arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
 
@@ -76,14 +76,14 @@ def arguments(value: object, field: str) -> Mapping[str, Any]:
     return value
 
 
-def call(name: object, given: object, id: object, field: str) -> Call:
+def call(name: object, given: object, id: object, field: str) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise BadRequest(f"{field} names no function", field=field)
     try:
-        return Call(name, arguments(given, field), str(id or ""))
+        return ToolCall(name, arguments(given, field), str(id or ""))
     except BadRequest:
         if isinstance(given, str) and isinstance(id, str) and id:  # it may be one that broke off when it was drawn
-            return Call(name, {}, id, given, whole=False)
+            return ToolCall(name, {}, id, given, whole=False)
         raise
 
 

@@ -13,12 +13,12 @@ from rollart.adapters.proxy.capture import Branch
 from rollart.adapters.proxy.messages import BadRequest
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.episodes import Wanted
+from rollart.episodes import HarnessRequest
 from rollart.errors import EngineError
-from rollart.foreign import GRACE_S, foreign, guard, leave_behind
-from rollart.model import Completion, Observation, Piece, Sampling, Segment, Step
+from rollart.foreign import GRACE_S, UserCodeGuard, abandon_task, guard
+from rollart.model import Completion, CompletionChunk, Observation, Sampling, Segment, Step
 
-__all__ = ["Agent", "Harnesses"]
+__all__ = ["Agent", "HarnessRunner"]
 
 Agent = Callable[..., Awaitable[float | Step | None]]
 """`async def agent(base_url, session, seed, **arguments)`. `base_url` ends in `/v1`, as OpenAI's clients take it,
@@ -26,7 +26,7 @@ and takes those of Anthropic's, too, which add their own. What it returns is the
 success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
 
 
-class Harnesses:
+class HarnessRunner:
     """Owns the coroutines of all episodes; `async with` it. What one of them raises is its own episode's matter.
 
     Leaving it ends every one, `GRACE_S` at most: a program that catches its cancellation and goes on is left behind,
@@ -38,44 +38,44 @@ class Harnesses:
         self._proxy, self._url, self._context = proxy, url, context
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Harnesses:
+    async def __aenter__(self) -> HarnessRunner:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         async with asyncio.TaskGroup() as ending:
             for task in tuple(self._tasks):
-                ending.create_task(_ended(task, self._tasks))
+                ending.create_task(_cancel_program(task, self._tasks))
 
-    def factory(self, agent: Agent, arguments: Mapping[str, Any]) -> Callable[[str, int], Episode]:
+    def factory(self, agent: Agent, arguments: Mapping[str, Any]) -> Callable[[str, int], ProxyEpisode]:
         """A `HarnessFactory`."""
         return lambda session, seed: self._begin(agent, arguments, session, seed)
 
-    def _begin(self, agent: Agent, arguments: Mapping[str, Any], name: str, seed: int) -> Episode:
-        policy = _Asking(self._context)
+    def _begin(self, agent: Agent, arguments: Mapping[str, Any], name: str, seed: int) -> ProxyEpisode:
+        policy = _EpisodePolicy(self._context)
         session = self._proxy.open(name, policy)
         url = f"{self._url}/s/{name}/v1"
         program = partial(agent, base_url=url, session=name, seed=seed, **arguments)
         # No TaskGroup's: one waits for its tasks for ever.
-        task = asyncio.get_running_loop().create_task(_run(program, policy), name=f"harness {name}")
+        task = asyncio.get_running_loop().create_task(_run_program(program, policy), name=f"harness {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return Episode(self._proxy, session, policy, task, partial(_ended, tasks=self._tasks))
+        return ProxyEpisode(self._proxy, session, policy, task, partial(_cancel_program, tasks=self._tasks))
 
 
-class Episode:
+class ProxyEpisode:
     """Implements `HarnessEpisode`."""
 
     def __init__(
         self,
         proxy: Proxy,
         session: ProxySession,
-        policy: _Asking,
+        policy: _EpisodePolicy,
         task: asyncio.Task[None],
         end: Callable[[asyncio.Task[None]], Awaitable[None]],
     ) -> None:
         self._proxy, self._session, self._policy, self._task, self._end = proxy, session, policy, task, end
 
-    async def wanted(self) -> Wanted | None:
+    async def wanted(self) -> HarnessRequest | None:
         wanted = await self._policy.next()
         if wanted is None and self._policy.error is not None and not self._ran_out():
             raise self._policy.error
@@ -121,12 +121,12 @@ class Episode:
 
 
 @dataclass(slots=True)
-class _Request:
-    wanted: Wanted
+class _PendingRequest:
+    wanted: HarnessRequest
     answer: asyncio.Future[Completion]
 
 
-class _Asking:
+class _EpisodePolicy:
     """The policy of one episode's session: requests wait in line until the trajectory has answered them, one by one.
 
     `generate` is called by the proxy's requests; `next` and `answer` by the trajectory alone. Bounded by what one
@@ -137,13 +137,13 @@ class _Asking:
         self.context = context
         self.exhausted = False
         self.result: float | Step | None = None
-        self._line: asyncio.Queue[_Request | None] = asyncio.Queue()
-        self._current: _Request | None = None
+        self._line: asyncio.Queue[_PendingRequest | None] = asyncio.Queue()
+        self._current: _PendingRequest | None = None
         self.error: Exception | None = None
         self._closed = False
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         if self.exhausted:
             raise BadRequest("the episode has had its turns (max_turns)", code="max_turns")
@@ -151,8 +151,8 @@ class _Asking:
             raise EngineError("the episode is over", retryable=False)
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
-        wanted = Wanted(token_ids, sampling.max_tokens, sampling.stop_token_ids, told, gone)
-        request = _Request(wanted, loop.create_future())
+        wanted = HarnessRequest(token_ids, sampling.max_tokens, sampling.stop_token_ids, told, gone)
+        request = _PendingRequest(wanted, loop.create_future())
         self._line.put_nowait(request)
         try:
             return await request.answer
@@ -161,10 +161,10 @@ class _Asking:
                 gone.set_result(None)
             raise
 
-    async def next(self) -> Wanted | None:
+    async def next(self) -> HarnessRequest | None:
         while (request := await self._line.get()) is not None:
             if self.exhausted:
-                _fail(request, BadRequest("the episode has had its turns (max_turns)", code="max_turns"))
+                _reject(request, BadRequest("the episode has had its turns (max_turns)", code="max_turns"))
             elif not request.answer.done():  # else whoever asked has gone
                 self._current = request
                 return request.wanted
@@ -188,23 +188,23 @@ class _Asking:
             if (request := self._line.get_nowait()) is not None:
                 waiting.append(request)
         for request in waiting:
-            _fail(request, EngineError("the episode is over", retryable=False))
+            _reject(request, EngineError("the episode is over", retryable=False))
 
     async def release(self) -> None:
         """The trajectory frees its prefix by itself."""
 
 
 @guard
-async def _run(program: Callable[[], Awaitable[float | Step | None]], policy: _Asking) -> None:
+async def _run_program(program: Callable[[], Awaitable[float | Step | None]], policy: _EpisodePolicy) -> None:
     try:
-        with foreign():
+        with UserCodeGuard():
             result = await program()
         policy.over(result, None)
     except Exception as error:
         policy.over(None, error)
 
 
-async def _ended(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel_program(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
     """Cancel a program and wait for its end; past `GRACE_S` without one it is left behind, which is told in a line."""
     for _ in range(2):
         task.cancel()
@@ -214,9 +214,9 @@ async def _ended(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> No
         if task.done():
             return
     tasks.discard(task)
-    leave_behind(task)
+    abandon_task(task)
 
 
-def _fail(request: _Request, error: Exception) -> None:
+def _reject(request: _PendingRequest, error: Exception) -> None:
     if not request.answer.done():
         request.answer.set_exception(error)

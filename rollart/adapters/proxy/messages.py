@@ -13,20 +13,20 @@ from typing import Any
 from rollart.model import Completion, FinishReason
 
 __all__ = [
-    "Answer",
-    "Ask",
+    "PolicyResponse",
+    "CompletionRequest",
     "BadRequest",
-    "Begun",
-    "Call",
-    "Done",
-    "Head",
+    "ToolCallStart",
+    "ToolCall",
+    "ToolCallEnd",
+    "ResponseHeader",
     "Message",
-    "More",
-    "Part",
-    "Prompt",
-    "Said",
-    "Text",
-    "conversation",
+    "ArgumentsDelta",
+    "OutputPart",
+    "PromptInput",
+    "OutputEvent",
+    "TextDelta",
+    "require_messages",
     "read_json",
 ]
 
@@ -49,7 +49,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A tool call. `arguments` is an object; `id` is the proxy's own and no part of what is compared."""
 
     name: str
@@ -62,14 +62,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """Content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ToolCallStart:
     """The answer's call number `index`, whose arguments follow."""
 
     index: int
@@ -77,7 +77,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class More:
+class ArgumentsDelta:
     """Of a call's arguments, as they are written."""
 
     index: int
@@ -85,15 +85,15 @@ class More:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ToolCallEnd:
     """A call's end; nothing else comes between its beginning and this."""
 
     index: int
-    call: Call
+    call: ToolCall
 
 
-Said = Text | Begun | More | Done
-Part = str | Call
+OutputEvent = TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
+OutputPart = str | ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Message:
 
     role: str
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
     name: str = ""
 
@@ -130,7 +130,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptInput:
     """What is to be continued: messages with the tools that may be called, or bare text, or bare token ids."""
 
     messages: tuple[Message, ...] = ()
@@ -144,10 +144,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """A request for one answer. `unenforced` names wishes that are passed to the template at most."""
 
-    prompt: Prompt
+    prompt: PromptInput
     model: str = ""
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -162,7 +162,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHeader:
     """What is known of an answer before it is there. `number` counts the session's requests, `created` is in Unix
     seconds."""
 
@@ -180,7 +180,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Head):
+class PolicyResponse(ResponseHeader):
     """What the policy said: `message` as the harness is given it, and the tokens behind it.
 
     `tokens` are the texts of the sampled ids; `turn` counts the session's answers. `parts` is what the harness is
@@ -192,8 +192,8 @@ class Answer(Head):
     completion: Completion
     tokens: tuple[str, ...]
     turn: int
-    parts: tuple[Part, ...]
-    rest: tuple[Said, ...] = ()
+    parts: tuple[OutputPart, ...]
+    rest: tuple[OutputEvent, ...] = ()
     shown: int = 0
 
     @property
@@ -213,8 +213,8 @@ class Answer(Head):
         return "".join(p for p in self.parts if isinstance(p, str))
 
     @property
-    def calls(self) -> tuple[Call, ...]:
-        return tuple(p for p in self.parts if isinstance(p, Call))
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(p for p in self.parts if isinstance(p, ToolCall))
 
 
 def read_json(text: str) -> Any:
@@ -228,7 +228,7 @@ def read_json(text: str) -> Any:
     return value
 
 
-def conversation(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:
+def require_messages(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:
     """Messages that can be answered. BadRequest otherwise."""
     if not messages:
         raise BadRequest(f"{field} is empty: there is nothing to answer", field=field)

@@ -7,26 +7,26 @@ from typing import Any
 
 from rollart.adapters.proxy import fields
 from rollart.adapters.proxy.messages import (
-    Answer,
-    Ask,
+    ArgumentsDelta,
     BadRequest,
-    Begun,
-    Call,
-    Head,
+    CompletionRequest,
     Message,
-    More,
-    Prompt,
-    Said,
-    Text,
-    conversation,
+    OutputEvent,
+    PolicyResponse,
+    PromptInput,
+    ResponseHeader,
+    TextDelta,
+    ToolCall,
+    ToolCallStart,
+    require_messages,
 )
-from rollart.adapters.proxy.sse import event, pieces
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.sse import encode_event, split_events
+from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["Events", "ask", "body", "error", "failed", "usage"]
 
 
-def ask(body: Mapping[str, Any]) -> Ask:
+def ask(body: Mapping[str, Any]) -> CompletionRequest:
     """BadRequest for what cannot be served."""
     fields.unsupported(body, {"n": 1})
     choice = body.get("tool_choice")
@@ -36,8 +36,8 @@ def ask(body: Mapping[str, Any]) -> Ask:
     if isinstance(form, Mapping) and form.get("type") != "text":
         unenforced.append("response_format")
     options = body.get("stream_options") or {}
-    return Ask(
-        Prompt(conversation([_message(m) for m in fields.items(body, "messages")], field="messages"), tools),
+    return CompletionRequest(
+        PromptInput(require_messages([_message(m) for m in fields.items(body, "messages")], field="messages"), tools),
         model=str(body.get("model") or ""),
         max_tokens=fields.whole(body, "max_completion_tokens") or fields.whole(body, "max_tokens"),
         temperature=fields.number(body, "temperature", 1.0),
@@ -52,7 +52,7 @@ def ask(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     """The answer in one piece. With `return_token_ids`, the ids as vLLM gives them."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls:
@@ -74,39 +74,39 @@ class Events:
     """One streamed answer: `begin`, what is `drawn`, `end`. Log-probabilities and ids go with what their tokens say.
     The content is nowhere said to be empty: beside calls it would be none."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
+    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
 
     def begin(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant"}, shown=self._ask.ids)
 
-    def drawn(self, delta: Delta) -> Iterator[bytes]:
+    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
         yield from self._all(delta.said, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
+    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         n, c = answer.shown, answer.completion
         drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
-        rest = list(self._all(pieces(answer.rest) if answer.parts else [Text("")], drawn))
+        rest = list(self._all(split_events(answer.rest) if answer.parts else [TextDelta("")], drawn))
         yield from rest
         yield self._chunk({}, answer.finish, choice={} if rest else drawn)
         if self._ask.usage:
             head = _head(self._head, "chat.completion.chunk")
-            yield event({**head, "choices": [], "usage": usage(answer)})
-        yield event("[DONE]")
+            yield encode_event({**head, "choices": [], "usage": usage(answer)})
+        yield encode_event("[DONE]")
 
-    def _all(self, said: Iterable[Said], drawn: Mapping[str, Any]) -> Iterator[bytes]:
+    def _all(self, said: Iterable[OutputEvent], drawn: Mapping[str, Any]) -> Iterator[bytes]:
         for delta in filter(None, map(self._delta, said)):
             yield self._chunk(delta, choice=drawn)
             drawn = {}
 
-    def _delta(self, one: Said) -> dict[str, Any] | None:
-        if isinstance(one, Text):
+    def _delta(self, one: OutputEvent) -> dict[str, Any] | None:
+        if isinstance(one, TextDelta):
             return {"content": one.text}
-        if isinstance(one, Begun):
+        if isinstance(one, ToolCallStart):
             function = {"name": one.name, "arguments": ""}
             call = {"index": one.index, "id": self._head.call_id(one.index), "type": "function", "function": function}
             return {"tool_calls": [call]}
-        if isinstance(one, More):
+        if isinstance(one, ArgumentsDelta):
             return {"tool_calls": [{"index": one.index, "function": {"arguments": one.text}}]}
         return None
 
@@ -120,7 +120,7 @@ class Events:
     ) -> bytes:
         one = {"index": 0, "delta": delta, "finish_reason": finish, **(choice or {})}
         more = {"prompt_token_ids": list(self._head.prompt_ids)} if shown else {}
-        return event({**_head(self._head, "chat.completion.chunk"), **more, "choices": [one]})
+        return encode_event({**_head(self._head, "chat.completion.chunk"), **more, "choices": [one]})
 
     def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
         if not ids:
@@ -136,10 +136,10 @@ def error(message: str, status: int, *, field: str | None = None, code: str | No
 
 def failed(message: str, status: int) -> bytes:
     """The error of an answer whose stream has begun."""
-    return event(error(message, status))
+    return encode_event(error(message, status))
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: PolicyResponse) -> dict[str, Any]:
     shown, said = len(answer.prompt_ids), len(answer.completion.token_ids)
     return {
         "prompt_tokens": shown,
@@ -149,11 +149,11 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _head(head: Head, kind: str) -> dict[str, Any]:
+def _head(head: ResponseHeader, kind: str) -> dict[str, Any]:
     return {"id": head.id("chatcmpl"), "object": kind, "created": head.created, "model": head.model}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",

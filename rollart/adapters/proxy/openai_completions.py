@@ -6,10 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Head, Prompt, Text
+from rollart.adapters.proxy.messages import (
+    BadRequest,
+    CompletionRequest,
+    PolicyResponse,
+    PromptInput,
+    ResponseHeader,
+    TextDelta,
+)
 from rollart.adapters.proxy.openai_chat import error, failed, usage
-from rollart.adapters.proxy.sse import event, pieces
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.sse import encode_event, split_events
+from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["Events", "ask", "body", "error", "failed"]
 
@@ -17,12 +24,12 @@ MAX_TOKENS = 16
 """The API's own default."""
 
 
-def ask(body: Mapping[str, Any]) -> Ask:
+def ask(body: Mapping[str, Any]) -> CompletionRequest:
     """BadRequest for what cannot be served."""
     fields.unsupported(body, {"n": 1, "best_of": 1, "echo": False, "suffix": ""})
     options = body.get("stream_options") or {}
     logprobs = body.get("logprobs")
-    return Ask(
+    return CompletionRequest(
         _prompt(body.get("prompt")),
         model=str(body.get("model") or ""),
         max_tokens=fields.whole(body, "max_tokens") or MAX_TOKENS,
@@ -37,7 +44,7 @@ def ask(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     choice = _choice(answer.message.content, answer.finish)
     if ask.logprobs:
         choice["logprobs"] = _logprobs(answer.tokens, answer.completion.logprobs)
@@ -50,36 +57,36 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
 class Events:
     """One streamed answer: `begin`, what is `drawn`, `end`."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
+    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
 
     def begin(self) -> Iterator[bytes]:
         return iter(())
 
-    def drawn(self, delta: Delta) -> Iterator[bytes]:
+    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
         yield self._chunk(delta.text, None, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
+    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         n, c = answer.shown, answer.completion
         drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
-        for one in pieces(answer.rest):
-            if isinstance(one, Text):
+        for one in split_events(answer.rest):
+            if isinstance(one, TextDelta):
                 yield self._chunk(one.text, None, drawn)
                 drawn = {}
         yield self._chunk("", answer.finish, drawn)
         if self._ask.usage:
-            yield event({**_head(self._head), "choices": [], "usage": usage(answer)})
-        yield event("[DONE]")
+            yield encode_event({**_head(self._head), "choices": [], "usage": usage(answer)})
+        yield encode_event("[DONE]")
 
     def _chunk(self, text: str, finish: str | None, drawn: Mapping[str, Any]) -> bytes:
-        return event({**_head(self._head), "choices": [{**_choice(text, finish), **drawn}]})
+        return encode_event({**_head(self._head), "choices": [{**_choice(text, finish), **drawn}]})
 
     def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = {"logprobs": _logprobs(tokens, logprobs)} if self._ask.logprobs else {}
         return found | ({"token_ids": list(ids)} if self._ask.ids else {})
 
 
-def _head(head: Head) -> dict[str, Any]:
+def _head(head: ResponseHeader) -> dict[str, Any]:
     return {"id": head.id("cmpl"), "object": "text_completion", "created": head.created, "model": head.model}
 
 
@@ -96,11 +103,11 @@ def _logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any
     }
 
 
-def _prompt(given: object) -> Prompt:
+def _prompt(given: object) -> PromptInput:
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         given = given[0]
     if isinstance(given, str) and given:
-        return Prompt(text=given)
+        return PromptInput(text=given)
     if isinstance(given, list) and given and all(type(i) is int and 0 <= i <= fields.MOST for i in given):
-        return Prompt(token_ids=tuple(given))
+        return PromptInput(token_ids=tuple(given))
     raise BadRequest("prompt must be one text or one list of token ids", field="prompt")

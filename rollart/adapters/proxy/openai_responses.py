@@ -8,31 +8,31 @@ from typing import Any
 
 from rollart.adapters.proxy import fields
 from rollart.adapters.proxy.messages import (
-    Answer,
-    Ask,
+    ArgumentsDelta,
     BadRequest,
-    Begun,
-    Call,
-    Done,
-    Head,
+    CompletionRequest,
     Message,
-    More,
-    Prompt,
-    Said,
-    Text,
-    conversation,
+    OutputEvent,
+    PolicyResponse,
+    PromptInput,
+    ResponseHeader,
+    TextDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+    require_messages,
 )
 from rollart.adapters.proxy.openai_chat import error
-from rollart.adapters.proxy.sse import event, pieces
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.sse import encode_event, split_events
+from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["Events", "ask", "body", "error", "failed"]
 
-Previous = Callable[[str], Sequence[Message] | None]
+PreviousConversation = Callable[[str], Sequence[Message] | None]
 """The conversation behind a response's id, its answer included, without system messages."""
 
 
-def ask(body: Mapping[str, Any], previous: Previous) -> Ask:
+def ask(body: Mapping[str, Any], previous: PreviousConversation) -> CompletionRequest:
     """BadRequest for what cannot be served."""
     fields.unsupported(body, {"background": False, "conversation": None})
     messages: list[Message] = []
@@ -52,8 +52,8 @@ def ask(body: Mapping[str, Any], previous: Previous) -> Ask:
     form = (body.get("text") or {}).get("format") if isinstance(body.get("text"), Mapping) else None
     if isinstance(form, Mapping) and form.get("type") != "text":
         unenforced.append("text.format")
-    return Ask(
-        Prompt(conversation(messages, field="input"), tools),
+    return CompletionRequest(
+        PromptInput(require_messages(messages, field="input"), tools),
         model=str(body.get("model") or ""),
         max_tokens=fields.whole(body, "max_output_tokens"),
         temperature=fields.number(body, "temperature", 1.0),
@@ -63,14 +63,14 @@ def ask(body: Mapping[str, Any], previous: Previous) -> Ask:
     )
 
 
-def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     return _response(ask, answer, _items(answer), _status(answer))
 
 
 class Events:
     """One streamed answer: `begin`, what is `drawn`, `end`."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
+    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
         self._sent = self._items = 0
         self._text: str | None = None
@@ -80,36 +80,36 @@ class Events:
         for kind in ("response.created", "response.in_progress"):
             yield self._send(kind, response=_response(self._ask, self._head, [], "in_progress"))
 
-    def drawn(self, delta: Delta) -> Iterator[bytes]:
+    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
         for one in delta.said:
             yield from self._one(one)
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
-        for one in pieces(answer.rest) if answer.parts else (Text(""),):
+    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
+        for one in split_events(answer.rest) if answer.parts else (TextDelta(""),):
             yield from self._one(one)
         yield from self._closed(_status(answer))
         done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
         yield self._send(done, response=body(self._ask, answer))
 
-    def _one(self, one: Said) -> Iterator[bytes]:
-        if isinstance(one, Text):
+    def _one(self, one: OutputEvent) -> Iterator[bytes]:
+        if isinstance(one, TextDelta):
             if self._text is None:
                 yield from self._opened()
             self._text = (self._text or "") + one.text
             if one.text:
                 yield self._send("response.output_text.delta", **self._part(), delta=one.text, logprobs=[])
-        elif isinstance(one, Begun):
+        elif isinstance(one, ToolCallStart):
             yield from self._closed("completed")
-            item = _call_item(Call(one.name, {}, self._head.call_id(one.index)), "in_progress")
+            item = _call_item(ToolCall(one.name, {}, self._head.call_id(one.index)), "in_progress")
             self._items += 1
             yield self._send("response.output_item.added", **self._at(), item=item)
-        elif isinstance(one, More):
+        elif isinstance(one, ArgumentsDelta):
             id = f"fc-{self._head.call_id(one.index)}"
             yield self._send("response.function_call_arguments.delta", **self._at(), item_id=id, delta=one.text)
         else:
             yield from self._called(one)
 
-    def _called(self, one: Done) -> Iterator[bytes]:
+    def _called(self, one: ToolCallEnd) -> Iterator[bytes]:
         item = _call_item(replace(one.call, id=self._head.call_id(one.index)))
         said = {"arguments": item["arguments"], "name": item["name"]}
         yield self._send("response.function_call_arguments.done", **self._at(), item_id=item["id"], **said)
@@ -139,21 +139,21 @@ class Events:
 
     def _send(self, kind: str, **fields: Any) -> bytes:
         self._sent += 1
-        return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
+        return encode_event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
 
 def failed(message: str, status: int) -> bytes:
     """The error of an answer whose stream has begun."""
-    return event(
+    return encode_event(
         {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 0}, "error"
     )
 
 
-def _status(answer: Answer) -> str:
+def _status(answer: PolicyResponse) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
-def _message_item(head: Head, index: int) -> dict[str, Any]:
+def _message_item(head: ResponseHeader, index: int) -> dict[str, Any]:
     id = f"{head.id('msg')}-{index}" if index else head.id("msg")
     return {"id": id, "type": "message", "role": "assistant"}
 
@@ -162,7 +162,9 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _response(ask: Ask, head: Head, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
+def _response(
+    ask: CompletionRequest, head: ResponseHeader, output: list[dict[str, Any]], status: str
+) -> dict[str, Any]:
     whole: dict[str, Any] = {
         "id": head.id("resp"),
         "object": "response",
@@ -183,7 +185,7 @@ def _response(ask: Ask, head: Head, output: list[dict[str, Any]], status: str) -
         "top_p": ask.top_p,
         "metadata": {},
     }
-    if isinstance(head, Answer):
+    if isinstance(head, PolicyResponse):
         shown, said = len(head.prompt_ids), len(head.completion.token_ids)
         whole["usage"] = {
             "input_tokens": shown,
@@ -195,11 +197,11 @@ def _response(ask: Ask, head: Head, output: list[dict[str, Any]], status: str) -
     return whole
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def _items(answer: PolicyResponse) -> list[dict[str, Any]]:
     """Output items."""
     found, parts = [], answer.parts or ("",)
     for index, part in enumerate(parts):
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             found.append(_call_item(part))
         else:
             status = _status(answer) if index == len(parts) - 1 else "completed"
@@ -207,7 +209,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return found
 
 
-def _call_item(call: Call, status: str = "") -> dict[str, Any]:
+def _call_item(call: ToolCall, status: str = "") -> dict[str, Any]:
     status = status or ("completed" if call.whole else "incomplete")
     item = {"id": f"fc-{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
     return {**item, "status": status, "arguments": call.written}
@@ -239,7 +241,7 @@ def _input(given: object) -> list[Message]:
     return messages
 
 
-def _add_call(messages: list[Message], call: Call) -> None:
+def _add_call(messages: list[Message], call: ToolCall) -> None:
     if messages and messages[-1].role == "assistant":
         last = messages.pop()
         messages.append(Message("assistant", last.content, (*last.calls, call)))

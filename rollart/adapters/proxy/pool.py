@@ -9,18 +9,18 @@ from dataclasses import replace
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.errors import EngineError, WrongAnswer
-from rollart.model import Completion, EngineId, FinishReason, GenerateRequest, Piece, Sampling
+from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, GenerateRequest, Sampling
 from rollart.policy.answers import wrong_answer, wrong_tokens
-from rollart.policy.continuing import drawn, joined, onwards
+from rollart.policy.continuing import completion_from_chunks, continuation_sampling, join_completions
 
 __all__ = ["EnginePool"]
 
-INTERRUPTIONS = 8
+MAX_INTERRUPTIONS = 8
 """How often a streamed answer goes on after its engine ended it, as some weight updates do. It waits there until the
 engine goes on."""
 
 
-ANY_VOCAB = 1 << 31
+UNKNOWN_VOCAB_SIZE = 1 << 31
 """More than any vocabulary has."""
 
 
@@ -31,7 +31,7 @@ class EnginePool:
     versions were published is not known here."""
 
     def __init__(self, engines: Sequence[HttpEngine], *, vocab: int | None = None) -> None:
-        self.vocab = ANY_VOCAB if vocab is None else vocab
+        self.vocab = UNKNOWN_VOCAB_SIZE if vocab is None else vocab
         self._engines = tuple(engines)
         self._sessions = {e.id: 0 for e in self._engines}
         self.context = 0
@@ -90,33 +90,33 @@ class PooledSession:
         return self._pool.context
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         kept: Completion | None = None
         tried: list[EngineId] = []
         interrupted = 0
         while True:
-            pieces: list[Piece] = []
+            pieces: list[CompletionChunk] = []
             asked = self._engine
             try:
                 part = await self._ask(token_ids, sampling, told, pieces)
             except EngineError as error:
                 tried.append(asked.id)
-                part = drawn(pieces)
+                part = completion_from_chunks(pieces)
                 unknown = any(piece.version is None for piece in pieces)
                 moved = self._engine.id not in tried  # with another of its requests
                 if not error.retryable or not (moved or self._pool.move(self, tried)) or unknown:
                     raise
             else:
                 interrupted += 1
-                if part.finish is not FinishReason.ABORT or told is None or interrupted > INTERRUPTIONS:
-                    return joined(kept, part)
-                _tell(part, pieces, told)
+                if part.finish is not FinishReason.ABORT or told is None or interrupted > MAX_INTERRUPTIONS:
+                    return join_completions(kept, part)
+                _emit_remaining(part, pieces, told)
             if part.sampled:
-                kept = joined(kept, part)
-                token_ids, sampling = token_ids + part.token_ids, onwards(sampling, part.sampled)
+                kept = join_completions(kept, part)
+                token_ids, sampling = token_ids + part.token_ids, continuation_sampling(sampling, part.sampled)
             if sampling.max_tokens < 1:
-                return joined(None, replace(kept or part, finish=FinishReason.LENGTH))
+                return join_completions(None, replace(kept or part, finish=FinishReason.LENGTH))
 
     async def release(self) -> None:
         self._pool.left(self._engine)
@@ -131,12 +131,16 @@ class PooledSession:
         self._engine = engine
 
     async def _ask(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None, pieces: list[Piece]
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        told: Callable[[CompletionChunk], None] | None,
+        pieces: list[CompletionChunk],
     ) -> Completion:
         self._requests += 1
         engine = self._engine
 
-        def tell(piece: Piece) -> None:
+        def tell(piece: CompletionChunk) -> None:
             if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self._pool.vocab):
                 raise WrongAnswer(f"{engine.id}: {wrong}")
             pieces.append(piece)
@@ -150,10 +154,10 @@ class PooledSession:
         return answer
 
 
-def _tell(part: Completion, pieces: list[Piece], told: Callable[[Piece], None]) -> None:
+def _emit_remaining(part: Completion, pieces: list[CompletionChunk], told: Callable[[CompletionChunk], None]) -> None:
     """What of an interrupted answer was not told yet."""
     begin = sum(len(piece.token_ids) for piece in pieces)
     for span in part.spans:
         at = slice(max(begin, span.start), span.end)
         if at.start < at.stop:
-            told(Piece(part.token_ids[at], part.logprobs[at], span.version))
+            told(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.proxy.capture import Turn
+from rollart.adapters.proxy.capture import CapturedTurn
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.errors import StorageFailed, UsageError
 from rollart.model import Segment, SegmentKind
 
-__all__ = ["Recording", "read_sessions", "segment", "session_body"]
+__all__ = ["SessionRecorder", "read_sessions", "segment_body", "session_body"]
 
 SCHEMA_VERSION = 1
 
-BLOCK = 2**16
+READ_BLOCK = 2**16
 """Bytes that are looked at together for the end of a line."""
 
 
-class Recording:
+class SessionRecorder:
     """Appends one line per answered request; it is with the operating system before the answer is given out, so a
     killed proxy loses nothing that a harness has seen."""
 
@@ -31,12 +31,12 @@ class Recording:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _mend(path)
+                _truncate_partial_line(path)
                 self._file = path.open("a", buffering=1)
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --record") from None
 
-    def turn(self, session: ProxySession, turn: Turn) -> None:
+    def turn(self, session: ProxySession, turn: CapturedTurn) -> None:
         self._write({"session": session.name, **_turn_body(turn)})
 
     def ended(self, session: ProxySession) -> None:
@@ -56,14 +56,14 @@ class Recording:
                 raise StorageFailed(f"cannot write {self._file.name}: {error.strerror}") from None
 
 
-def _mend(path: Path) -> None:
+def _truncate_partial_line(path: Path) -> None:
     """Whoever wrote it last may have been killed, or its disk full, in the middle of a line: that was not given out."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
         end = whole = file.seek(0, os.SEEK_END)
         while whole:
-            begin = max(whole - BLOCK, 0)
+            begin = max(whole - READ_BLOCK, 0)
             file.seek(begin)
             newline = file.read(whole - begin).rfind(b"\n")
             whole = begin if newline < 0 else begin + newline + 1
@@ -82,7 +82,7 @@ def session_body(session: ProxySession) -> dict[str, Any]:
             "turns": [t.number for t in branch.turns],
             "shared_tokens": branch.shared,
             "sampled_tokens": branch.sampled,
-            "segments": [segment(s) for s in branch.segments],
+            "segments": [segment_body(s) for s in branch.segments],
         }
         for branch in session.capture.branches()
     ]
@@ -106,7 +106,7 @@ def session_body(session: ProxySession) -> dict[str, Any]:
     }
 
 
-def segment(s: Segment) -> dict[str, Any]:
+def segment_body(s: Segment) -> dict[str, Any]:
     shown: dict[str, Any] = {"kind": s.kind.value, "turn": s.turn, "token_ids": list(s.token_ids)}
     if s.kind is SegmentKind.ACTION:
         shown |= {"policy_version": s.policy_version, "logprobs": list(s.logprobs)}
@@ -119,7 +119,7 @@ def read_sessions(path: Path) -> dict[str, list[tuple[Segment, ...]]]:
     A session that was recorded twice under one name (by two lives of a proxy) keeps both: turns count on."""
     turns: dict[str, list[tuple[int | None, tuple[Segment, ...]]]] = {}
     begin: dict[str, int] = {}
-    for line in _lines(path):
+    for line in _read_lines(path):
         if "turn" not in line:
             continue
         held = turns.setdefault(line["session"], [])
@@ -127,10 +127,10 @@ def read_sessions(path: Path) -> dict[str, list[tuple[Segment, ...]]]:
             begin[line["session"]] = len(held)
         after = None if line["after"] is None else line["after"] + begin[line["session"]]
         held.append((after, tuple(map(_segment, line["segments"]))))
-    return {name: list(_paths(held)) for name, held in turns.items()}
+    return {name: list(_branch_segments(held)) for name, held in turns.items()}
 
 
-def _paths(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Iterator[tuple[Segment, ...]]:
+def _branch_segments(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Iterator[tuple[Segment, ...]]:
     followed = {after for after, _ in turns}
     for number in range(len(turns)):
         if number not in followed:
@@ -143,13 +143,13 @@ def _paths(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Iterator[tupl
             yield tuple(s for segments in reversed(path) for s in segments)
 
 
-def _turn_body(turn: Turn) -> dict[str, Any]:
+def _turn_body(turn: CapturedTurn) -> dict[str, Any]:
     return {
         "turn": turn.number,
         "after": turn.planned.after,
         "begun": turn.planned.begun.value,
         "reason": turn.planned.reason,
-        "segments": [segment(s) for s in turn.segments],
+        "segments": [segment_body(s) for s in turn.segments],
         "answer": turn.answer.for_template(),
     }
 
@@ -164,7 +164,7 @@ def _segment(value: dict[str, Any]) -> Segment:
     )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open() as file:
         for text in file:
             if text.endswith("\n"):

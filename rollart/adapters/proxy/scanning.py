@@ -7,29 +7,29 @@ import math
 import re
 from typing import Any
 
-__all__ = ["Scan"]
+__all__ = ["PartialJsonScanner"]
 
-DEEPEST = 100
+MAX_DEPTH = 100
 """Objects and lists within one another; clients' parsers take 200."""
 
-LONGEST = 1000
+MAX_NUMBER_LENGTH = 1000
 """Characters of a number: far below what Python refuses to read."""
 
-SPACE = " \t\n\r"
+WHITESPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})\Z')
-_BEGUN = re.compile(r"\\u[0-9a-fA-F]{0,3}\Z")
+_PARTIAL_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}\Z")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
 """Within a string, of which nothing is to be looked at."""
 
-_END = {"{": "}", "[": "]"}
+_CLOSING = {"{": "}", "[": "]"}
 
 
-class Scan:
+class PartialJsonScanner:
     """`push` characters, the first one a `{`. Invariant: `written[: sure]` is how a JSON object begins that any reader
     takes; it stops within a string, or between values, never within a number, a word or an escape.
 
-    What Python alone takes for JSON, halves of surrogate pairs and more nesting than `DEEPEST` are broken."""
+    What Python alone takes for JSON, halves of surrogate pairs and more nesting than `MAX_DEPTH` are broken."""
 
     def __init__(self) -> None:
         self.written = ""
@@ -78,15 +78,15 @@ class Scan:
             return self._in_escape(character)
         if self._due != "atom":
             return self._between(character)
-        if character in ",]}" or character in SPACE:
+        if character in ",]}" or character in WHITESPACE:
             return self._atom() and self._between(character)
         self._word += character
-        return len(self._word) <= LONGEST
+        return len(self._word) <= MAX_NUMBER_LENGTH
 
     def _between(self, character: str) -> bool:
         """Outside of strings, numbers and words."""
         due = self._due
-        if character in SPACE:
+        if character in WHITESPACE:
             self.sure = self._read
         elif character == '"' and due.startswith(("value", "key")):
             self.sure = self._read
@@ -95,7 +95,7 @@ class Scan:
             self.sure, self._due = self._read, "value"
         elif character == "," and due == "comma":
             self.sure, self._due = self._read, "key" if self._stack[-1] == "{" else "value"
-        elif character in _END and due.startswith("value"):
+        elif character in _CLOSING and due.startswith("value"):
             return self._open(character)
         elif character in "}]" and (due.endswith("?") or due == "comma"):
             return self._close(character)
@@ -106,7 +106,7 @@ class Scan:
         return True
 
     def _open(self, character: str) -> bool:
-        if len(self._stack) == DEEPEST or (not self._stack and character != "{"):
+        if len(self._stack) == MAX_DEPTH or (not self._stack and character != "{"):
             return False
         self._stack.append(character)
         self._note()
@@ -114,7 +114,7 @@ class Scan:
         return True
 
     def _close(self, character: str) -> bool:
-        if character != _END[self._stack.pop()]:
+        if character != _CLOSING[self._stack.pop()]:
             return False
         self._ended()
         self.done = not self._stack
@@ -136,7 +136,7 @@ class Scan:
     def _in_escape(self, character: str) -> bool:
         self._word += character
         if not _ESCAPE.match(self._word):
-            return _BEGUN.match(self._word) is not None
+            return _PARTIAL_ESCAPE.match(self._word) is not None
         self._due = "string"
         code = int(self._word[2:], 16) if self._word[1] == "u" else 0
         if self._high != (0xDC00 <= code <= 0xDFFF):
@@ -163,4 +163,4 @@ class Scan:
 
     def _note(self) -> None:
         self.sure = self._read
-        self._whole = self._read, "".join(_END[opened] for opened in reversed(self._stack))
+        self._whole = self._read, "".join(_CLOSING[opened] for opened in reversed(self._stack))

@@ -15,21 +15,21 @@ from typing import Any
 from aiohttp import web
 
 from rollart.adapters.proxy import anthropic, openai_chat, openai_completions, openai_responses
-from rollart.adapters.proxy.capture import Turn
+from rollart.adapters.proxy.capture import CapturedTurn
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Ask, BadRequest
-from rollart.adapters.proxy.record import Recording, session_body
-from rollart.adapters.proxy.sessions import Ending, Policy, ProxySession
-from rollart.adapters.proxy.shelf import Limits, Shelf
-from rollart.adapters.proxy.streaming import HEADER, Stream, where
+from rollart.adapters.proxy.messages import BadRequest, CompletionRequest
+from rollart.adapters.proxy.record import SessionRecorder, session_body
+from rollart.adapters.proxy.sessions import ProxySession, SessionOutcome, SessionPolicy
+from rollart.adapters.proxy.shelf import SessionCache, SessionLimits
+from rollart.adapters.proxy.streaming import SESSION_HEADER, StreamedResponse, response_headers
 from rollart.errors import EngineError, RollartError
 
-__all__ = ["HEADER", "Proxy"]
+__all__ = ["SESSION_HEADER", "Proxy"]
 
-THEIR_HEADER = "X-Session-ID"
-"""As `HEADER`, of routers that keep a rollout on an engine; verifiers sends it."""
+ROUTER_SESSION_HEADER = "X-Session-ID"
+"""As `SESSION_HEADER`, of routers that keep a rollout on an engine; verifiers sends it."""
 
-DEFAULT = "default"
+DEFAULT_SESSION = "default"
 """The session of a harness that names none."""
 
 MAX_BODY = 64 * 2**20
@@ -47,7 +47,7 @@ class Proxy:
     """Owns the sessions. Requests of one session may overlap; each waits for its policy alone.
 
     `policy` makes one for a session that was not `open`ed before; without it, only opened sessions are served.
-    `paused` is asked before every request. `limits` bound the sessions that were not `open`ed (`Shelf`); what
+    `paused` is asked before every request. `limits` bound the sessions that were not `open`ed (`SessionCache`); what
     `recording` wrote of those that are given up stays.
     """
 
@@ -55,21 +55,21 @@ class Proxy:
         self,
         form: ChatFormat,
         *,
-        policy: Callable[[str], Policy] | None = None,
+        policy: Callable[[str], SessionPolicy] | None = None,
         paused: Callable[[], Awaitable[bool]] | None = None,
-        recording: Recording | None = None,
+        recording: SessionRecorder | None = None,
         token: str = "",
         model: str = "policy",
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
     ) -> None:
         self._form = form
         self._policy = policy
         self._engines_paused = paused
-        self._recording = recording or Recording(None)
+        self._recording = recording or SessionRecorder(None)
         self._token = token
         self._model = model
         self._held = False
-        self._shelf = Shelf(limits or Limits())
+        self._shelf = SessionCache(limits or SessionLimits())
         self._sessions = self._shelf.sessions
 
     def app(self) -> web.Application:
@@ -99,14 +99,14 @@ class Proxy:
         )
         return app
 
-    def open(self, name: str, policy: Policy) -> ProxySession:
+    def open(self, name: str, policy: SessionPolicy) -> ProxySession:
         """A session whose tokens come from here; ValueError if the name is taken."""
         if name in self._sessions:
             raise ValueError(f"session {name} is open already")
         session = self._sessions[name] = ProxySession(name, self._form, policy, kept=self._kept)
         return session
 
-    def _kept(self, session: ProxySession, turn: Turn) -> None:
+    def _kept(self, session: ProxySession, turn: CapturedTurn) -> None:
         self._recording.turn(session, turn)
         if self._sessions.get(session.name) is session:
             self._shelf.count(session)
@@ -127,15 +127,15 @@ class Proxy:
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
-            return _json(api.body(ask, answer), headers={**headers, **where(answer)})
-        return await Stream(request, api, ask, {**headers, HEADER: session.name}).send(
+            return _json(api.body(ask, answer), headers={**headers, **response_headers(answer)})
+        return await StreamedResponse(request, api, ask, {**headers, SESSION_HEADER: session.name}).send(
             lambda told: session.answer(ask, created=created, streamed=told)
         )
 
-    def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> Ask:
-        ask: Ask
+    def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> CompletionRequest:
+        ask: CompletionRequest
         if api is openai_responses:
-            ask = openai_responses.ask(body, lambda id: _previous(session, id))
+            ask = openai_responses.ask(body, lambda id: _previous_conversation(session, id))
         else:
             ask = api.ask(body)
         return ask
@@ -182,7 +182,7 @@ class Proxy:
             raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
         if not isinstance(success, bool | None):
             raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
-        session.ending, session.over = Ending(reward, success), True
+        session.ending, session.over = SessionOutcome(reward, success), True
         self._recording.ended(session)
         return _json({"session": session.name})
 
@@ -215,14 +215,16 @@ class Proxy:
 
     async def _session(self, request: web.Request) -> ProxySession:
         """The request's session, made if need be."""
-        named = request.headers.get(HEADER) or request.headers.get(THEIR_HEADER)
-        name = request.match_info.get("session") or named or DEFAULT
+        named = request.headers.get(SESSION_HEADER) or request.headers.get(ROUTER_SESSION_HEADER)
+        name = request.match_info.get("session") or named or DEFAULT_SESSION
         session = self._sessions.get(name)
         if session is None:
             if not _NAME.fullmatch(name):
-                raise BadRequest(f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=HEADER)
+                raise BadRequest(
+                    f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=SESSION_HEADER
+                )
             if self._policy is None:
-                raise BadRequest(f"session {name} is not open at {request.url}: {_bases(request)}", status=404)
+                raise BadRequest(f"session {name} is not open at {request.url}: {_base_urls_text(request)}", status=404)
             await self._shelf.room(begins=True)
             session = self._sessions.get(name) or self.open(name, self._policy(name))
         elif self._policy is not None:
@@ -241,7 +243,7 @@ class Proxy:
         return session
 
     def _failed(self, api: ModuleType, error: RollartError) -> web.Response:
-        return _refused(api, error)
+        return _error_response(api, error)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -258,14 +260,14 @@ class Proxy:
             headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
             return _json(shape, status=error.status, headers=headers)
         except RollartError as error:
-            return _refused(api, error)
+            return _error_response(api, error)
         except web.HTTPNotFound:
-            return _json(api.error(f"nothing is at {request.url}: {_bases(request)}", 404), status=404)
+            return _json(api.error(f"nothing is at {request.url}: {_base_urls_text(request)}", 404), status=404)
         except web.HTTPException as error:
             return _json(api.error(error.reason, error.status), status=error.status)
 
 
-def _bases(request: web.Request) -> str:
+def _base_urls_text(request: web.Request) -> str:
     """The base URLs that clients are to be given."""
     at, name = request.url.origin(), "SESSION"
     parts = request.path.split("/")
@@ -274,7 +276,7 @@ def _bases(request: web.Request) -> str:
     return f"the base URL is {at}/s/{name}/v1 for clients of OpenAI's API, {at}/s/{name} for those of Anthropic's"
 
 
-def _refused(api: ModuleType, error: RollartError) -> web.Response:
+def _error_response(api: ModuleType, error: RollartError) -> web.Response:
     """503 for what may succeed later, 400 for what never will; 500 where the proxy itself failed."""
     retryable = getattr(error, "retryable", None)
     status = 500 if retryable is None else 503 if retryable else 400
@@ -282,7 +284,7 @@ def _refused(api: ModuleType, error: RollartError) -> web.Response:
     return _json(api.error(str(error), status), status=status, headers=headers)
 
 
-def _previous(session: ProxySession, id: str) -> Any:
+def _previous_conversation(session: ProxySession, id: str) -> Any:
     number = id.removeprefix(f"resp-{session.name}-")
     return session.conversation(int(number)) if number.isdecimal() else None
 

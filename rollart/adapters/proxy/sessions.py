@@ -8,21 +8,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rollart.adapters.proxy.capture import Capture, Planned, Turn
+from rollart.adapters.proxy.capture import CapturedTurn, PlannedTurn, SessionCapture
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Done, Head, Message, Part, Prompt, Said
-from rollart.adapters.proxy.unfolding import Delta, Unfolding
+from rollart.adapters.proxy.messages import (
+    BadRequest,
+    CompletionRequest,
+    Message,
+    OutputEvent,
+    OutputPart,
+    PolicyResponse,
+    PromptInput,
+    ResponseHeader,
+    ToolCall,
+    ToolCallEnd,
+)
+from rollart.adapters.proxy.unfolding import IncrementalDecoder, OutputDelta
 from rollart.errors import EngineError
-from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
+from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 
-__all__ = ["Policy", "ProxySession", "shortened"]
+__all__ = ["SessionPolicy", "ProxySession", "truncate_at_stops"]
 
 
-Streamed = Callable[[Head, Delta], None]
+DeltaCallback = Callable[[ResponseHeader, OutputDelta], None]
 """Told of an answer's text as far as it is certain."""
 
 
-class Policy(Protocol):
+class SessionPolicy(Protocol):
     """Who generates for a session: engines, or a run's trajectory. Errors: `EngineError`."""
 
     @property
@@ -30,7 +41,7 @@ class Policy(Protocol):
         """Tokens of prompt and answer together at most."""
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         """Cancelling it aborts the request. `told` gets tokens as they are drawn, from policies that can: each once,
         and never other ones than those that the answer begins with."""
@@ -40,7 +51,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SessionOutcome:
     """What a harness said of its session: a reward, and whether it reached its goal, if it knows."""
 
     reward: float | None = None
@@ -54,14 +65,14 @@ class ProxySession:
     """
 
     def __init__(
-        self, name: str, form: ChatFormat, policy: Policy, *, kept: Callable[[ProxySession, Turn], None]
+        self, name: str, form: ChatFormat, policy: SessionPolicy, *, kept: Callable[[ProxySession, CapturedTurn], None]
     ) -> None:
         self.name = name
-        self.capture = Capture(form)
+        self.capture = SessionCapture(form)
         self.policy = policy
         self.busy = 0
         """Requests under way."""
-        self.ending = Ending()
+        self.ending = SessionOutcome()
         self.over = False
         """The harness said that it ended."""
         self.used = 0.0
@@ -73,12 +84,14 @@ class ProxySession:
         self._asked = 0
         self._turns: dict[int, int] = {}
         """The turn that a request became, by its number."""
-        self._broken: dict[str, Answer] = {}
+        self._broken: dict[str, PolicyResponse] = {}
         """By the ids of their calls: answers with one that broke off."""
         self._form = form
         self._kept = kept
 
-    async def answer(self, ask: Ask, *, created: int, streamed: Streamed | None = None) -> Answer:
+    async def answer(
+        self, ask: CompletionRequest, *, created: int, streamed: DeltaCallback | None = None
+    ) -> PolicyResponse:
         """BadRequest, or EngineError: then nothing was captured, whatever was streamed."""
         planned = self.plan(ask.prompt)
         room = self.policy.context - len(planned.token_ids)
@@ -90,11 +103,11 @@ class ProxySession:
                 code="context_length_exceeded",
                 field="messages",
             )
-        head = Head(planned.token_ids, self.name, self._asked, ask.model, created)
+        head = ResponseHeader(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
-        unfolding = Unfolding(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
+        unfolding = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
 
-        def told(piece: Piece) -> None:
+        def told(piece: CompletionChunk) -> None:
             delta = unfolding.push(piece)
             if delta is not None and streamed is not None:
                 streamed(head, delta)
@@ -112,9 +125,9 @@ class ProxySession:
             self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._answered(ask, head, planned, shortened(completion, ask.stop, self._form.text), unfolding)
+        return self._answered(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), unfolding)
 
-    def plan(self, prompt: Prompt) -> Planned:
+    def plan(self, prompt: PromptInput) -> PlannedTurn:
         """The tokens to send. BadRequest if they are none."""
         return self.capture.plan(replace(prompt, messages=tuple(map(self._as_said, prompt.messages))))
 
@@ -139,7 +152,7 @@ class ProxySession:
         turn = self.capture.turns[self._turns[number]]
         return tuple(m for m in (*turn.planned.prompt.messages, turn.answer) if m.role != "system")
 
-    def _sampling(self, ask: Ask, room: int) -> Sampling:
+    def _sampling(self, ask: CompletionRequest, room: int) -> Sampling:
         ends = [ids[0] for ids in map(self._form.encode, ask.stop) if len(ids) == 1]
         return Sampling(
             max_tokens=min(ask.max_tokens or room, room),
@@ -149,16 +162,23 @@ class ProxySession:
             stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *ends))),
         )
 
-    def _answered(self, ask: Ask, head: Head, planned: Planned, completion: Completion, unfolding: Unfolding) -> Answer:
+    def _answered(
+        self,
+        ask: CompletionRequest,
+        head: ResponseHeader,
+        planned: PlannedTurn,
+        completion: Completion,
+        unfolding: IncrementalDecoder,
+    ) -> PolicyResponse:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
         given = unfolding.text[: unfolding.given]
         if not text.startswith(given):  # some decoders write a text otherwise once more follows: it is said already
             text = given + text[len(given) :]
-        parts, rest = _named(head, *unfolding.finish(text))
+        parts, rest = _with_call_ids(head, *unfolding.finish(text))
         content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
-        calls = tuple(p for p in parts if isinstance(p, Call))
+        calls = tuple(p for p in parts if isinstance(p, ToolCall))
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
         turn = self.capture.keep(planned, completion, message)
         try:
@@ -168,7 +188,7 @@ class ProxySession:
             raise
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
-        answer = Answer(
+        answer = PolicyResponse(
             head.prompt_ids,
             head.session,
             head.number,
@@ -187,15 +207,19 @@ class ProxySession:
         return answer
 
 
-def _named(head: Head, parts: tuple[Part, ...], rest: tuple[Said, ...]) -> tuple[tuple[Part, ...], tuple[Said, ...]]:
+def _with_call_ids(
+    head: ResponseHeader, parts: tuple[OutputPart, ...], rest: tuple[OutputEvent, ...]
+) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
     """Calls with the ids that the harness is given."""
     number = itertools.count()
-    named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, Call) else p for p in parts)
-    told = (replace(s, call=replace(s.call, id=head.call_id(s.index))) if isinstance(s, Done) else s for s in rest)
+    named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, ToolCall) else p for p in parts)
+    told = (
+        replace(s, call=replace(s.call, id=head.call_id(s.index))) if isinstance(s, ToolCallEnd) else s for s in rest
+    )
     return named, tuple(told)
 
 
-def shortened(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:
+def truncate_at_stops(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:
     """The completion up to where one of the texts begins, whole tokens only: what is cut was sampled, but is neither
     shown nor trained. Engines stop at tokens; texts that lie across several are found here."""
     whole = text(completion.token_ids)

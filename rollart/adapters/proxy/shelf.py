@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from rollart.adapters.proxy.messages import BadRequest
 from rollart.adapters.proxy.sessions import ProxySession
 
-__all__ = ["Limits", "Shelf"]
+__all__ = ["SessionLimits", "SessionCache"]
 
 RETRY_AFTER_S = 5
 """What `Retry-After` says where there is no room."""
 
-RESERVE = 1.25
+GROWTH_RESERVE = 1.25
 """Sessions that are here may grow to so much of the budget: who is turned away first is who has not begun."""
 
-REMEMBERED = 65_536
+MAX_EVICTED_NAMES = 65_536
 """Names of sessions that were given up, so that asking for one is told so."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """What is kept: sessions, and tokens and bytes of all of their turns. A turn counts with all tokens before it: it
     holds them. Bytes are an estimate. A session that ended, or that was idle for `idle_s`, may be given up."""
 
@@ -33,11 +33,11 @@ class Limits:
     idle_s: float = 3600.0
 
 
-class Shelf:
+class SessionCache:
     """Owns the sessions, those used last at the end. Invariant: none that is busy is given up, and none that has not
     ended and was used within `idle_s`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
         self.sessions: OrderedDict[str, ProxySession] = OrderedDict()
         self.counts: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Shelf:
             if session.busy or self.sessions.get(session.name) is not session:
                 continue  # meanwhile
             await self._give_up(session, why)
-        what = self._full(1.0 if begins else RESERVE, begins)
+        what = self._full(1.0 if begins else GROWTH_RESERVE, begins)
         if what is not None:
             self.counts["refused"] += 1
             raise BadRequest(
@@ -118,7 +118,7 @@ class Shelf:
         self.take(session.name)
         self._gone[session.name] = why
         self._gone.move_to_end(session.name)
-        if len(self._gone) > REMEMBERED:
+        if len(self._gone) > MAX_EVICTED_NAMES:
             self._gone.popitem(last=False)
         self.counts[f'{{why="{why}"}}'] += 1
         await session.policy.release()

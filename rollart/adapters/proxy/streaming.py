@@ -10,39 +10,42 @@ from typing import Any
 
 from aiohttp import web
 
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Head
-from rollart.adapters.proxy.sessions import Streamed
-from rollart.adapters.proxy.sse import WAITING
-from rollart.adapters.proxy.unfolding import Delta
+from rollart.adapters.proxy.messages import BadRequest, CompletionRequest, PolicyResponse, ResponseHeader
+from rollart.adapters.proxy.sessions import DeltaCallback
+from rollart.adapters.proxy.sse import KEEPALIVE_COMMENT
+from rollart.adapters.proxy.unfolding import OutputDelta
 from rollart.errors import RollartError
 
-__all__ = ["HEADER", "Stream", "where"]
+__all__ = ["SESSION_HEADER", "StreamedResponse", "response_headers"]
 
-HEADER = "X-Rollart-Session"
+SESSION_HEADER = "X-Rollart-Session"
 """Names the session of a request whose path does not."""
 
-QUIET_S = 10.0
+KEEPALIVE_INTERVAL_S = 10.0
 """A stream says something at least this often, seconds. Until then a failure still has a status of its own."""
 
 
-class Stream:
-    """Its status is sent with its first byte: with the first text, at the end of the generation, or after `QUIET_S`.
+class StreamedResponse:
+    """Its status is sent with its first byte: with the first text, at the end of the generation, or after
+    `KEEPALIVE_INTERVAL_S`.
 
     Text waits here for a client that reads slower than the policy speaks: at most one answer of it."""
 
-    def __init__(self, request: web.Request, api: ModuleType, ask: Ask, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, api: ModuleType, ask: CompletionRequest, headers: Mapping[str, str]
+    ) -> None:
         self._request, self._api, self._ask = request, api, ask
         self._answer = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
         )
-        self._told: asyncio.Queue[tuple[Head, Delta] | None] = asyncio.Queue()
+        self._told: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
         self._events: Any = None
 
-    async def send(self, generate: Callable[[Streamed], Awaitable[Answer]]) -> web.StreamResponse:
+    async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
         """BadRequest or RollartError for a failure before the first byte; a later one is an event. A client that has
         gone cancels the generation."""
         failed: BadRequest | RollartError | None = None
-        answer: Answer | None = None
+        answer: PolicyResponse | None = None
         gone = False
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -57,7 +60,7 @@ class Stream:
         if failed is not None and not self._answer.prepared:
             raise failed
         if answer is not None and not self._answer.prepared:
-            self._answer.headers.update(where(answer))
+            self._answer.headers.update(response_headers(answer))
         with contextlib.suppress(ConnectionError):
             for chunk in () if gone else self._ending(answer, failed):
                 await self._write(chunk)
@@ -67,10 +70,10 @@ class Stream:
     async def _forward(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(QUIET_S):
+                async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
                     told = await self._told.get()
             except TimeoutError:
-                await self._write(WAITING)
+                await self._write(KEEPALIVE_COMMENT)
                 continue
             if told is None:
                 return
@@ -80,14 +83,14 @@ class Stream:
             for chunk in self._events.drawn(delta):
                 await self._write(chunk)
 
-    def _ending(self, answer: Answer | None, failed: Exception | None) -> Iterator[bytes]:
+    def _ending(self, answer: PolicyResponse | None, failed: Exception | None) -> Iterator[bytes]:
         if answer is None:
             yield self._api.failed(str(failed), 503)
         else:
             yield from self._begun(answer)
             yield from self._events.end(answer)
 
-    def _begun(self, head: Head) -> Iterator[bytes]:
+    def _begun(self, head: ResponseHeader) -> Iterator[bytes]:
         if self._events is None:
             self._events = self._api.Events(self._ask, head)
             yield from self._events.begin()
@@ -98,5 +101,5 @@ class Stream:
         await self._answer.write(chunk)
 
 
-def where(answer: Answer) -> dict[str, str]:
-    return {HEADER: answer.session, "X-Rollart-Turn": str(answer.turn)}
+def response_headers(answer: PolicyResponse) -> dict[str, str]:
+    return {SESSION_HEADER: answer.session, "X-Rollart-Turn": str(answer.turn)}

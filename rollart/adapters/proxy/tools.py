@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rollart.adapters.proxy.calling import Reader
-from rollart.adapters.proxy.messages import Call
+from rollart.adapters.proxy.calling import ToolCallParser
+from rollart.adapters.proxy.messages import ToolCall
 
-__all__ = ["PARSERS", "Parser", "parser_for"]
+__all__ = ["PARSERS", "AnswerParser", "parser_name_for"]
 
-Parser = Callable[[str], tuple[str, tuple[Call, ...]]]
+AnswerParser = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 """Text in, content and calls out. What cannot be read as a call stays content: nothing that was said is lost."""
 
 
-def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
+def parse_hermes(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them (Hermes, Qwen)."""
-    return _read("hermes", text)
+    return _parse_calls("hermes", text)
 
 
-def bare_json(text: str) -> tuple[str, tuple[Call, ...]]:
+def parse_bare_json(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """The whole answer is `{"name": …, "parameters": {…}}` (Llama 3)."""
-    return _read("json", text)
+    return _parse_calls("json", text)
 
 
-def none(text: str) -> tuple[str, tuple[Call, ...]]:
+def parse_none(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Everything is content."""
     return text, ()
 
 
-PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": bare_json, "none": none}
+PARSERS: Mapping[str, AnswerParser] = {"hermes": parse_hermes, "json": parse_bare_json, "none": parse_none}
 
 
-def parser_for(template: str) -> str:
+def parser_name_for(template: str) -> str:
     """The spelling that a chat template itself uses for earlier calls."""
     if "<tool_call>" in template:
         return "hermes"
     return "json" if '"parameters"' in template else "none"
 
 
-def _read(spelling: str, text: str) -> tuple[str, tuple[Call, ...]]:
-    reader = Reader(spelling)
+def _parse_calls(spelling: str, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    reader = ToolCallParser(spelling)
     reader.feed(text)
     reader.end()
     if not reader.spans:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollart.adapters.proxy.calling import Reader, begun, folded
+from rollart.adapters.proxy.calling import ToolCallParser, merge_events, partial_match_length
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Part, Said, Text
-from rollart.model import Piece
+from rollart.adapters.proxy.messages import OutputEvent, OutputPart, TextDelta
+from rollart.model import CompletionChunk
 
-__all__ = ["Delta", "Unfolding"]
+__all__ = ["OutputDelta", "IncrementalDecoder"]
 
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What a text ends with whose last character is not whole yet."""
 
-LONGEST = 64
+MAX_CHARACTER_TOKENS = 64
 """Tokens that one character may take; what is no text after as many is told at the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class OutputDelta:
     """What is said next, and the tokens that are settled with it."""
 
-    said: tuple[Said, ...]
+    said: tuple[OutputEvent, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tokens: tuple[str, ...]
@@ -31,10 +31,10 @@ class Delta:
 
     @property
     def text(self) -> str:
-        return "".join(one.text for one in self.said if isinstance(one, Text))
+        return "".join(one.text for one in self.said if isinstance(one, TextDelta))
 
 
-class Unfolding:
+class IncrementalDecoder:
     """One answer; `push` its tokens, then `finish` it. Invariant: `text[: given]` is how the answer's text begins,
     whatever comes, and what was said is what it says.
 
@@ -43,8 +43,8 @@ class Unfolding:
 
     def __init__(self, form: ChatFormat, *, stops: Sequence[str], tools: bool) -> None:
         self._form, self._stops = form, [s for s in stops if s]
-        self._reader = Reader(form.spelling if tools else "none")
-        self._said: list[Said] = []
+        self._reader = ToolCallParser(form.spelling if tools else "none")
+        self._said: list[OutputEvent] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._edges: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ class Unfolding:
         self.text = ""
         self.given = self.shown = 0
 
-    def push(self, piece: Piece) -> Delta | None:
+    def push(self, piece: CompletionChunk) -> OutputDelta | None:
         """What may be given out now."""
         for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
             if not self._over:
@@ -75,13 +75,13 @@ class Unfolding:
         at = slice(self.shown, max(settled, default=self.shown))
         self.shown = at.stop
         ids = tuple(self._ids[at])
-        return Delta(said, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
+        return OutputDelta(said, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
 
-    def finish(self, text: str) -> tuple[tuple[Part, ...], tuple[Said, ...]]:
+    def finish(self, text: str) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
         """All parts of the answer whose text this is, and what was not said yet. Some decoders write a text otherwise
         once more follows: what was said stays."""
         rest = (*self._reader.feed(text[self.given :]), *self._reader.end())
-        return folded((*self._said, *rest)), rest
+        return merge_events((*self._said, *rest)), rest
 
     def _read(self, token: int, logprob: float) -> None:
         if token in self._form.stops:
@@ -91,9 +91,9 @@ class Unfolding:
         self._logprobs.append(logprob)
         begin, end = self._window
         before, now = self._form.text(self._ids[begin:end]), self._form.text(self._ids[begin:])
-        if now.endswith(BROKEN) and len(self._ids) - end < LONGEST:
+        if now.endswith(REPLACEMENT_CHARACTER) and len(self._ids) - end < MAX_CHARACTER_TOKENS:
             return
-        if now.endswith(BROKEN) or not now.startswith(before):
+        if now.endswith(REPLACEMENT_CHARACTER) or not now.startswith(before):
             self._over = True
             return
         self.text += now[len(before) :]
@@ -107,5 +107,5 @@ class Unfolding:
             self._over = True
         limit = min(found, default=len(self.text))
         for stop in self._stops:
-            limit = min(limit, len(self.text) - begun(self.text[self.given :], stop))
+            limit = min(limit, len(self.text) - partial_match_length(self.text[self.given :], stop))
         return limit

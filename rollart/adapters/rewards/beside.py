@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from serverless.inline import Inline
+from serverless.inline import InlineScorer
 from serverless.pipeline import Offload
 from serverless.types import FaultKind, InfraFault, Item, Outcome
 
-__all__ = ["Scorers"]
+__all__ = ["RewardFunctions"]
 
 
-class Scorers:
+class RewardFunctions:
     """Functions by name, wherever they run. Any number of tasks may call `submit`."""
 
-    def __init__(self, offload: Offload, beside: Mapping[str, Inline]) -> None:
+    def __init__(self, offload: Offload, beside: Mapping[str, InlineScorer]) -> None:
         self._offload = offload
         self._beside = dict(beside)
 

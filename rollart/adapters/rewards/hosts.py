@@ -11,10 +11,10 @@ from serverless.backends.hosted import WorkerHosts
 from serverless.backends.remote import HostLink, HostLost
 from serverless.errors import BackendFailed
 
-__all__ = ["HostedWorkers"]
+__all__ = ["FunctionHostConnection"]
 
 
-class HostedWorkers:
+class FunctionHostConnection:
     """Implements `FunctionHost` over a link. `emptied` waits for the link's workers to end."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HostedWorkers:
     @classmethod
     async def open(
         cls, hosts: WorkerHosts, name: str, address: str, token: str, *, weight: float, notify: Callable[[], None]
-    ) -> HostedWorkers:
+    ) -> FunctionHostConnection:
         """Connect with a host that serves at `tcp://host:port`; it takes workers from then on. `PartDied` if it does
         not serve, or a function cannot run there."""
         found = cls()

@@ -21,10 +21,10 @@ from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
 from serverless.types import FaultKind
 
-__all__ = ["DomainRewards", "OffloadRewarder", "Pays", "RewardTerm", "combine", "item_of"]
+__all__ = ["DomainRewards", "OffloadRewarder", "CreditAssignment", "RewardTerm", "combine", "item_of"]
 
 
-class Pays(enum.StrEnum):
+class CreditAssignment(enum.StrEnum):
     """Where a function's score is paid."""
 
     STEPS = "steps"
@@ -37,7 +37,7 @@ class RewardTerm:
 
     function: str
     weight: float = 1.0
-    pays: Pays = Pays.LAST
+    pays: CreditAssignment = CreditAssignment.LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DomainRewards:
     env_weight: float = 0.0
 
 
-class Submits(Protocol):
+class FunctionSubmitter(Protocol):
     """Where functions run: an `Offload`, or what chooses between it and this process."""
 
     @property
@@ -65,7 +65,7 @@ class OffloadRewarder:
     value with that function's floor as its score.
     """
 
-    def __init__(self, offload: Submits, plan: Mapping[str, DomainRewards]) -> None:
+    def __init__(self, offload: FunctionSubmitter, plan: Mapping[str, DomainRewards]) -> None:
         self._offload = offload
         self._plan = plan
         for domain, rewards in plan.items():
@@ -141,7 +141,7 @@ def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[O
 def _add(pay: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored) -> InfraFault | None:
     """Pay a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
     rest = outcome.value
-    if term.pays is Pays.STEPS:
+    if term.pays is CreditAssignment.STEPS:
         steps = outcome.steps
         if steps is None or len(steps) not in (len(ends), len(pay)):
             got = "none" if steps is None else str(len(steps))

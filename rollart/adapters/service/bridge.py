@@ -25,12 +25,12 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from rollart.adapters.service.notes import Notes, outside_token
-from rollart.adapters.service.offer import OfferDesk
-from rollart.adapters.service.server import Service
-from rollart.adapters.service.terms import Refused, Setup, Task
-from rollart.adapters.service.uploads import Uploads
-from rollart.addresses import host_and_port, loopback
+from rollart.adapters.service.notes import TrainerStatusFile, external_trainer_token
+from rollart.adapters.service.offer import BridgeState
+from rollart.adapters.service.server import ServiceServer
+from rollart.adapters.service.terms import RequestRefused, ServiceSetup, ServiceTask
+from rollart.adapters.service.uploads import WeightUploads
+from rollart.addresses import host_and_port, is_loopback
 from rollart.errors import TrainerError, TrainerRefused, UsageError
 from rollart.packed import pack, plain
 
@@ -40,16 +40,16 @@ TASK = "train"
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "score", "group", "domain", "batch")
 """Per token but for `score`; `group` and `domain` are the run's, `batch` is the version that the batch is to make."""
 
-ROWS = 2**20
+CAPACITY_ROWS = 2**20
 MAX_BODY = 2**30
 """As the embedded trainer's."""
 
-LOOK_S = 60.0
+POLL_TIMEOUT_S = 60.0
 
-UPLOADS = "outside"
+UPLOADS_DIRECTORY = "outside"
 """Below the run's versions: those that came over the wire."""
 
-NEEDED = "config.json"
+REQUIRED_FILE = "config.json"
 """Without it no engine reads a directory."""
 
 
@@ -60,9 +60,9 @@ class Bridge:
     def __init__(self, root: Path) -> None:
         """`root`: where the run's versions lie."""
         self._root = root
-        self.desk = OfferDesk(Setup(COLUMNS, {TASK: Task(COLUMNS, whole_groups=True)}, ROWS))
+        self.desk = BridgeState(ServiceSetup(COLUMNS, {TASK: ServiceTask(COLUMNS, whole_groups=True)}, CAPACITY_ROWS))
         self.desk.version = -1
-        self.uploads = Uploads(root / UPLOADS, readable=(root,))
+        self.uploads = WeightUploads(root / UPLOADS_DIRECTORY, readable=(root,))
         self._groups: list[str] = []
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
         """Versions one after the other: a copy that nobody waits for any more goes on to its end before the next."""
@@ -70,9 +70,9 @@ class Bridge:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
         for name in ("train", "stage", "publish", "restore"):
-            app.router.add_post(f"/{name}", _answering(getattr(self, name)))
+            app.router.add_post(f"/{name}", _msgpack_handler(getattr(self, name)))
         for name in ("imitate", "logprobs", "reference", "advantages", "begin", "accumulate", "finish"):
-            app.router.add_post(f"/{name}", _answering(self._not_here(name)))
+            app.router.add_post(f"/{name}", _msgpack_handler(self._not_here(name)))
         app.router.add_get("/health", self._health)
         return app
 
@@ -85,7 +85,7 @@ class Bridge:
         self.desk.offer(self._groups[-1], version + 1)
         try:
             await self.desk.put_all(
-                [(id, {**row, "batch": version + 1}, _begun(row)) for id, row in zip(ids, rows, strict=True)]
+                [(id, {**row, "batch": version + 1}, _first_version(row)) for id, row in zip(ids, rows, strict=True)]
             )
             await self._announced(version + 1)
         finally:
@@ -100,8 +100,8 @@ class Bridge:
         version = int(body["version"])
         given = Path(await self._announced(version))
         # Nobody writes into what was uploaded: it need not be there twice.
-        copier = _linked if given.is_relative_to(self.uploads.root) else shutil.copy2
-        copy = partial(_taken_over, given, self._root / f"v{version:06d}", version, copier)
+        copier = _link_or_copy if given.is_relative_to(self.uploads.root) else shutil.copy2
+        copy = partial(_adopt_version, given, self._root / f"v{version:06d}", version, copier)
         path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
         read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
@@ -114,7 +114,7 @@ class Bridge:
 
     async def _announced(self, version: int) -> str:
         while self.desk.version < version:
-            await self.desk.weights(version - 1, LOOK_S)
+            await self.desk.weights(version - 1, POLL_TIMEOUT_S)
         if self.desk.version != version:
             raise TrainerError(
                 f"the outside trainer announced v{self.desk.version} where v{version} was due",
@@ -164,23 +164,23 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return rows
 
 
-def _begun(row: Mapping[str, Any]) -> int | None:
+def _first_version(row: Mapping[str, Any]) -> int | None:
     """The version of its first sampled token."""
     return min((v for v in plain(row["versions"]) if v >= 0), default=None)
 
 
-def _linked(given: str, path: str) -> None:
+def _link_or_copy(given: str, path: str) -> None:
     try:
         os.link(given, path)
     except OSError:  # a file system without links
         shutil.copy2(given, path)
 
 
-def _taken_over(given: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2) -> Path:
+def _adopt_version(given: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2) -> Path:
     """A whole version of the run, made of an announced directory. TrainerError if it is none."""
-    if not (given / NEEDED).is_file() or not any(given.glob("*.safetensors")):
+    if not (given / REQUIRED_FILE).is_file() or not any(given.glob("*.safetensors")):
         raise TrainerError(
-            f"the outside trainer announced {given} for v{version}: no {NEEDED} with *.safetensors is there",
+            f"the outside trainer announced {given} for v{version}: no {REQUIRED_FILE} with *.safetensors is there",
             remedy="save_pretrained there before weight_sync_notify",
         )
     aside = path.with_name(f".outside-{path.name}")
@@ -196,7 +196,7 @@ def _taken_over(given: Path, path: Path, version: int, copier: Callable[[str, st
     return path
 
 
-def _answering(
+def _msgpack_handler(
     work: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handler(request: web.Request) -> web.Response:
@@ -210,7 +210,7 @@ def _answering(
                     "remedy": error.remedy,
                 },
             )
-        except Refused as error:
+        except RequestRefused as error:
             status, answer = error.status, {"error": str(error), "remedy": ""}
         except (msgpack.UnpackException, ValueError, TypeError, LookupError) as error:
             status, answer = 400, {"error": f"the request cannot be read: {error!r}", "remedy": ""}
@@ -222,15 +222,15 @@ def _answering(
 async def _serve(config: Path, listen: str, token: str, host: str, port: int) -> None:
     bridge = Bridge(Path(json.loads(config.read_text())["weights_root"]))
     outside_host, outside_port = host_and_port(listen)
-    ours = await _listening(bridge.app(), host, port)
-    service = Service(desk=bridge.desk, token=token, uploads=bridge.uploads)
-    theirs = await _listening(service.app(), outside_host, outside_port)
-    Notes(config.with_name("service.json"), bridge.desk, theirs, listen)
+    ours = await _start_site(bridge.app(), host, port)
+    service = ServiceServer(desk=bridge.desk, token=token, uploads=bridge.uploads)
+    theirs = await _start_site(service.app(), outside_host, outside_port)
+    TrainerStatusFile(config.with_name("service.json"), bridge.desk, theirs, listen)
     print(f"ready {ours}", flush=True)
     await asyncio.Event().wait()
 
 
-async def _listening(app: web.Application, host: str, port: int) -> str:
+async def _start_site(app: web.Application, host: str, port: int) -> str:
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        token = outside_token(arguments.token_env, arguments.token_file)
-        if not token and not loopback(host_and_port(arguments.listen)[0]):
+        token = external_trainer_token(arguments.token_env, arguments.token_file)
+        if not token and not is_loopback(host_and_port(arguments.listen)[0]):
             raise UsageError(f"--listen {arguments.listen} is reachable from elsewhere (rule: with a token)")
     except (UsageError, ValueError) as error:
         parser.exit(2, f"rollart: {error}\n")

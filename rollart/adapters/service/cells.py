@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollart.adapters.service.store import OnDisk, Store
+from rollart.adapters.service.store import SegmentLocation, ServiceStore
 from rollart.packed import pack
 
-__all__ = ["Cells"]
+__all__ = ["RowValues"]
 
 
-class Cells:
+class RowValues:
     """By row and column. What a store wrote beside its database (`INLINE_LIMIT`) is read there when it is given out,
     from the system's cache as a rule: it is held here only on its way to the disk."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: ServiceStore | None) -> None:
         self._store = store
         self._rows: dict[str, dict[str, Any]] = {}
 
@@ -52,7 +52,7 @@ class Cells:
                     self._rows[row][column] = place
 
     def _read(self, value: Any) -> Any:
-        if isinstance(value, OnDisk):
+        if isinstance(value, SegmentLocation):
             assert self._store is not None
             return self._store.read(value)
         return value

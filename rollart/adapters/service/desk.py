@@ -12,66 +12,66 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollart.adapters.service.cells import Cells
-from rollart.adapters.service.loans import REMEMBERED, Loan, Loans
-from rollart.adapters.service.store import Kept, KeptRow, Store
+from rollart.adapters.service.cells import RowValues
+from rollart.adapters.service.loans import MAX_REMEMBERED_KEYS, RowLease, RowLeases
+from rollart.adapters.service.store import ServiceStore, StoredRow, StoredState
 from rollart.adapters.service.terms import (
-    Given,
-    Refused,
-    Setup,
-    Wish,
-    positive,
-    rules,
+    ExperienceRequest,
+    ExperienceRow,
+    RequestRefused,
+    ServiceSetup,
+    decode_setup,
+    refuse_value_errors,
+    require_positive_lease,
     sampler_of,
+    sampler_of_rows,
     setup_body,
-    setup_of,
-    these,
 )
-from rollart.adapters.service.waiting import Waiting
+from rollart.adapters.service.waiting import ChangeNotifier
 from rollart.packed import pack
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Row, Sampler, SampleTable
+from rollart.policy.table import Sampler, SampleRow, SampleTable
 
-__all__ = ["Desk", "Given", "Refused", "Setup", "Wish"]
+__all__ = ["ServiceState", "ExperienceRow", "RequestRefused", "ServiceSetup", "ExperienceRequest"]
 
 T = TypeVar("T")
 
-DONE = "lease "
+DONE_KEY_PREFIX = "lease "
 """Before the ids of leases among the requests that were answered."""
 
 
-class Desk:
+class ServiceState:
     """Any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held exactly while
     its row is; no row is given out that was sampled more than `staleness` publishes ago."""
 
-    def __init__(self, setup: Setup, store: Store | None = None) -> None:
+    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
         """Refused for a setup that breaks a rule. With a `store`, what it holds is here again (`recovered`)."""
         self.setup = setup
         self.version, self.path = 0, ""
         self.counts: Counter[str] = Counter()
         self._bound = None if setup.staleness is None else StalenessBound(setup.staleness)
-        self._values = Cells(store)
-        self._rows: dict[str, Row] = {}
+        self._values = RowValues(store)
+        self._rows: dict[str, SampleRow] = {}
         self._sampled: dict[str, int] = {}
         """Version by row, of those that were sampled."""
         self._groups = 0
-        self._waiting = Waiting()
+        self._waiting = ChangeNotifier()
         self._store = store
-        self._loans = Loans()
+        self._loans = RowLeases()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
         """Ids of prompts by the name of the request that put them."""
-        with rules():
+        with refuse_value_errors():
             self.table = SampleTable(setup.columns, capacity=setup.capacity)
             for name, task in setup.tasks.items():
                 self.table.declare(name, task.columns, whole_groups=task.whole_groups)
 
     @classmethod
-    def recovered(cls, store: Store) -> Desk | None:
+    def recovered(cls, store: ServiceStore) -> ServiceState | None:
         """As it was when the last call was answered; loans begin anew. None: nobody set it up yet."""
         kept = store.load()
         if "setup" not in kept.meta:
             return None
-        desk = cls(setup_of(kept.meta["setup"]), store)
+        desk = cls(decode_setup(kept.meta["setup"]), store)
         desk.version, desk.path = kept.meta.get("weights", (0, ""))
         desk._groups = kept.meta.get("groups", 0)
         desk.counts.update(kept.meta.get("counts", {}))
@@ -82,13 +82,13 @@ class Desk:
         for _, group in itertools.groupby(kept.rows, key=lambda held: held.row.group):
             desk._recover(list(group), kept)
         for name, answer in kept.keys.items():
-            if name.startswith(DONE):
-                desk._loans.was_done(name.removeprefix(DONE))
+            if name.startswith(DONE_KEY_PREFIX):
+                desk._loans.was_done(name.removeprefix(DONE_KEY_PREFIX))
             else:
                 desk._answered[name] = answer
         return desk
 
-    def _recover(self, group: Sequence[KeptRow], kept: Kept) -> None:
+    def _recover(self, group: Sequence[StoredRow], kept: StoredState) -> None:
         for held in group:
             values = dict(kept.cells.get(held.row.id, {}))
             self.table.add(held.row, *(self.setup.columns if held.freed else values))
@@ -98,10 +98,10 @@ class Desk:
                 if held.sampled is not None:
                     self._sampled[held.row.id] = held.sampled
         for task, rows in kept.consumed.items():
-            self.table.take(task, these([h.row.id for h in group if h.row.id in rows]))
+            self.table.take(task, sampler_of_rows([h.row.id for h in group if h.row.id in rows]))
         for loan in kept.loans:
             mine = set(loan.consumed)
-            self.table.take(loan.task, these([h.row.id for h in group if h.row.id in mine]), hold=True)
+            self.table.take(loan.task, sampler_of_rows([h.row.id for h in group if h.row.id in mine]), hold=True)
 
     async def begin(self) -> None:
         """The setup is on disk."""
@@ -118,17 +118,17 @@ class Desk:
             await self._flush()
             return self._answered[key]
         if size < 1:
-            raise Refused(f"group_size {size} (rule: at least 1)")
+            raise RequestRefused(f"group_size {size} (rule: at least 1)")
         if size * len(prompts) > self.table.room():
-            raise Refused(f"{size * len(prompts)} rows do not fit: there is room for {self.table.room()}", 503)
+            raise RequestRefused(f"{size * len(prompts)} rows do not fit: there is room for {self.table.room()}", 503)
         ids: list[str] = []
         for values in prompts:
             self._known(values)
         for values in ({column: pack(value) for column, value in prompt.items()} for prompt in prompts):
             group, self._groups = f"g{self._groups}", self._groups + 1
             for member in range(size):
-                row = Row(f"{group}.{member}", group, size, tokens, self.version)
-                with rules():
+                row = SampleRow(f"{group}.{member}", group, size, tokens, self.version)
+                with refuse_value_errors():
                     self.table.add(row, *values)
                 self._rows[row.id] = row
                 self._values.put(row.id, values)
@@ -138,7 +138,7 @@ class Desk:
         self.counts["put"] += len(ids)
         if key:
             self._answered[key] = ids
-            if len(self._answered) > REMEMBERED:
+            if len(self._answered) > MAX_REMEMBERED_KEYS:
                 self._answered.popitem(last=False)
         if self._store is not None:
             self._store.meta(groups=self._groups)
@@ -171,8 +171,8 @@ class Desk:
         if self._values.same(row, values):
             return True
         if version is not None and version > self.version:
-            raise Refused(f"row {row} was sampled with version {version}, the service knows {self.version}")
-        with rules():
+            raise RequestRefused(f"row {row} was sampled with version {version}, the service knows {self.version}")
+        with refuse_value_errors():
             if not self.table.put(row, *values):
                 self.counts["late"] += 1
                 return False
@@ -184,12 +184,12 @@ class Desk:
             self._store.cells(row, values, self._sampled.get(row))
         return True
 
-    async def get(self, wish: Wish, seconds: float) -> list[list[Given]]:
+    async def get(self, wish: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
         """Rows that are ready for the task, marked as consumed by it, for each consumer: about equal in tokens. Nothing
         after `seconds` without enough."""
         columns = self._columns(wish)
         sampler = sampler_of(wish, self.setup.tasks[wish.task])
-        with rules():
+        with refuse_value_errors():
             taken = await self._until(lambda: self.table.take(wish.task, sampler), seconds)
         if taken is None:
             return []
@@ -198,14 +198,16 @@ class Desk:
         await self._settled(wish.task, taken.consumed, taken.freed)
         return given
 
-    async def lend(self, wish: Wish, seconds: float, *, lease_s: float, key: str = "") -> tuple[str, list[list[Given]]]:
+    async def lend(
+        self, wish: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
+    ) -> tuple[str, list[list[ExperienceRow]]]:
         """As `get`, but the rows are the consumer's only once it says `done`: after `lease_s` without they are ready
         for the task again. The lease's id, and a request with the `key` of an open lease is given that one again."""
-        positive(lease_s)
+        require_positive_lease(lease_s)
         columns = self._columns(wish)
         sampler = sampler_of(wish, self.setup.tasks[wish.task])
 
-        def look() -> Loan | None:
+        def look() -> RowLease | None:
             loan = self._loans.of(key) if key else None  # also one that was given since this request came
             if loan is not None and any(row in self._values for row in loan.consumed):
                 return loan
@@ -213,7 +215,7 @@ class Desk:
                 self._return(loan.id)
             return self._lent(wish.task, sampler, lease_s, key)
 
-        with rules():
+        with refuse_value_errors():
             loan = await self._until(look, seconds)
         if loan is None:
             return "", []
@@ -233,13 +235,13 @@ class Desk:
         self.counts[f"taken.{loan.task}"] += len(held)
         if self._store is not None:
             self._store.loan_over(lease)
-            self._store.key(DONE + lease, True)
+            self._store.key(DONE_KEY_PREFIX + lease, True)
         await self._settled(loan.task, held, self.table.settle(loan.task, held))
         return True
 
     async def renew(self, lease: str, seconds: float) -> bool:
         """False: it is over."""
-        positive(seconds)
+        require_positive_lease(seconds)
         self._expire()
         renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
         self._waiting.wake()
@@ -251,7 +253,7 @@ class Desk:
         await self._tell()
         return found
 
-    def _lent(self, task: str, sampler: Sampler, lease_s: float, key: str) -> Loan | None:
+    def _lent(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
         taken = self.table.take(task, sampler, hold=True)
         if taken is None:
             return None
@@ -263,10 +265,10 @@ class Desk:
         self._waiting.wake()  # its deadline is one more to wait for
         return loan
 
-    def _columns(self, wish: Wish) -> Sequence[str]:
+    def _columns(self, wish: ExperienceRequest) -> Sequence[str]:
         task = self.setup.tasks.get(wish.task)
         if task is None:
-            raise Refused(f"unknown task {wish.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
+            raise RequestRefused(f"unknown task {wish.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
         columns = task.columns if wish.columns is None else wish.columns
         self._known(columns)
         return columns
@@ -274,7 +276,7 @@ class Desk:
     async def room(self, rows: int, seconds: float) -> int:
         """Rows of new groups that fit, once `rows` do or after `seconds`. Refused (400) for more than ever do."""
         if rows > self.setup.capacity:
-            raise Refused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
+            raise RequestRefused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
         await self._until(lambda: self.table.room() if self.table.room() >= rows else None, seconds)
         return self.table.room()
 
@@ -303,7 +305,7 @@ class Desk:
             return await self._flush()
         self.permit(version, group)
         if version <= self.version:
-            raise Refused(f"version {version} after {self.version} (rule: versions grow)", 409)
+            raise RequestRefused(f"version {version} after {self.version} (rule: versions grow)", 409)
         self.version, self.path = version, path
         if self._store is not None:
             self._store.meta(weights=[version, path])
@@ -380,13 +382,13 @@ class Desk:
         del self._rows[row]
         self._sampled.pop(row, None)
 
-    def _given(self, row: str, columns: Sequence[str]) -> Given:
-        return Given(row, self._rows[row].group, self._sampled.get(row), self._values.given(row, columns))
+    def _given(self, row: str, columns: Sequence[str]) -> ExperienceRow:
+        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.given(row, columns))
 
     def _known(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
         unknown = [c for c in columns if c not in self.setup.columns]
         if unknown:
-            raise Refused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
+            raise RequestRefused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
 
     async def _tell(self) -> None:
         """Whoever waits looks again, at once: a caller that is cancelled while it waits for the disk, or that the disk

@@ -9,16 +9,16 @@ import os
 import secrets
 from pathlib import Path
 
-from rollart.adapters.service.offer import OfferDesk
+from rollart.adapters.service.offer import BridgeState
 from rollart.errors import UsageError
 
-__all__ = ["Notes", "outside_token"]
+__all__ = ["TrainerStatusFile", "external_trainer_token"]
 
 
-class Notes:
+class TrainerStatusFile:
     """Keeps `service.json`: written anew, whole, at every change of the offer."""
 
-    def __init__(self, path: Path, desk: OfferDesk, url: str, listen: str) -> None:
+    def __init__(self, path: Path, desk: BridgeState, url: str, listen: str) -> None:
         self._path, self._desk = path, desk
         self._about = {"schema_version": 1, "url": url, "listen": listen}
         desk.changed = self.write
@@ -39,7 +39,7 @@ class Notes:
         return "waits for version 0" if desk.version < 0 else "no batch on offer"
 
 
-def outside_token(variable: str, file: Path | None) -> str:
+def external_trainer_token(variable: str, file: Path | None) -> str:
     """The token that the outside needs; "" for none. A file that is not there is made. UsageError, in a line."""
     if variable:
         token = os.environ.get(variable, "")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollart.adapters.service.desk import Desk
-from rollart.adapters.service.store import Store
-from rollart.adapters.service.terms import Given, Refused, Setup
+from rollart.adapters.service.desk import ServiceState
+from rollart.adapters.service.store import ServiceStore
+from rollart.adapters.service.terms import ExperienceRow, RequestRefused, ServiceSetup
 
-__all__ = ["OfferDesk"]
+__all__ = ["BridgeState"]
 
 
-class OfferDesk(Desk):
-    """As `Desk`, and a version may be announced only if it is the one that the batch on offer makes, by a trainer that
+class BridgeState(ServiceState):
+    """As `ServiceState`, and a version may be announced only if it is the one that the batch on offer makes, by a
+    trainer that
     could know that batch: a slow one that took an earlier offer is told so, and nothing is counted as trained that
     nobody was given."""
 
-    def __init__(self, setup: Setup, store: Store | None = None) -> None:
+    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
         super().__init__(setup, store)
         self.offered = ""
         """The group on offer."""
@@ -39,9 +40,9 @@ class OfferDesk(Desk):
             return
         if self.due is None or version != self.due:
             what = "no batch is on offer" if self.due is None else f"the batch on offer makes v{self.due}"
-            raise Refused(f"v{version} is not due: {what} (rule: take a batch, step, announce its version)", 409)
+            raise RequestRefused(f"v{version} is not due: {what} (rule: take a batch, step, announce its version)", 409)
         if not self.taken or (group and group != self.offered):
-            raise Refused(
+            raise RequestRefused(
                 f"v{version} was not made of the batch on offer: the run gave up the one before (rule: take it again)",
                 409,
             )
@@ -50,7 +51,7 @@ class OfferDesk(Desk):
         await super().notify(version, path, group)
         self.changed()
 
-    def _given(self, row: str, columns: Sequence[str]) -> Given:
+    def _given(self, row: str, columns: Sequence[str]) -> ExperienceRow:
         given = super()._given(row, columns)
         if given.group == self.offered and not self.taken:
             self.taken = True

@@ -14,32 +14,37 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollart.adapters.service.desk import Desk
-from rollart.adapters.service.store import Store
-from rollart.adapters.service.terms import Given, Refused, Setup, Task, Wish
-from rollart.adapters.service.uploads import BLOCK, Stored, Uploads
+from rollart.adapters.service.desk import ServiceState
+from rollart.adapters.service.store import ServiceStore
+from rollart.adapters.service.terms import ExperienceRequest, ExperienceRow, RequestRefused, ServiceSetup, ServiceTask
+from rollart.adapters.service.uploads import BLOCK_BYTES, StoredFile, WeightUploads
 from rollart.errors import StorageFailed
 from rollart.packed import KIND, columns, decoded, encoded, plain
 
-__all__ = ["Service"]
+__all__ = ["ServiceServer"]
 
 MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
 
-MOST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """What a disk's whole numbers can hold."""
 
-LONGEST_S = 60.0
+MAX_WAIT_S = 60.0
 """Longest wait of one call; clients ask again."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Service:
+class ServiceServer:
     """The routes. The first `setup` makes the desk; an equal one afterwards is welcome, another is refused."""
 
     def __init__(
-        self, *, token: str = "", desk: Desk | None = None, store: Store | None = None, uploads: Uploads | None = None
+        self,
+        *,
+        token: str = "",
+        desk: ServiceState | None = None,
+        store: ServiceStore | None = None,
+        uploads: WeightUploads | None = None,
     ) -> None:
         """`desk`: what was set up before, on this `store`; one that is set up from now on lives there too. `uploads`:
         where weights come to that the sender's disk does not share."""
@@ -73,10 +78,10 @@ class Service:
     async def _set_up(self, request: web.Request) -> web.Response:
         setup = _setup(await _body(request))
         if self._desk is None:
-            self._desk = Desk(setup, self._store)
+            self._desk = ServiceState(setup, self._store)
             await self._desk.begin()
         elif self._desk.setup != setup:
-            raise Refused("the service is set up otherwise (rule: one setup for all who share it)", 409)
+            raise RequestRefused("the service is set up otherwise (rule: one setup for all who share it)", 409)
         return _json(self._desk.status())
 
     async def _put_prompts(self, request: web.Request) -> web.Response:
@@ -95,8 +100,8 @@ class Service:
         rows = []
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
-            if version is not None and (type(version) is not int or abs(version) > MOST):
-                raise Refused(f"version is {version!r} (rule: a whole number of 63 bits)")
+            if version is not None and (type(version) is not int or abs(version) > MAX_INTEGER):
+                raise RequestRefused(f"version is {version!r} (rule: a whole number of 63 bits)")
             values = _object(entry.get("columns"), "columns") if blob is None else _columns(entry, blob)
             rows.append((str(entry.get("id")), values, version))
         return _json({"kept": await desk.put_all(rows)})
@@ -105,7 +110,9 @@ class Service:
         body, desk = await _body(request), self._at()
         columns = None if body.get("columns") is None else tuple(map(str, _list(body, "columns")))
         least = None if body.get("at_least") is None else _whole(body, "at_least", 1)
-        wish = Wish(str(body.get("task")), _whole(body, "count", 1), least, _whole(body, "consumers", 1), columns)
+        wish = ExperienceRequest(
+            str(body.get("task")), _whole(body, "count", 1), least, _whole(body, "consumers", 1), columns
+        )
         lease = ""
         if body.get("lease_s") is None:
             batches = await desk.get(wish, _seconds(body))
@@ -131,7 +138,7 @@ class Service:
             case "return":
                 kept = await desk.give_back(lease)
             case other:
-                raise Refused(f"a lease has no {other!r} (rule: done, renew, return)", 404)
+                raise RequestRefused(f"a lease has no {other!r} (rule: done, renew, return)", 404)
         return _json({"kept": kept})
 
     async def _drop(self, request: web.Request) -> web.Response:
@@ -146,7 +153,7 @@ class Service:
             self._permitted(desk, version, group)
             files = _files(body["files"])
             if version == desk.version and desk.path and not await self._disk().holds(version, files):
-                raise Refused(f"another v{version} is announced already", 409)
+                raise RequestRefused(f"another v{version} is announced already", 409)
             path = str(await self._disk().commit(version, files))
         await desk.notify(version, path, group)
         return _json({"version": desk.version, "path": desk.path})
@@ -164,16 +171,16 @@ class Service:
         self._permitted(self._at(), version, request.query.get("group", ""))
         try:
             stored = await self._disk().receive(
-                version, request.match_info["name"], request.content.iter_chunked(BLOCK)
+                version, request.match_info["name"], request.content.iter_chunked(BLOCK_BYTES)
             )
         except (aiohttp.ClientPayloadError, ConnectionError) as error:
-            raise Refused(f"the file was cut off: {error}") from None
+            raise RequestRefused(f"the file was cut off: {error}") from None
         return _json(asdict(stored))
 
-    def _permitted(self, desk: Desk, version: int, group: str) -> None:
+    def _permitted(self, desk: ServiceState, version: int, group: str) -> None:
         """Before anything is sent for nothing."""
         if version < desk.version:
-            raise Refused(f"version {version} after {desk.version} (rule: versions grow)", 409)
+            raise RequestRefused(f"version {version} after {desk.version} (rule: versions grow)", 409)
         desk.permit(version, group)
 
     async def _files(self, request: web.Request) -> web.Response:
@@ -183,23 +190,23 @@ class Service:
     async def _send(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name not in await self._current(request):
-            raise Refused(f"no file {name!r}", 404)
-        return web.FileResponse(Path(self._at().path) / name, chunk_size=BLOCK)
+            raise RequestRefused(f"no file {name!r}", 404)
+        return web.FileResponse(Path(self._at().path) / name, chunk_size=BLOCK_BYTES)
 
-    async def _current(self, request: web.Request) -> Mapping[str, Stored]:
+    async def _current(self, request: web.Request) -> Mapping[str, StoredFile]:
         desk, version = self._at(), _version(request)
         if version != desk.version:
-            raise Refused(f"the current version is v{desk.version}, not v{version}", 409)
+            raise RequestRefused(f"the current version is v{desk.version}, not v{version}", 409)
         return await self._disk().listed(desk.path, version)
 
-    def _disk(self) -> Uploads:
+    def _disk(self) -> WeightUploads:
         if self._uploads is None:
-            raise Refused("this service has no directory for weights (rule: start it with --data)", 409)
+            raise RequestRefused("this service has no directory for weights (rule: start it with --data)", 409)
         return self._uploads
 
     async def _weights(self, request: web.Request) -> web.Response:
         after, wait = (_number(request.query.get(name, "-1")) for name in ("after", "timeout_s"))
-        version, path = await self._at().weights(int(after), min(wait, LONGEST_S))
+        version, path = await self._at().weights(int(after), min(wait, MAX_WAIT_S))
         return _json({"version": version, "path": path})
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -208,9 +215,9 @@ class Service:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    def _at(self) -> Desk:
+    def _at(self) -> ServiceState:
         if self._desk is None:
-            raise Refused("the service is not set up (rule: PUT /v1/setup first)", 409)
+            raise RequestRefused("the service is not set up (rule: PUT /v1/setup first)", 409)
         return self._desk
 
     @web.middleware
@@ -224,7 +231,7 @@ class Service:
             return _json({"error": "the token is not this service's"}, status=401)
         try:
             return await handler(request)
-        except Refused as error:
+        except RequestRefused as error:
             headers = {"Retry-After": "1"} if error.status == 503 else {}
             return _json({"error": str(error)}, status=error.status, headers=headers)
         except StorageFailed as error:
@@ -235,31 +242,33 @@ class Service:
 
 def _version(request: web.Request) -> int:
     version = request.match_info["version"]
-    if not version.isdecimal() or len(version) > len(str(MOST)) or int(version) > MOST:
-        raise Refused(f"version {version!r} (rule: a whole number)")
+    if not version.isdecimal() or len(version) > len(str(MAX_INTEGER)) or int(version) > MAX_INTEGER:
+        raise RequestRefused(f"version {version!r} (rule: a whole number)")
     return int(version)
 
 
-def _files(value: object) -> dict[str, Stored]:
+def _files(value: object) -> dict[str, StoredFile]:
     found = {}
     for name, told in _object(value, "files").items():
         one = _object(told, f"file {name}")
-        found[name] = Stored(_whole(one, "bytes", 0), str(one.get("sha256")))
+        found[name] = StoredFile(_whole(one, "bytes", 0), str(one.get("sha256")))
     return found
 
 
-def _setup(body: Mapping[str, Any]) -> Setup:
+def _setup(body: Mapping[str, Any]) -> ServiceSetup:
     tasks = {}
     for name, value in _object(body.get("tasks"), "tasks").items():
         task = _object(value, f"task {name}")
-        tasks[_name(name)] = Task(tuple(map(_name, _list(task, "columns"))), bool(task.get("whole_groups", False)))
+        tasks[_name(name)] = ServiceTask(
+            tuple(map(_name, _list(task, "columns"))), bool(task.get("whole_groups", False))
+        )
     if not tasks:
-        raise Refused("tasks is empty (rule: at least one, or nobody would ever free a row)")
+        raise RequestRefused("tasks is empty (rule: at least one, or nobody would ever free a row)")
     staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
-    return Setup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
+    return ServiceSetup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
 
 
-def _row(given: Given) -> dict[str, Any]:
+def _row(given: ExperienceRow) -> dict[str, Any]:
     return {"id": given.id, "group": given.group, "version": given.version, "columns": dict(given.values)}
 
 
@@ -268,7 +277,7 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
         value = decoded(raw)[0] if request.content_type == KIND else json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:
-        raise Refused(
+        raise RequestRefused(
             f"the body is not {'packed columns' if request.content_type == KIND else 'JSON'}: {error}"
         ) from None
     return _object(value, "the body")
@@ -283,26 +292,26 @@ def _columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
     try:
         return columns(row, blob)
     except (ValueError, TypeError, AttributeError) as error:
-        raise Refused(f"a row cannot be read: {error}") from None
+        raise RequestRefused(f"a row cannot be read: {error}") from None
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise Refused(f"{what} must be a JSON object")
+        raise RequestRefused(f"{what} must be a JSON object")
     return value
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
     if not isinstance(value, list):
-        raise Refused(f"{name} must be a list")
+        raise RequestRefused(f"{name} must be a list")
     return value
 
 
 def _whole(body: Mapping[str, Any], name: str, default: int) -> int:
     value = body.get(name, default)
-    if type(value) is not int or not 0 <= value <= MOST:
-        raise Refused(f"{name} is {value!r} (rule: a whole number, at least 0, of 63 bits)")
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise RequestRefused(f"{name} is {value!r} (rule: a whole number, at least 0, of 63 bits)")
     return value
 
 
@@ -312,12 +321,12 @@ def _name(value: object) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise Refused(f"{name!r} is no text") from None
+        raise RequestRefused(f"{name!r} is no text") from None
     return name
 
 
 def _seconds(body: Mapping[str, Any]) -> float:
-    return min(_number(body.get("timeout_s", 0)), LONGEST_S)
+    return min(_number(body.get("timeout_s", 0)), MAX_WAIT_S)
 
 
 def _number(value: object) -> float:
@@ -326,7 +335,7 @@ def _number(value: object) -> float:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise Refused(f"{value!r} is no number")
+        raise RequestRefused(f"{value!r} is no number")
     return found
 
 

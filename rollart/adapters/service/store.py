@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.service.loans import REMEMBERED, Loan
+from rollart.adapters.service.loans import MAX_REMEMBERED_KEYS, RowLease
 from rollart.errors import StorageFailed, UsageError
-from rollart.ledger.segments import INLINE_LIMIT, Segments
-from rollart.packed import Packed, pack
-from rollart.policy.table import Row
+from rollart.ledger.segments import INLINE_LIMIT, PayloadFiles
+from rollart.packed import PackedColumn, pack
+from rollart.policy.table import SampleRow
 
-__all__ = ["Kept", "KeptRow", "OnDisk", "Store"]
+__all__ = ["StoredState", "StoredRow", "SegmentLocation", "ServiceStore"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS keys (seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEX
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class SegmentLocation:
     """Where a large value is, in segments."""
 
     segment: int
@@ -44,27 +44,27 @@ class OnDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRow:
+class StoredRow:
     """`freed`: nobody needs it any more, and its values are gone; others of its group are needed."""
 
-    row: Row
+    row: SampleRow
     sampled: int | None
     freed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredState:
     """What was on disk. Rows in the order in which they were put; `cells` by row, `consumed` by task."""
 
     meta: Mapping[str, Any]
-    rows: Sequence[KeptRow]
+    rows: Sequence[StoredRow]
     cells: Mapping[str, Mapping[str, Any]]
     consumed: Mapping[str, set[str]]
-    loans: Sequence[Loan]
+    loans: Sequence[RowLease]
     keys: Mapping[str, Any]
 
 
-class Store:
+class ServiceStore:
     """One service's directory; one process at a time (a file lock says so), one loop.
 
     Changes are collected in order, and are on disk when `flush` returns: who answers a call after it never told of
@@ -90,30 +90,32 @@ class Store:
         except sqlite3.Error as error:
             os.close(self._lock)
             raise StorageFailed(f"{directory}: {error}") from None
-        self._segments = Segments(directory / "segments")
+        self._segments = PayloadFiles(directory / "segments")
         self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
-        self._placed_since: deque[tuple[str, str, OnDisk]] = deque()
+        self._placed_since: deque[tuple[str, str, SegmentLocation]] = deque()
         self._changes = self._through = 0
         """So many were made, and so many are on disk."""
         self._writing: asyncio.Future[None] | None = None
         self._broken: StorageFailed | None = None
 
-    def load(self) -> Kept:
+    def load(self) -> StoredState:
         ask = self._base.execute
         cells: dict[str, dict[str, Any]] = {}
         for row, column, value, segment, place in ask("SELECT row, col, value, segment, place FROM cells"):
-            cells.setdefault(row, {})[column] = _read(value) if segment is None else OnDisk(segment, place)
+            cells.setdefault(row, {})[column] = (
+                _decode_value(value) if segment is None else SegmentLocation(segment, place)
+            )
         consumed: dict[str, set[str]] = {}
         for task, row in ask("SELECT task, row FROM consumed"):
             consumed.setdefault(task, set()).add(row)
         rows = ask("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
-        return Kept(
+        return StoredState(
             {name: json.loads(value) for name, value in ask("SELECT name, value FROM meta")},
-            [KeptRow(Row(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
+            [StoredRow(SampleRow(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
             cells,
             consumed,
-            [_loan(json.loads(body)) for (body,) in ask("SELECT body FROM loans ORDER BY id")],
+            [_decode_lease(json.loads(body)) for (body,) in ask("SELECT body FROM loans ORDER BY id")],
             {name: json.loads(answer) for name, answer in ask("SELECT name, answer FROM keys ORDER BY seq")},
         )
 
@@ -121,7 +123,7 @@ class Store:
         for name, value in values.items():
             self._do("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
 
-    def row(self, row: Row, values: Mapping[str, Any]) -> None:
+    def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
         self._last += 1
         self._do(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
@@ -136,7 +138,7 @@ class Store:
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
         for column, value in values.items():
-            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _written(value))
+            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _encode_value(value))
         if sampled is not None:
             self._do("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
 
@@ -155,7 +157,7 @@ class Store:
             self._do(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
         self._do("DELETE FROM rows WHERE grp = ?", group)
 
-    def loan(self, loan: Loan) -> None:
+    def loan(self, loan: RowLease) -> None:
         body = [loan.id, loan.task, loan.batches, loan.consumed, loan.seconds, loan.key]
         self._do("INSERT OR REPLACE INTO loans VALUES (?, ?)", loan.id, json.dumps(body))
 
@@ -165,16 +167,16 @@ class Store:
     def key(self, name: str, answer: Any) -> None:
         """What a request of this name was answered; the oldest are forgotten."""
         self._do("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
-        self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", REMEMBERED)
+        self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
 
-    def placed(self) -> Iterator[tuple[str, str, OnDisk]]:
+    def placed(self) -> Iterator[tuple[str, str, SegmentLocation]]:
         """Large values that are on disk since this was asked last: row, column and place."""
         while self._placed_since:
             yield self._placed_since.popleft()
 
-    def read(self, place: OnDisk) -> Any:
+    def read(self, place: SegmentLocation) -> Any:
         """A large value again, while its row is there."""
-        return _read(self._segments.read(place.segment, place.offset))
+        return _decode_value(self._segments.read(place.segment, place.offset))
 
     @property
     def changed(self) -> bool:
@@ -224,7 +226,7 @@ class Store:
                 self._base.execute("ROLLBACK")
             raise
         large = (v for s, v in placed if s.startswith("INSERT INTO cells") and len(v) == 4)
-        self._placed_since.extend((row, column, OnDisk(*at)) for row, column, *at in large)
+        self._placed_since.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
             self._segments.keep({segment for (segment,) in used})
@@ -238,17 +240,17 @@ class Store:
         return statement, values
 
 
-def _written(value: Any) -> str | bytes:
+def _encode_value(value: Any) -> str | bytes:
     """JSON, or packed numbers: a zero, which no JSON begins with, their code, and they themselves."""
-    return b"\0" + value.code.encode() + value.data if isinstance(value, Packed) else json.dumps(value)
+    return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
 
 
-def _read(written: str | bytes) -> Any:
+def _decode_value(written: str | bytes) -> Any:
     if isinstance(written, bytes) and written[:1] == b"\0":
-        return Packed(chr(written[1]), written[2:])
+        return PackedColumn(chr(written[1]), written[2:])
     return pack(json.loads(written))
 
 
-def _loan(body: list[Any]) -> Loan:
+def _decode_lease(body: list[Any]) -> RowLease:
     id, task, batches, consumed, seconds, key = body
-    return Loan(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)
+    return RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)

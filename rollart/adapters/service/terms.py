@@ -10,21 +10,21 @@ from rollart.policy.samplers import Balanced, Fifo, WholeGroups
 from rollart.policy.table import Sampler, Selection
 
 __all__ = [
-    "Given",
-    "Refused",
-    "Setup",
-    "Task",
-    "Wish",
-    "positive",
-    "rules",
+    "ExperienceRow",
+    "RequestRefused",
+    "ServiceSetup",
+    "ServiceTask",
+    "ExperienceRequest",
+    "require_positive_lease",
+    "refuse_value_errors",
     "sampler_of",
     "setup_body",
-    "setup_of",
-    "these",
+    "decode_setup",
+    "sampler_of_rows",
 ]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A call that breaks a rule, in words. `status` is HTTP's."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ServiceTask:
     """A consumer's work: the columns it reads, and whether it takes groups whole."""
 
     columns: tuple[str, ...]
@@ -41,17 +41,17 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ServiceSetup:
     """What all who share a service agree on. `staleness`: publishes that a sample may live through; None: any."""
 
     columns: tuple[str, ...]
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, ServiceTask]
     capacity: int = 4096
     staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ExperienceRequest:
     """A request for experience: `count` rows, or groups where the task takes them whole, for each of `consumers`."""
 
     task: str
@@ -62,7 +62,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ExperienceRow:
     """A row on its way out."""
 
     id: str
@@ -71,39 +71,39 @@ class Given:
     values: Mapping[str, Any]
 
 
-def setup_body(setup: Setup) -> dict[str, Any]:
+def setup_body(setup: ServiceSetup) -> dict[str, Any]:
     tasks = {n: {"columns": list(t.columns), "whole_groups": t.whole_groups} for n, t in setup.tasks.items()}
     return {"columns": list(setup.columns), "tasks": tasks, "capacity": setup.capacity, "staleness": setup.staleness}
 
 
-def setup_of(body: Mapping[str, Any]) -> Setup:
-    tasks = {n: Task(tuple(t["columns"]), t["whole_groups"]) for n, t in body["tasks"].items()}
-    return Setup(tuple(body["columns"]), tasks, body["capacity"], body["staleness"])
+def decode_setup(body: Mapping[str, Any]) -> ServiceSetup:
+    tasks = {n: ServiceTask(tuple(t["columns"]), t["whole_groups"]) for n, t in body["tasks"].items()}
+    return ServiceSetup(tuple(body["columns"]), tasks, body["capacity"], body["staleness"])
 
 
-def sampler_of(wish: Wish, task: Task) -> Sampler:
+def sampler_of(wish: ExperienceRequest, task: ServiceTask) -> Sampler:
     if wish.count < 1 or wish.consumers < 1:
-        raise Refused(f"count {wish.count}, consumers {wish.consumers} (rule: at least 1)")
+        raise RequestRefused(f"count {wish.count}, consumers {wish.consumers} (rule: at least 1)")
     sampler: Sampler
     if task.whole_groups:
         if wish.at_least is not None:
-            raise Refused("at_least is for tasks that take single rows")
+            raise RequestRefused("at_least is for tasks that take single rows")
         sampler = WholeGroups(wish.count)
     else:
         sampler = Fifo(wish.count, wish.at_least)
     return Balanced(sampler, wish.consumers) if wish.consumers > 1 else sampler
 
 
-def these(rows: Sequence[str]) -> Sampler:
+def sampler_of_rows(rows: Sequence[str]) -> Sampler:
     return lambda ready: Selection.of(ready.rows[row] for row in rows)
 
 
-def positive(lease_s: float) -> None:
+def require_positive_lease(lease_s: float) -> None:
     if lease_s <= 0:
-        raise Refused(f"lease_s {lease_s} (rule: above 0)")
+        raise RequestRefused(f"lease_s {lease_s} (rule: above 0)")
 
 
-class rules:
+class refuse_value_errors:
     """The table's ValueErrors are the caller's."""
 
     def __enter__(self) -> None:
@@ -111,4 +111,4 @@ class rules:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError):
-            raise Refused(str(error)) from None
+            raise RequestRefused(str(error)) from None

@@ -15,29 +15,29 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from rollart.adapters.service.terms import Refused
+from rollart.adapters.service.terms import RequestRefused
 from rollart.errors import StorageFailed
 
-__all__ = ["Stored", "Uploads"]
+__all__ = ["StoredFile", "WeightUploads"]
 
 T = TypeVar("T")
 
-BLOCK = 4 * 2**20
+BLOCK_BYTES = 4 * 2**20
 """Bytes that are written, or read, at a time."""
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(?:json|safetensors)")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(?:json|safetensors)")
 """Of a file of a version: no path leads out of its directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     """A file of a version. `sha256` in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
-class Uploads:
+class WeightUploads:
     """One directory, one process. Files of a version come in any order, each again if it did not arrive; `commit` makes
     a version of them once all are here with the checksums that the sender tells. That one and the one before it are
     kept: those after it, of a run that went back, are over.
@@ -48,74 +48,78 @@ class Uploads:
         """`readable`: more directories below which versions may be read."""
         self.root = root
         self._readable = [path.resolve() for path in (root, *readable)]
-        self._here: dict[tuple[int, str], Stored] = {}
-        self._read: tuple[tuple[int, Path], dict[str, Stored]] | None = None
+        self._here: dict[tuple[int, str], StoredFile] = {}
+        self._read: tuple[tuple[int, Path], dict[str, StoredFile]] | None = None
         self._number = itertools.count()
         self._one = asyncio.Lock()
         """A version is made at a time: the same one that is asked for again waits until it is there."""
         for left in root.glob("part-*"):  # nobody knows their checksums any more
             shutil.rmtree(left, ignore_errors=True)
 
-    async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> Stored:
+    async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> StoredFile:
         """A file of a version to come. What ends early is the transport's error."""
-        _named(name)
+        _check_file_name(name)
         aside = self._part(version)
         part = aside / f"{name}.{next(self._number)}.part"
         digest, size = hashlib.sha256(), 0
         try:
-            file = await _threaded(lambda: _opened(part))
+            file = await _in_thread(lambda: _create_file(part))
             try:
                 async for chunk in chunks:
-                    await _threaded(partial(_write, file, digest.update, chunk))
+                    await _in_thread(partial(_write, file, digest.update, chunk))
                     size += len(chunk)
-                await _threaded(lambda: os.fsync(file.fileno()))
+                await _in_thread(lambda: os.fsync(file.fileno()))
             finally:
                 file.close()
-            stored = Stored(size, digest.hexdigest())
-            await _threaded(lambda: part.rename(aside / name))
+            stored = StoredFile(size, digest.hexdigest())
+            await _in_thread(lambda: part.rename(aside / name))
         finally:
             part.unlink(missing_ok=True)
         self._here[version, name] = stored
         return stored
 
-    async def commit(self, version: int, files: Mapping[str, Stored]) -> Path:
+    async def commit(self, version: int, files: Mapping[str, StoredFile]) -> Path:
         """The version's directory. Refused (409) if a file is not here as it was sent. The same again changes
         nothing."""
         async with self._one:
             return await self._committed(version, files)
 
-    async def _committed(self, version: int, files: Mapping[str, Stored]) -> Path:
-        path, told, written = self._path(version), self._sums(version), _written(files)
+    async def _committed(self, version: int, files: Mapping[str, StoredFile]) -> Path:
+        path, told, written = self._path(version), self._sums(version), _encode_checksums(files)
         if await self.holds(version, files):
             shutil.rmtree(self._part(version), ignore_errors=True)  # sent again, since the answer was lost
             return path
         if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
-            raise Refused("a version needs config.json and *.safetensors")
+            raise RequestRefused("a version needs config.json and *.safetensors")
         for name, stored in files.items():
-            _named(name)
+            _check_file_name(name)
             here = self._here.get((version, name))
             if here != stored or not (self._part(version) / name).is_file():
                 what = "did not arrive" if here is None else f"arrived as {here.bytes} bytes, {here.sha256[:12]}"
-                raise Refused(f"{name} of v{version} {what} (rule: upload it again)", 409)
-        await _threaded(lambda: self._make(version, path, told, written, set(files)))
+                raise RequestRefused(f"{name} of v{version} {what} (rule: upload it again)", 409)
+        await _in_thread(lambda: self._make(version, path, told, written, set(files)))
         self._here = {(v, name): s for (v, name), s in self._here.items() if v != version}
         self._read = None
         return path
 
-    async def holds(self, version: int, files: Mapping[str, Stored]) -> bool:
+    async def holds(self, version: int, files: Mapping[str, StoredFile]) -> bool:
         """Whether these are the version that is here."""
         told = self._sums(version)
-        return self._path(version).is_dir() and told.is_file() and await _threaded(told.read_text) == _written(files)
+        return (
+            self._path(version).is_dir()
+            and told.is_file()
+            and await _in_thread(told.read_text) == _encode_checksums(files)
+        )
 
-    async def listed(self, path: str, version: int) -> dict[str, Stored]:
+    async def listed(self, path: str, version: int) -> dict[str, StoredFile]:
         """The files of a version that may be read. Refused (404) elsewhere. A directory is read once a version."""
         directory = Path(path).resolve()
         if not path or not any(directory.is_relative_to(root) for root in self._readable) or not directory.is_dir():
-            raise Refused("the current version's files are not here to be read", 404)
+            raise RequestRefused("the current version's files are not here to be read", 404)
         asked = version, directory
         if self._read is not None and self._read[0] == asked:
             return self._read[1]
-        found = await _threaded(lambda: _sums(directory))
+        found = await _in_thread(lambda: _checksums(directory))
         self._read = asked, found
         return found
 
@@ -136,7 +140,7 @@ class Uploads:
         shutil.rmtree(path, ignore_errors=True)
         told.write_text(written)
         aside.rename(path)
-        for old in _others(self.root, path):
+        for old in _superseded_versions(self.root, path):
             old.with_suffix(".sums").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
         for left in self.root.glob("part-*"):
@@ -144,7 +148,7 @@ class Uploads:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _others(root: Path, path: Path) -> list[Path]:
+def _superseded_versions(root: Path, path: Path) -> list[Path]:
     """All versions but this one and the last before it."""
     found = [v for v in root.glob("v*") if v.suffix != ".sums" and v != path]
     before = max((v for v in found if _number(v) < _number(path)), key=_number, default=None)
@@ -156,16 +160,16 @@ def _number(path: Path) -> int:
     return int(re.sub(r"\D", "", path.name) or 0)
 
 
-def _written(files: Mapping[str, Stored]) -> str:
+def _encode_checksums(files: Mapping[str, StoredFile]) -> str:
     return json.dumps({name: asdict(stored) for name, stored in sorted(files.items())})
 
 
-def _named(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise Refused(f"{name!r} is no file of a version (rule: *.json and *.safetensors, without directories)")
+def _check_file_name(name: str) -> None:
+    if not FILE_NAME.fullmatch(name):
+        raise RequestRefused(f"{name!r} is no file of a version (rule: *.json and *.safetensors, without directories)")
 
 
-def _opened(path: Path) -> BinaryIO:
+def _create_file(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("xb")
 
@@ -176,17 +180,17 @@ def _write(file: BinaryIO, digest: Callable[[bytes], None], chunk: bytes) -> Non
     file.flush()
 
 
-def _sums(directory: Path) -> dict[str, Stored]:
+def _checksums(directory: Path) -> dict[str, StoredFile]:
     found = {}
     for file in sorted(directory.iterdir()):
-        if NAME.fullmatch(file.name) and file.is_file():
+        if FILE_NAME.fullmatch(file.name) and file.is_file():
             with file.open("rb") as read:
                 digest = hashlib.file_digest(read, "sha256").hexdigest()
-            found[file.name] = Stored(file.stat().st_size, digest)
+            found[file.name] = StoredFile(file.stat().st_size, digest)
     return found
 
 
-async def _threaded(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[[], T]) -> T:
     """StorageFailed: the disk refused. A caller that is cancelled waits until the thread is done with the file."""
     done = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Waiting"]
+__all__ = ["ChangeNotifier"]
 
 T = TypeVar("T")
 
 
-class Waiting:
+class ChangeNotifier:
     """Any number of callers on one loop; each looks again at every `wake`, which waits for nobody."""
 
     def __init__(self) -> None:

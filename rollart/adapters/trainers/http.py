@@ -19,11 +19,11 @@ from rollart.architecture import stamp_of
 from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
-__all__ = ["HttpTrainer", "Sent", "encode_samples"]
+__all__ = ["HttpTrainer", "BroadcastResult", "encode_samples"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class BroadcastResult:
     """A broadcast. `has`: bytes and seconds of the members that have the version whole, by number; `errors` of others,
     0 is the trainer."""
 
@@ -88,12 +88,12 @@ class HttpTrainer:
         answer = await self._post("meet", {})
         return str(answer["address"]), int(answer["ranks"])
 
-    async def send(self, order: Mapping[str, object], *, bucket_bytes: int) -> Sent:
+    async def send(self, order: Mapping[str, object], *, bucket_bytes: int) -> BroadcastResult:
         """Broadcast what was staged to be sent; returns when every member has it or does not answer any more."""
         answer = await self._post("send", {"order": dict(order), "bucket": bucket_bytes})
         has = {int(member): (int(n), float(s)) for member, (n, s) in answer["has"].items()}
         errors = {int(member): str(error) for member, error in answer["errors"].items()}
-        return Sent(int(answer["bytes"]), float(answer["seconds"]), has, errors)
+        return BroadcastResult(int(answer["bytes"]), float(answer["seconds"]), has, errors)
 
     async def publish(self, version: int) -> WeightsRef:
         answer = await self._post("publish", {"version": version})
@@ -181,7 +181,7 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         "legal": b"".join(_legal(s, legal_sets) for s in samples),
         "sets": [list(members) for members in legal_sets],
         **({"weight": _pack("d", [s.weight for s in samples])} if any(s.weight != 1.0 for s in samples) else {}),
-        **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in _filled(samples)},
+        **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in _common_columns(samples)},
     }
 
 
@@ -189,7 +189,7 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
-def _filled(samples: Sequence[TrainSample]) -> list[str]:
+def _common_columns(samples: Sequence[TrainSample]) -> list[str]:
     """Columns that every sample brings; of one that some lack the trainer computes all."""
     return [name for name in ("reference", "advantage") if all(getattr(s, name) or not s.token_ids for s in samples)]
 

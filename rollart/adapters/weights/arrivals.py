@@ -7,10 +7,10 @@ import asyncio
 from rollart.adapters.weights.manifests import Manifest
 from rollart.errors import StorageFailed
 
-__all__ = ["Arrivals"]
+__all__ = ["BucketArrivals"]
 
 
-class Arrivals:
+class BucketArrivals:
     """Which buckets of a version that is being pushed are in the store: a puller waits for each, so that pulling begins
     with the first. Unblocked by the pusher, by its end in any case."""
 

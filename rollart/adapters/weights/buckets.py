@@ -24,11 +24,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollart.adapters.weights.arrivals import Arrivals
+from rollart.adapters.weights.arrivals import BucketArrivals
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
 from rollart.adapters.weights.manifests import FileEntry, Manifest, bucket_key, version_key
-from rollart.adapters.weights.moving import Window
-from rollart.adapters.weights.objects import Objects
+from rollart.adapters.weights.moving import TransferWindow
+from rollart.adapters.weights.objects import ObjectStore
 from rollart.architecture import stamp_of
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
@@ -36,11 +36,11 @@ from rollart.policy.pipeline import BucketDepth, InFlight
 __all__ = [
     "BucketPusher",
     "BucketWeightStore",
-    "Progress",
-    "Pulled",
-    "Pushed",
-    "failing_once",
-    "serving",
+    "PullProgress",
+    "PullResult",
+    "PushResult",
+    "first_failure_only",
+    "is_serving_file",
 ]
 
 BUCKET_BYTES = 256 * 2**20
@@ -51,7 +51,7 @@ MANIFEST = "buckets.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class PushResult:
     """What one push moved. `sent` bytes crossed the link; the rest was in the store already."""
 
     version: int
@@ -61,7 +61,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """What one pull moved. `accumulated_s` is the sum over its buckets (RA-16), `seconds` from its begin to its end."""
 
     version: int
@@ -72,7 +72,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PullProgress:
     """Of a pull: buckets that came, seconds that the longest of them took, and buckets that are on their way."""
 
     buckets: int
@@ -80,7 +80,7 @@ class Progress:
     open: int
 
 
-def serving(name: str) -> bool:
+def is_serving_file(name: str) -> bool:
     """What engines need of a version: not the optimizer's state, nor the marker, which each reader writes anew."""
     return not name.startswith("trainer/") and name not in (MARKER, MANIFEST)
 
@@ -91,11 +91,11 @@ class BucketPusher:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         in_flight: InFlight = "auto",
-        wanted: Callable[[str], bool] = serving,
+        wanted: Callable[[str], bool] = is_serving_file,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
@@ -105,11 +105,11 @@ class BucketPusher:
         self._wanted = wanted
         self._turn = asyncio.Lock()
 
-    async def prepare(self, version: int, path: str) -> Arrivals:
+    async def prepare(self, version: int, path: str) -> BucketArrivals:
         """Read a published directory and hash it. What pullers wait on meanwhile; give it to `push`."""
-        return Arrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._wanted))
+        return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._wanted))
 
-    async def push(self, path: str, arrivals: Arrivals) -> Pushed:
+    async def push(self, path: str, arrivals: BucketArrivals) -> PushResult:
         """Send the buckets that the store lacks, then the version. `StorageFailed`: the version is not there, and what
         was sent is collected some time."""
         loop, manifest = asyncio.get_running_loop(), arrivals.manifest
@@ -119,8 +119,8 @@ class BucketPusher:
                 present = await self._objects.keys("buckets/")
                 lacking = self._lacking(path, manifest, present)
                 await arrivals.came({d for d in manifest.digests if bucket_key(d) in present})
-                window = Window(self._depth, max((count for *_, count in lacking), default=1))
-                async with failing_once(), asyncio.TaskGroup() as group:
+                window = TransferWindow(self._depth, max((count for *_, count in lacking), default=1))
+                async with first_failure_only(), asyncio.TaskGroup() as group:
                     for place in lacking:
                         group.create_task(self._send(*place, arrivals, window))
                 await self._objects.put(version_key(manifest.version), manifest.encode())
@@ -128,7 +128,7 @@ class BucketPusher:
             finally:
                 await arrivals.end()
             sent = sum(count for *_, count in lacking)
-            return Pushed(manifest.version, manifest.size, sent, loop.time() - began)
+            return PushResult(manifest.version, manifest.size, sent, loop.time() - began)
 
     async def collect(self, keep: Sequence[int]) -> int:
         """Remove versions that are not in `keep`, and then the buckets that no version has; how many. The version goes
@@ -154,7 +154,9 @@ class BucketPusher:
                     places.setdefault(digest, (Path(path) / file.name, digest, offset, count))
         return sorted(places.values(), key=lambda place: -place[3])
 
-    async def _send(self, file: Path, digest: str, offset: int, count: int, arrivals: Arrivals, window: Window) -> None:
+    async def _send(
+        self, file: Path, digest: str, offset: int, count: int, arrivals: BucketArrivals, window: TransferWindow
+    ) -> None:
         async with window.bucket(count) as bucket:
             with bucket.applying():
                 data = await asyncio.to_thread(_read_checked, file, offset, count, digest)
@@ -170,13 +172,13 @@ class BucketWeightStore:
     same version wait for one another: engines of a host share one copy. `in_flight` buckets are on their way at a time:
     with `auto` as many as keep the host's disk busy (`policy.pipeline`)."""
 
-    def __init__(self, objects: Objects, root: str | Path, *, in_flight: InFlight = "auto") -> None:
+    def __init__(self, objects: ObjectStore, root: str | Path, *, in_flight: InFlight = "auto") -> None:
         self._objects = objects
         self._root = Path(root)
         self._local = DirectoryWeightStore(root)
         self._depth = BucketDepth(in_flight)
         self._pulling: dict[int, asyncio.Lock] = {}
-        self.progress = Progress(0, 0.0, 0)
+        self.progress = PullProgress(0, 0.0, 0)
         """Of the pull that is under way, or was last."""
         self._numbers = itertools.count()
 
@@ -204,31 +206,31 @@ class BucketWeightStore:
                 shutil.rmtree(leftover, ignore_errors=True)
         self._local.prune(keep)
 
-    async def pull(self, version: int, arrivals: Arrivals | None = None) -> Pulled:
+    async def pull(self, version: int, arrivals: BucketArrivals | None = None) -> PullResult:
         """Returns when the version is complete here. With `arrivals` it may still be on its way into the store.
         `StorageFailed`: it is not here, and nothing of it is left."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with self._pulling.setdefault(version, asyncio.Lock()):
             if self.complete(version):
-                return Pulled(version, 0, 0, 0.0, loop.time() - began)
+                return PullResult(version, 0, 0, 0.0, loop.time() - began)
             manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(version_key(version)))
             aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
-            self.progress = Progress(0, 0.0, 0)
+            self.progress = PullProgress(0, 0.0, 0)
             try:
                 received, spent = await self._fill(aside, manifest, arrivals)
                 if arrivals is not None:
                     await arrivals.ended()
-                await asyncio.to_thread(_seal, aside, Path(self.path(version)), manifest)
+                await asyncio.to_thread(_publish_locally, aside, Path(self.path(version)), manifest)
             finally:
                 await asyncio.to_thread(shutil.rmtree, aside, True)
-        return Pulled(version, manifest.size, received, spent, loop.time() - began)
+        return PullResult(version, manifest.size, received, spent, loop.time() - began)
 
-    async def _fill(self, aside: Path, manifest: Manifest, arrivals: Arrivals | None) -> tuple[int, float]:
+    async def _fill(self, aside: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
         """Bytes that came from the store, and the seconds of each of its buckets, summed."""
         loop = asyncio.get_running_loop()
         have = await asyncio.to_thread(self._prepare, aside, manifest)
-        window = Window(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
+        window = TransferWindow(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
         moved = [0, 0.0]
 
         async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
@@ -253,13 +255,13 @@ class BucketWeightStore:
                 moved[0] += len(data)
                 moved[1] += (took := loop.time() - began)
                 p = self.progress
-                self.progress = Progress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
+                self.progress = PullProgress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
 
         places: dict[str, list[tuple[Path, int, int]]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
                 places.setdefault(digest, []).append((aside / file.name, offset, count))
-        async with failing_once(), asyncio.TaskGroup() as group:
+        async with first_failure_only(), asyncio.TaskGroup() as group:
             for digest, targets in sorted(places.items(), key=lambda place: -place[1][0][2]):
                 group.create_task(take(digest, targets))
         return int(moved[0]), moved[1]
@@ -285,7 +287,7 @@ class BucketWeightStore:
 
 
 @contextlib.asynccontextmanager
-async def failing_once() -> AsyncIterator[None]:
+async def first_failure_only() -> AsyncIterator[None]:
     """The first of a group's failures alone: the others are its consequences."""
     try:
         yield
@@ -347,7 +349,7 @@ def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
             raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
 
 
-def _seal(aside: Path, final: Path, manifest: Manifest) -> None:
+def _publish_locally(aside: Path, final: Path, manifest: Manifest) -> None:
     """Visible at once and whole."""
     try:
         (aside / MANIFEST).write_bytes(manifest.encode())

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 
 from rollart.policy.pipeline import BucketDepth
 
-__all__ = ["Moving", "Window"]
+__all__ = ["BucketTransfer", "TransferWindow"]
 
 
-class Moving:
+class BucketTransfer:
     """One bucket under way: tells the rule how long it took. Small ones, the ends of files, tell nothing."""
 
     def __init__(self, depth: BucketDepth, *, alone: bool, whole: bool) -> None:
@@ -34,7 +34,7 @@ class Moving:
             self._depth.applied(asyncio.get_running_loop().time() - began)
 
 
-class Window:
+class TransferWindow:
     """Waiting for a place: as many as the depth says are inside, and each that leaves lets others in. One push or pull
     owns it and ends with it: a bucket that fails, fails that."""
 
@@ -45,12 +45,12 @@ class Window:
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def bucket(self, count: int) -> AsyncIterator[Moving]:
+    async def bucket(self, count: int) -> AsyncIterator[BucketTransfer]:
         """A bucket of `count` bytes may be under way."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._inside < self._depth.depth(self._moved, self._bytes))
             self._inside += 1
-        yield Moving(self._depth, alone=self._moved == 0 and self._inside == 1, whole=count == self._bytes)
+        yield BucketTransfer(self._depth, alone=self._moved == 0 and self._inside == 1, whole=count == self._bytes)
         async with self._changed:
             self._inside -= 1
             self._moved += 1

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from rollart.errors import StorageFailed
 
-__all__ = ["FileObjects", "LinkedObjects", "MemoryObjects", "Objects"]
+__all__ = ["FileObjectStore", "LinkableObjectStore", "MemoryObjectStore", "ObjectStore"]
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """Any number of callers at a time."""
 
     async def put(self, key: str, data: bytes) -> None: ...
@@ -36,14 +36,14 @@ class Objects(Protocol):
     async def aclose(self) -> None: ...
 
 
-class LinkedObjects(Objects, Protocol):
+class LinkableObjectStore(ObjectStore, Protocol):
     """Blobs that whoever is told where they are can read, knowing nothing of the store."""
 
     async def link(self, key: str) -> str:
         """A path, or a URL that is good for hours, of a blob that may come later."""
 
 
-class MemoryObjects:
+class MemoryObjectStore:
     """In this process: for one machine, and for tests."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class MemoryObjects:
         return None
 
 
-class FileObjects:
+class FileObjectStore:
     """Files below a directory that producers and consumers share: a network file system, a disk, tmpfs."""
 
     def __init__(self, root: str | Path) -> None:

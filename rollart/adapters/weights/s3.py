@@ -9,7 +9,7 @@ from typing import Any
 
 from rollart.errors import StorageFailed, UsageError
 
-__all__ = ["S3Objects"]
+__all__ = ["S3ObjectStore"]
 
 LINK_S = 6 * 3600
 """Seconds that a signed URL is good for; no longer than the credentials that it was signed with are."""
@@ -18,7 +18,7 @@ DELETED_AT_ONCE = 1000
 """Keys of one DeleteObjects call: S3's limit."""
 
 
-class S3Objects:
+class S3ObjectStore:
     """One bucket, keys below `prefix`. Credentials, region and endpoint are the environment's unless given. One event
     loop; the connection is opened by the first call and closed by `aclose`."""
 

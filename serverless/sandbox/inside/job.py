@@ -17,7 +17,7 @@ import traceback
 from typing import Any, NoReturn
 
 
-class Job:
+class SandboxJob:
     """The pipes of one job, seen from both of its ends."""
 
     def __init__(self, stdin: bytes, most: int) -> None:

@@ -31,7 +31,7 @@ import time
 from typing import Any, NoReturn
 
 from . import scratch
-from .job import Job, run
+from .job import SandboxJob, run
 
 _PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _PID = 0x5049_4421
@@ -113,7 +113,7 @@ class Zygote:
     def _job(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run one program and clean up after it."""
         limits = order["limits"]
-        job = Job(order["stdin"].encode("utf-8", "surrogatepass"), limits["output_bytes"])
+        job = SandboxJob(order["stdin"].encode("utf-8", "surrogatepass"), limits["output_bytes"])
         # Before the fork: from here on, whatever ends this process is the program's doing.
         send(self._channel, {"started": True})
         began = time.monotonic()
@@ -149,7 +149,7 @@ class Zygote:
             "clean": clean,
         }
 
-    def _watch(self, job: Job, pid: int, deadline: float, files: int) -> tuple[str, int | None, Any]:
+    def _watch(self, job: SandboxJob, pid: int, deadline: float, files: int) -> tuple[str, int | None, Any]:
         """Move its bytes until it ends, runs out of time or writes too much: (why it must end, status, usage)."""
         while True:
             left = deadline - time.monotonic()

@@ -8,8 +8,8 @@ import pytest
 
 from serverless.errors import SandboxUnavailable
 from serverless.sandbox.box import Box
-from serverless.sandbox.core import Core
-from serverless.sandbox.launch import Way, ways
+from serverless.sandbox.core import SandboxProcess
+from serverless.sandbox.launch import LaunchMethod, launch_methods
 from serverless.sandbox.values import Limits
 
 WAYS = {
@@ -42,9 +42,9 @@ def _why_not(name: str) -> str:
         return error.message
 
 
-def _core(rung: str, variant: str, limits: Limits, preload: tuple[str, ...]) -> Core:
-    return Core(rung, limits=limits, preload=preload, allow_unsafe=False, only=variant)
+def _core(rung: str, variant: str, limits: Limits, preload: tuple[str, ...]) -> SandboxProcess:
+    return SandboxProcess(rung, limits=limits, preload=preload, allow_unsafe=False, only=variant)
 
 
-def _ways(rung: str, variant: str, limits: Limits, preload: tuple[str, ...]) -> list[Way]:
-    return [way for way in ways(rung, limits=limits, preload=preload) if way.name == variant]
+def _ways(rung: str, variant: str, limits: Limits, preload: tuple[str, ...]) -> list[LaunchMethod]:
+    return [way for way in launch_methods(rung, limits=limits, preload=preload) if way.name == variant]

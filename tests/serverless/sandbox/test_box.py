@@ -18,7 +18,7 @@ import pytest
 
 from serverless.errors import SandboxUnavailable
 from serverless.sandbox import Box, Limits, detect, launch, sandbox
-from serverless.sandbox.launch import Refused
+from serverless.sandbox.launch import RungUnavailable
 from tests.serverless.sandbox.support import WAYS, box
 from tests.serverless.support import alive, children, descendants
 
@@ -300,7 +300,7 @@ def test_without_any_isolation_nothing_runs_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: object, **settings: object) -> None:
-        raise Refused("not here")
+        raise RungUnavailable("not here")
 
     for name in ("_on_provider", "_bubblewrap", "_landlock", "_landlock_alone"):
         monkeypatch.setattr(launch, name, refuse)
@@ -331,7 +331,7 @@ def test_the_unsafe_rung_shows_what_the_battery_looks_for(tmp_path: pathlib.Path
 
 
 def test_inside_a_provider_its_boundary_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "provider", lambda *args, **settings: "lambda")
+    monkeypatch.setattr(launch, "hosting_provider", lambda *args, **settings: "lambda")
     with sandbox() as one:
         assert one.rung == "provider"
         assert one.run("import os; os.fork()").status == "exit"

@@ -11,7 +11,7 @@ import pytest
 
 from serverless.sandbox import Limits, seccomp
 from serverless.sandbox.core import _frame, _ran
-from serverless.sandbox.launch import provider
+from serverless.sandbox.launch import hosting_provider
 
 KILL, ALLOW, ERRNO = 0x8000_0000, 0x7FFF_0000, 0x0005_0000
 MACHINES = list(seccomp.ARCHITECTURES)
@@ -136,7 +136,7 @@ def test_no_table_no_filter() -> None:
 def test_a_provider_is_known_by_more_than_its_variables(
     environment: dict[str, str], release: str, read_only: bool, expected: str
 ) -> None:
-    assert provider(environment, release=release, root_is_read_only=read_only) == expected
+    assert hosting_provider(environment, release=release, root_is_read_only=read_only) == expected
 
 
 @pytest.mark.parametrize("name", ["wall_s", "cpu_s", "memory_mb", "output_bytes", "files_mb", "processes"])
