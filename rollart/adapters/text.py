@@ -28,7 +28,7 @@ class HubTokenizer:
             )
         try:
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing narrower
+        except Exception as error:  # tokenizers raises no narrower type
             raise SpecError(f"{path} is no tokenizer: {one_line(error)}") from None
         self._unknown: str | None = getattr(self._backend.model, "unk_token", None)
         self._short = lru_cache(maxsize=CACHED_TEXTS)(self._encode)
@@ -40,7 +40,6 @@ class HubTokenizer:
         return int(self._backend.get_vocab_size())
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Its token ids."""
         return self._short(text) if len(text) <= CACHED_CHARACTERS else self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:

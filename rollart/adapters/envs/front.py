@@ -1,4 +1,5 @@
-"""What serves the socket of an environment host: requests in, answers out, on a loop that no environment runs on."""
+"""The server of an environment host. It reads requests from a socket and writes responses, on a loop that runs no
+environment."""
 
 from __future__ import annotations
 
@@ -33,21 +34,21 @@ from rollart.resident import machine_bytes, resident_bytes
 __all__ = ["EnvironmentHostServer"]
 
 GREETING_S = 10.0
-"""Seconds that a client has to say who it is. Who knocks and says nothing holds a socket no longer."""
+"""Seconds that a client has to authenticate. After that a silent connection is closed."""
 
 GREETING = 4096
-"""Bytes of a greeting at most: nobody unknown is read more of."""
+"""Maximum bytes of a greeting frame: no more is read from a client that has not authenticated."""
 
 AGAIN = EnvironmentOrigin("again", 0.0)
 MADE_FIRST = EnvironmentOrigin("cold", 0.0)
 
 CLOSE_S = 3.0
-"""Seconds that a call under way may take to end once its episode is closed: less than a trajectory waits for it."""
+"""Seconds that a running call may take to end once its episode is closed: less than a trajectory waits for it."""
 
 
 @dataclass(slots=True)
 class HostedEpisode:
-    """One episode. `running` is its call under way; `over` once a step said so."""
+    """One episode. `running` is its current call; `over` is True once a step returned done."""
 
     name: str
     maker: DomainFactory
@@ -55,54 +56,54 @@ class HostedEpisode:
     pool: WarmPool
     environment: Environment | None = None
     made: EnvironmentOrigin = MADE_FIRST
-    """How it came to its environment."""
+    """How the episode got its environment."""
     counted: bool = False
-    """Whether its pool knows of it."""
+    """True if the pool has counted its environment as in use."""
     well: bool = True
-    """No call of it failed or was given up."""
+    """True while no call of the episode has failed or been cancelled."""
     running: asyncio.Future[Any] | None = None
     over: bool = False
     played: int = 0
     """Episodes that its environment played before."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Taken on its seat's loop: what was cancelled ends before the next begins."""
+    """Acquired on the environment's loop: a cancelled call ends before the next one begins."""
 
 
 @dataclass(slots=True)
 class EnvironmentHostServer:
-    """Everything that is not an environment's: lives on the loop of its own thread, which nothing of theirs runs on.
+    """Serves the requests of a host, on the loop of a thread that runs no environment code.
 
-    One connection at a time is the controller's; its episodes are closed when it ends. Calls of one episode come one
-    after the other; a second beside it is refused. While the connection lasts, every request is answered once, given up
-    or not, so that a client need remember none for ever.
+    One connection at a time belongs to the controller; its episodes are closed when it ends. The calls of an episode
+    are sequential; a second concurrent one is refused. While the connection lasts, every request gets exactly one
+    response, even if it was cancelled, so a client need not remember any request for ever.
     """
 
     makers: Mapping[str, DomainFactory]
     main: asyncio.AbstractEventLoop
     token: str = ""
     size: int = 0
-    """Environments per domain that are made ahead."""
+    """Environments per domain that are made in advance."""
     reuse: int = 1
-    """Episodes that one environment plays, where it may."""
+    """Episodes that one environment may play, if it is reusable."""
     pools: dict[str, WarmPool] = field(default_factory=dict)
     hook: ImageHook | None = None
     most: int | None = None
-    """Bytes of images that are kept."""
+    """Maximum bytes of cached images; None for no limit."""
     images: ImageCache | None = None
     held: dict[str, list[str]] = field(default_factory=dict)
-    """Images that are pulled for episodes, by episode."""
+    """Images that are pinned, by episode."""
     episodes: dict[str, HostedEpisode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     left: list[tuple[str, threading.Thread]] = field(default_factory=list)
     """Threads of closed episodes that are still in a call."""
     given_up: set[int] = field(default_factory=set)
-    """Requests whose caller waits no more, until they are answered."""
+    """Cancelled requests that have no response yet."""
     taken: bool = False
     beat_since: float | None = None
-    """When the main loop was asked for a sign of life that it has not given yet."""
+    """When the main loop was last pinged, while it has not replied; else None."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection, to its end."""
+        """Serve one connection until it ends."""
         try:
             async with asyncio.timeout(GREETING_S):
                 hello = HostRequest.from_json(await read_frame(reader, largest=GREETING))
@@ -135,7 +136,7 @@ class EnvironmentHostServer:
             self.taken = False
 
     async def close(self) -> None:
-        """Close every episode, and what waits for one, in bounded time."""
+        """Close every episode and every idle environment, in bounded time."""
         pools = list(self.pools.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -143,7 +144,7 @@ class EnvironmentHostServer:
         await asyncio.gather(*(self._close(one) for one in list(self.episodes.values())))
 
     def _warm(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to make environments ahead."""
+        """Start making environments in advance."""
         self.held.clear()
         self.pools = {
             name: WarmPool(name, maker, functools.partial(self._seat, maker), self.size, self.reuse)
@@ -231,7 +232,7 @@ class EnvironmentHostServer:
                 episode.pool.began(episode.environment)
 
     def _begun(self, name: str, maker: DomainFactory, pool: WarmPool) -> HostedEpisode:
-        """An episode, with an environment that waited for one if there is any."""
+        """An episode, with an idle environment of the pool if there is one."""
         kept = pool.take()
         if kept is None:
             return HostedEpisode(name, maker, self._seat(maker, name), pool)
@@ -239,12 +240,12 @@ class EnvironmentHostServer:
         return HostedEpisode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
 
     def _pictured(self) -> list[str]:
-        """Domains whose environments name images that can be brought here."""
+        """Domains whose environments name images that this host can pull."""
         return [name for name, maker in self.makers.items() if maker.images is not None and self.hook is not None]
 
     async def _images(self, ask: HostRequest) -> HostResponse:
-        """Which images an episode needs and which of those are here; brought, if that is asked. They are held until it
-        is closed."""
+        """List the images that an episode needs and the images on this host; a PULL request also pulls the missing
+        ones. They stay pinned until the episode is closed."""
         domain, seed = ask.value
         maker = self.makers.get(domain)
         if maker is None or maker.images is None or self.images is None:
@@ -252,7 +253,7 @@ class EnvironmentHostServer:
         began, pulled = asyncio.get_running_loop().time(), 0
         task = asyncio.current_task()
         assert task is not None
-        self.calls[ask.id] = task  # who gives up the wait ends it here: nothing is held for nobody
+        self.calls[ask.id] = task  # a CANCEL request cancels this task, so that nothing stays pinned without an episode
         try:
             named = maker.images
 
@@ -290,7 +291,7 @@ class EnvironmentHostServer:
         return await self._call(ask, episode, step)
 
     async def _call(self, ask: HostRequest, episode: HostedEpisode, work: Callable[[], Awaitable[Any]]) -> HostResponse:
-        """The environment's answer, from the loop that it lives on."""
+        """Run a call on the loop of its environment; its response."""
         if episode.running is not None:
             return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "two calls of one episode at a time")
         call = run_on_loop(episode.seat.loop, run_timed(f"{ask.op} of {ask.episode}", episode.turn, work))
@@ -306,7 +307,8 @@ class EnvironmentHostServer:
         return HostResponse(ask.id, ask.episode, told, value, env_s)
 
     async def _close(self, episode: HostedEpisode) -> str:
-        """End its call, close its environment and give its thread up; what went wrong, in words."""
+        """Cancel the episode's call, close its environment and release its thread. Returns the error as text, '' if
+        there is none."""
         self.episodes.pop(episode.name, None)
         if episode.environment is not None and episode.counted:
             kept = IdleEnvironment(episode.seat, episode.environment, played=episode.played + 1)
@@ -332,8 +334,8 @@ class EnvironmentHostServer:
                 self.left.append((episode.name, episode.seat.thread))
 
     def _health(self) -> dict[str, Any]:
-        """How long the main loop has given no sign of life, and in which call it is; threads that nobody needs and that
-        do not end; memory."""
+        """Seconds since the main loop stopped responding and the call that blocks it; threads of closed episodes that
+        have not ended; memory."""
         now = asyncio.get_running_loop().time()
         stuck = 0.0
         if self.beat_since is None:

@@ -1,6 +1,6 @@
-"""FrozenLake as a conversation: Gymnasium's environment, told in words, one legal action word per turn.
+"""FrozenLake as a conversation: Gymnasium's environment as text, one legal action word per turn.
 
-Every observation names where the goal lies and what stands next to the player; the whole grid is shown on the first
+Every observation names the direction of the goal and the cells next to the player; the whole grid is shown on the first
 turn only, so a trajectory is many prompt tokens and one action token per turn (prefill-heavy).
 """
 
@@ -48,9 +48,9 @@ class FrozenLakeText:
     """One player on a non-slippery lake; pays 1 on reaching the goal, ends in a hole or after `max_turns`.
 
     Implements `rollart.ports.Environment`. `reset(seed)` draws a lake of its own per seed; seeds from
-    `rollart.ports.EVAL_SEEDS_FROM` on draw lakes that no training seed ever shows. An action that is no action word
-    is a turn lost, not an error: what a policy says is the policy's fault. The last step's metadata has
-    `observations` (every text, the final one included), `env_rewards` and `success`, which the reward functions read.
+    `rollart.ports.EVAL_SEEDS_FROM` on draw lakes that no training seed ever shows. An invalid action word is a lost
+    turn, not an error: the policy's text is the policy's responsibility. The last step's metadata has `observations`
+    (every text, the final one included), `env_rewards` and `success`, which the reward functions read.
     """
 
     quick = True
@@ -150,7 +150,7 @@ def draw_lake(seed: int, *, size: int = 4, holes: int = 3, min_distance: int = 2
 
 
 def distances(lake: Lake) -> list[int | None]:
-    """Moves from each cell to the goal without touching a hole; None where there is no way (holes included)."""
+    """Moves from each cell to the goal without touching a hole; None if there is no such path (holes included)."""
     found: list[int | None] = [None] * (lake.size * lake.size)
     found[lake.goal] = 0
     queue = deque([lake.goal])
@@ -173,5 +173,5 @@ def lake_words(size: int = 4) -> tuple[str, ...]:
     """Every word that an observation or an action may contain, for a word-level tokenizer."""
     positions = [f"at:{r},{c}" for r in range(size) for c in range(size)]
     goals = [f"goal:{v},{h}" for v in ("up", "down", "level") for h in ("left", "right", "level")]
-    neighbours = [f"{name}:{what}" for name in ACTIONS for what in ("ice", "hole", "goal", "edge")]
+    neighbours = [f"{name}:{cell}" for name in ACTIONS for cell in ("ice", "hole", "goal", "edge")]
     return (_DOMAIN, _QUESTION, *ACTIONS, *"SFHG", *positions, *goals, *neighbours, "on:hole", "on:goal")

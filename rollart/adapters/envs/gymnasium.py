@@ -1,11 +1,11 @@
-"""Any environment with Gymnasium's interface as a conversation: observations in words, actions read from words.
+"""Any environment with Gymnasium's interface as a conversation: observations as text, actions parsed from text.
 
     environment: rollart.adapters.envs.gymnasium:GymnasiumText
     environment_args: {id: FrozenLake-v1, make_args: {is_slippery: false}, actions: [left, down, right, up]}
 
-`id` is a registered name (`package:Name-v0` imports the package first); `make` a class or factory by import path
-instead, for environments that nobody registered, text environments with GEM's `reset() -> (text, info)` and
-`step(text) -> (text, reward, terminated, truncated, info)` among them.
+`id` is a registered name (`package:Name-v0` imports the package first). Instead, `make` is the import path of a class
+or factory, for unregistered environments; these include text environments with GEM's `reset() -> (text, info)` and
+`step(text) -> (text, reward, terminated, truncated, info)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollart.spec.suggest import did_you_mean
 __all__ = ["GymnasiumText"]
 
 ANSI = "ansi"
-"""`render: ansi` shows what the environment itself draws as text."""
+"""`render: ansi` shows the text that the environment renders itself."""
 
 _COLOUR = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)(?:\x1b\[0?m)+")
 _DRAWS = 200
@@ -45,7 +45,7 @@ in 10^11."""
 
 @dataclass(frozen=True, slots=True)
 class _TextInterface:
-    """How an environment's spaces are spoken."""
+    """The text forms of an environment's spaces."""
 
     render: SpaceRenderer
     parse: ActionParser
@@ -56,22 +56,25 @@ class _TextInterface:
 
 
 class GymnasiumText:
-    """One episode of a Gymnasium environment in words. Implements `rollart.ports.Environment`.
+    """One episode of a Gymnasium environment as text. Implements `rollart.ports.Environment`.
 
-    Discrete actions are words: `actions`, one name per action, or else their numbers. With `restrict` decoding is held
-    to them (each must be one token of the policy's vocabulary), less those that the environment's own `action_mask`
-    forbids. A Text space takes the policy's text; every other space needs `parse`, a function of the text that raises
-    ValueError for what is no action. An answer that is no action is a turn lost: it pays `invalid_reward`, shows
-    `invalid_text` (or else the last observation again) and steps nothing. `render` is a function of the observation,
-    or `ansi` for what the environment draws itself; without it text and small numeric spaces are written out.
+    Discrete actions are words: `actions`, one name per action, or else their numbers. With `restrict` decoding is
+    limited to them (each must be one token of the policy's vocabulary), minus any that the environment's own
+    `action_mask` forbids. A Text space takes the policy's text; every other space needs `parse`, a function of the text
+    that raises ValueError for an invalid action. An invalid action is a lost turn: it pays `invalid_reward`, shows
+    `invalid_text` (or else the last observation again) and does not step the environment. `render` is a function of the
+    observation, or `ansi` for the environment's own rendering; without it text and small numeric spaces are written
+    out.
 
-    The episode ends where the environment terminates or truncates. `success` is that its rewards came to `success_at`,
-    or else what its info calls success. The last step's metadata has `observations`, `env_rewards`, `success`,
-    `truncated`, and `info`. With `held_out: observations` seeds for evaluation show first observations that no
-    training seed shows; with `seeds` they are other seeds of the same environment, and no more.
+    The episode ends when the environment terminates or truncates. `success` is True if its rewards sum to at least
+    `success_at`; without `success_at` it is the success flag of the environment's info. The last step's metadata has
+    `observations`, `env_rewards`, `success`, `truncated`, and `info`. With `held_out: observations` seeds for
+    evaluation show first observations that no training seed shows; with `seeds` they are only other seeds of the same
+    environment.
 
-    Calls are made on a thread of the episode's own, so that a slow step holds up no other; `threaded: false` makes them
-    on the loop, for environments whose step takes microseconds. What the environment raises goes to the caller.
+    Calls run on a thread of the episode's own, so that a slow step blocks no other episode; `threaded: false` makes
+    them on the loop, for environments whose step takes microseconds. Exceptions of the environment propagate to the
+    caller.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class GymnasiumText:
 
     @property
     def quick(self) -> bool:
-        """True without a thread of its own: calls then answer before anything else runs."""
+        """True without a thread of its own: a call then returns before anything else runs on the loop."""
         return self._thread is None
 
     async def reset(self, seed: int) -> Observation:
@@ -146,7 +149,7 @@ class GymnasiumText:
         return self._stepped(self._last, float(reward), bool(terminated), bool(truncated), info)
 
     async def close(self) -> None:
-        """Not waiting for a call that hangs: the environment is closed when it returns, if it does."""
+        """Does not wait for a call that hangs: the environment is closed when that call returns, if it does."""
         env, self._env = self._env, None
         last = None if env is None else getattr(env, "close", None)
         if self._thread is None:
@@ -159,7 +162,7 @@ class GymnasiumText:
         self._thread.end(last)
 
     def _lost(self) -> Step:
-        """A turn that chose no action."""
+        """The step of a turn without a valid action."""
         text = self._last if self._invalid_text is None else self._invalid_text
         most = self._words.turns
         over = most is not None and len(self._rewards) + 1 >= most
@@ -195,7 +198,7 @@ class GymnasiumText:
         return Observation(text, actions=legal, max_tokens=1 if legal is not None else self._max_tokens)
 
     def _drawn(self, seed: int) -> tuple[str, Mapping[str, Any]]:
-        """The first observation of a seed's episode, in words, and its info."""
+        """The first observation of a seed's episode, as text, and its info."""
         if not self._by_observation:
             return self._begun(seed)
         rng, wanted = random.Random(seed), held_out_seed(seed)
@@ -227,14 +230,14 @@ class GymnasiumText:
 
 
 def _environment_renders(observed: Any) -> str:
-    """Stands for what the environment draws by itself."""
+    """Placeholder renderer: the environment renders its observation itself."""
     raise AssertionError("the environment draws it")
 
 
 def _make_environment(
     id: str | None, make: str | Callable[..., Any] | None, arguments: Mapping[str, Any], render: Any
 ) -> Any:
-    """A fresh environment. ValueError for an unknown name, ImportError where a package of its own is missing."""
+    """A fresh environment. ValueError for an unknown name, ImportError if a package that it needs is missing."""
     if render == ANSI:
         arguments = {"render_mode": ANSI, **arguments}
     if make is not None:
@@ -264,7 +267,7 @@ def _text_interface(
     render: str | SpaceRenderer | None,
     digits: int,
 ) -> _TextInterface:
-    """How the environment is spoken. ValueError for a space that nobody said how to speak."""
+    """The text interface of an environment. ValueError for a space that has no default and no function in the spec."""
     observed, acted, turns = _spaces(make)
     if render == ANSI:
         shown: SpaceRenderer = _environment_renders
@@ -289,8 +292,9 @@ _SPACES: dict[str, tuple[Any, Any, int | None]] = {}
 
 
 def _spaces(make: functools.partial[Any] | Callable[[], Any]) -> tuple[Any, Any, int | None]:
-    """Observation space, action space and the step that truncates, of an environment made for a look and closed; one
-    look per process, since a run makes hundreds of the same. None each where the environment does not say."""
+    """Observation space, action space and the step that truncates, from an environment that is made for this and
+    closed; once per process, since a run makes hundreds of the same. None for each that the environment does not
+    declare."""
     assert isinstance(make, functools.partial)
     key = json.dumps(make.args, sort_keys=True, default=repr)
     if key not in _SPACES:

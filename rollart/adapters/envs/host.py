@@ -1,12 +1,13 @@
-"""An environment host: a program that holds hundreds of episodes and serves their calls by a socket of its own.
+"""An environment host: a program that runs hundreds of episodes and serves their calls over a socket.
 
-`python -m rollart.adapters.envs.host --domains FILE [--path DIR] [--host ADDRESS] [--port N]`; it says `ready
-tcp://ADDRESS:PORT`. The file names the domains (`{name: {"environment": "package.module:Class", "arguments": {...}}}`);
-a request names one of them and can make nothing else. ROLLART_HOST_TOKEN is what a client must greet it with.
+`python -m rollart.adapters.envs.host --domains FILE [--path DIR] [--host ADDRESS] [--port N]` prints `ready
+tcp://ADDRESS:PORT`. The file defines the domains (`{name: {"environment": "package.module:Class", "arguments":
+{...}}}`); a request names one of them and can make nothing else. A client must greet the host with the token in the
+variable ROLLART_HOST_TOKEN.
 
-Environments run on the loop of the main thread, one call of each at a time; those whose class says `blocking = True`
-have a thread and a loop of their own each, and hold up nobody. The socket and the health check have a third thread: a
-host whose environments block its loop says so, and by which call.
+Environments run on the loop of the main thread, one call of each at a time. An environment whose class sets `blocking =
+True` has a thread and a loop of its own and blocks no other. The socket and the health check use a third thread: a host
+whose environments block the main loop reports the call that blocks it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOKEN = "ROLLART_HOST_TOKEN"
 
 
 async def _main(options: argparse.Namespace, said: int) -> None:
-    """The environments' loop: everything else is on the front's thread."""
+    """Run the environments' loop. The server runs on the loop of its own thread."""
     main = asyncio.get_running_loop()
     stop = asyncio.Event()
     main.add_signal_handler(signal.SIGTERM, stop.set)
@@ -59,24 +60,24 @@ async def _main(options: argparse.Namespace, said: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="rollart.adapters.envs.host")
     parser.add_argument("--domains", required=True)
-    parser.add_argument("--path", action="append", default=[], help="where environments are imported from, beside")
+    parser.add_argument("--path", action="append", default=[], help="a further directory to import environments from")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--warm", type=int, default=0, help="environments of each domain that are made ahead")
     parser.add_argument("--reuse", type=int, default=1, help="episodes that an environment plays, if it is reusable")
-    parser.add_argument("--images", help="what brings images, as JSON: hook, arguments, bytes")
+    parser.add_argument("--images", help="the image hook as JSON: hook, arguments, bytes")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What environments print goes to the log: nobody reads the pipe that says ready.
+    # Output of environments goes to the log: after the ready line the pipe is not read.
     said = os.dup(1)
     os.set_inheritable(said, False)
     os.dup2(2, 1)
     faulthandler.enable()  # a crash in C names the environment's line there
-    kill_at_end()  # tools of environments, however the host ends
+    kill_at_end()  # subprocesses of environments, however the host ends
     sys.path[:0] = options.path
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_main(options, said))
-    os._exit(0)  # threads that hang keep nobody
+    os._exit(0)  # without waiting for threads that hang
 
 
 if __name__ == "__main__":

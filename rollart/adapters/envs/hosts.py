@@ -1,4 +1,4 @@
-"""The client of an environment host: many calls at a time over one connection."""
+"""The client of an environment host: concurrent calls over one connection."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ __all__ = ["HostConnection"]
 class HostConnection:
     """Implements `EnvironmentHost` over a socket. Owns the connection and the task that reads it.
 
-    Each call waits for its answer; the end of the connection unblocks all of them with `EnvironmentFault`. A host that
-    answers what nobody asked, or what is no answer, is not listened to any more: the connection ends, with that as its
-    cause. Invariant: an answer reaches the call of its id and its episode, or no call at all.
+    Each call waits for its response; the end of the connection fails all of them with `EnvironmentFault`. A malformed
+    response, or a response without a request, ends the connection, with that as the cause. Invariant: a response
+    reaches the call of its id and its episode, or no call.
     """
 
     _lives = itertools.count()
-    """Process ids tell lives apart on no more than one machine, and in no container: there each may have the same."""
+    """Numbers the lives of hosts. Process ids are unique on one machine only: in containers, all hosts may have the
+    same one."""
 
     def __init__(
         self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, node: str = ""
@@ -46,18 +47,18 @@ class HostConnection:
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[str, asyncio.Future[HostResponse]]] = {}
         self._cancelled: set[int] = set()
-        """Calls that were given up: their answers may still come."""
+        """Cancelled calls whose responses may still come."""
         self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.pid = 0
         self.problems: Mapping[str, str] = {}
         """Domains that the host can make no environment of, with the reasons."""
         self.pictured: frozenset[str] = frozenset()
-        # It outlives the call that opened it and ends with the connection, which `aclose` ends.
+        # The task outlives the call that opened the connection; `aclose` ends both.
         self._reading = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
 
     @classmethod
     async def open(cls, name: str, address: str, token: str = "") -> HostConnection:
-        """Connect to `tcp://host:port`. `EnvironmentFault` if nothing there knows us."""
+        """Connect to `tcp://host:port`. `EnvironmentFault` if no host there accepts the token."""
         url = urllib.parse.urlsplit(address)
         try:
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -136,7 +137,7 @@ class HostConnection:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _ask(self, op: HostOperation, episode: str, value: Any) -> HostResponse:
-        """The answer, which is a result."""
+        """Send a request; its response, whose status is OK."""
         if self._cause.done():
             raise self._gone()
         number = next(self._ids)
@@ -173,7 +174,7 @@ class HostConnection:
             self._end(cause)
 
     def _take(self, answer: HostResponse) -> None:
-        """ValueError if nobody asked for it."""
+        """Hand a response to its call. ValueError if it matches no request."""
         if answer.id in self._cancelled:
             self._cancelled.discard(answer.id)
             return
@@ -195,5 +196,5 @@ class HostConnection:
         for _, answered in self._pending.values():
             if not answered.done():
                 answered.set_exception(self._gone())
-                answered.exception()  # a caller that is cancelled in the same moment never looks
+                answered.exception()  # retrieved here, since a caller that is cancelled now never does
         self._writer.close()

@@ -1,9 +1,10 @@
-"""Images that environments need on their host: brought ahead of a reset, once for all who wait, the oldest removed.
+"""Images that environments need on their host: pulled before a reset, once for all episodes that wait, evicted by least
+recent use.
 
-What an image is, is the hook's business: `environments.images` names a class whose objects have
-`async images() -> Sequence[str]`, those that are there; `async ensure(image) -> int`, which brings one and gives its
-bytes (0: unknown); and, if they can be removed, `async remove(image)`. Docker, podman and Modal users plug theirs in;
-`TarImages` is one over files.
+The meaning of an image is up to the hook: `environments.images` names a class whose objects have `async images() ->
+Sequence[str]`, the images on the host; `async ensure(image) -> int`, which pulls one and returns its bytes (0:
+unknown); and, if images can be removed, `async remove(image)`. Users of Docker, podman and Modal plug in their own;
+`TarImages` is a hook over files.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ __all__ = ["ImageCache", "ImageHook", "PullFailed", "TarImages", "load_image_hoo
 
 
 class PullFailed(Exception):
-    """An image cannot be brought, in words with its name."""
+    """An image cannot be pulled; the message names it."""
 
 
 class ImageHook(Protocol):
-    """What a user plugs in."""
+    """The interface that a user's hook implements."""
 
     async def images(self) -> Sequence[str]: ...
 
@@ -38,32 +39,32 @@ class ImageHook(Protocol):
 
 @dataclass(slots=True)
 class ImageCache:
-    """A host's images. `ensure` by any number of tasks of one loop, each waits for the pulls of what it names; a pull
-    belongs to `tasks`, not to who asked first, so that nobody's end is another's.
+    """A host's images. Any number of tasks of one loop may call `ensure`; each waits for the pulls of its own images. A
+    pull belongs to `tasks`, not to its first caller, so the cancellation of one caller does not affect another.
 
-    Bound: where bytes are known and the hook can remove, those that were used longest ago go until no more than `most`
-    bytes are left; what somebody has asked for and not given back (`release`) stays, whatever the bound.
+    Bound: if sizes are known and the hook can remove images, the least recently used ones are removed until at most
+    `most` bytes are left. Pinned images (between `ensure` and `release`) stay, whatever the bound.
     """
 
     hook: ImageHook
     tasks: asyncio.TaskGroup
     most: int | None = None
     there: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    """Bytes by image, the one used longest ago first."""
+    """Bytes by image, the least recently used one first."""
     held: dict[str, int] = field(default_factory=dict)
     pulling: dict[str, asyncio.Task[str]] = field(default_factory=dict)
     removing: dict[str, asyncio.Event] = field(default_factory=dict)
-    """Set once it is gone: it is not brought before."""
+    """Set once the removal has ended: the image is not pulled before."""
 
     async def known(self) -> None:
-        """Ask what is there."""
+        """Ask the hook for the images on the host."""
         going = set(self.removing)
         for image in map(str, await self.hook.images()):
             if image not in going and image not in self.removing:
                 self.there.setdefault(image, 0)
 
     async def ensure(self, images: Sequence[str]) -> int:
-        """All of them are there, and held, once this returns: the number that had to be brought. `PullFailed`."""
+        """Pull and pin all images; the number of images that had to be pulled. `PullFailed`."""
         for image in images:
             self.held[image] = self.held.get(image, 0) + 1
         try:
@@ -80,7 +81,7 @@ class ImageCache:
         return len(pulls)
 
     async def release(self, images: Sequence[str]) -> None:
-        """Whoever asked for them needs them no more."""
+        """Unpin images of one `ensure`."""
         for image in images:
             self.held[image] -= 1
             if not self.held[image]:
@@ -93,7 +94,7 @@ class ImageCache:
         return self.pulling[image]
 
     async def _brought(self, image: str) -> str:
-        """What went wrong, in words; '' for nothing."""
+        """The error as text; '' if the pull succeeded."""
         try:
             while (going := self.removing.get(image)) is not None:
                 await going.wait()
@@ -115,7 +116,7 @@ class ImageCache:
                 await self._remove(image, remove)
 
     async def _remove(self, image: str, remove: Callable[[str], Awaitable[object]]) -> None:
-        """One that cannot be removed (others may use it too) stays, and is tried again when something else is."""
+        """An image that cannot be removed (others may use it too) stays, until the next removal tries again."""
         size, self.removing[image] = self.there.pop(image), asyncio.Event()
         try:
             await remove(image)
@@ -126,7 +127,7 @@ class ImageCache:
 
 
 def load_image_hook(spec: Mapping[str, Any]) -> tuple[ImageHook, int | None]:
-    """The hook that a spec names, and the bytes that it may fill."""
+    """The hook that a spec names, and the maximum bytes of its images."""
     hook: ImageHook = attribute_at(str(spec["hook"]), "environments.images")(**spec.get("arguments", {}))
     return hook, spec.get("bytes")
 
@@ -149,7 +150,7 @@ class TarImages:
         await asyncio.to_thread(shutil.rmtree, self._cache / image, ignore_errors=True)
 
     def _unpack(self, image: str) -> int:
-        """Whole or not at all: unpacked beside, then renamed."""
+        """Atomic: unpacked beside, then renamed."""
         target = self._cache / image
         if not target.is_dir():
             part = self._cache / f"{image}.{os.getpid()}.part"
@@ -158,7 +159,7 @@ class TarImages:
                 tar.extractall(part, filter="data")
             try:
                 part.rename(target)
-            except OSError:  # another host of this machine was first
+            except OSError:  # another host on this machine was first
                 shutil.rmtree(part, ignore_errors=True)
                 if not target.is_dir():
                     raise

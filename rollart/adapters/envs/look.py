@@ -1,10 +1,10 @@
-"""Whether a run's environments can be made where they are to live, looked at without playing one.
+"""Checks that a run's environments can be made where they are to run, without playing an episode.
 
-`python -m rollart.adapters.envs.look` takes `{"path": [...], "domains": {...}, "images": ... or null, "worked": [...]}`
-as JSON on stdin, the first three as a host has them, and writes lines of JSON: `{"looking": WHAT}` before each thing,
-so that whoever reads knows what it died of, `{"trouble": [domain, argument, message]}` for what is wrong, and
-`{"quick": domain}` for an environment that declares itself quick. It needs
-rollart and what the environments themselves import, nothing else.
+`python -m rollart.adapters.envs.look` reads `{"path": [...], "domains": {...}, "images": ... or null, "worked": [...]}`
+from stdin, as JSON; the first three have the form of a host's. It writes lines of JSON: `{"looking": NAME}` before each
+check, so that its reader knows which one ended the process, `{"trouble": [domain, argument, message]}` for a problem,
+and `{"quick": domain}` for an environment that declares itself quick. It needs rollart and the imports of the
+environments, nothing else.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = ["MODULE", "WARM_START_ARGUMENT", "EnvironmentProblem", "check_environ
 MODULE = "rollart.adapters.envs.look"
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
-"""Of an environment."""
+"""Methods of an environment."""
 
 WARM_START_ARGUMENT = "+"
-"""Stands for the warm start that asks for worked examples, where an argument is named."""
+"""Stands in place of an argument for the warm start, which asks for worked examples."""
 
 HOOK_METHODS = ("images", "ensure")
-"""Of what brings images."""
+"""Methods of an image hook."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentProblem:
-    """What is wrong with a domain's environment, or with the image hook (`domain` ''). `argument`: the one of
-    `environment_args` that is to blame; '' for none, `*` for all of them, `WARM_START_ARGUMENT` for the warm start."""
+    """A problem with a domain's environment, or with the image hook (`domain` ''). `argument` is the entry of
+    `environment_args` that causes it; '' for none, `*` for all of them, `WARM_START_ARGUMENT` for the warm start."""
 
     domain: str
     argument: str
@@ -59,9 +59,9 @@ def check_environments(
     told: Callable[[str], object] | None = None,
     quick: Callable[[str], object] | None = None,
 ) -> Iterator[EnvironmentProblem]:
-    """Import each domain's environment and make one of it, then the image hook. `worked`: domains that must give worked
-    examples; `told` is called with the name of each before it is looked at, `quick` with each domain whose environment
-    declares itself quick."""
+    """Import each domain's environment and make one instance, then the image hook. `worked`: domains that must give
+    worked examples. `on_check` is called with the name of each check before it runs, `quick` with each domain whose
+    environment declares itself quick."""
     for name, one in domains.items():
         if told is not None:
             told(f"domain '{name}'")
@@ -79,7 +79,7 @@ def check_environments(
 def _check_environment(
     domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool
 ) -> Generator[EnvironmentProblem, None, Any]:
-    """Returns the environment; None where none could be made."""
+    """Returns the environment; None if it cannot be made."""
     make, problem = _import_callable(path)
     if make is None:
         yield EnvironmentProblem(domain, "", problem)
@@ -158,7 +158,7 @@ def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]
 
 
 def _import_callable(path: str) -> tuple[Callable[..., Any] | None, str]:
-    """What a spec names, or why it is not there."""
+    """The callable that a spec names, or the reason why there is none."""
     module, _, name = path.partition(":")
     try:
         with UserCodeGuard():
@@ -178,12 +178,12 @@ def _import_callable(path: str) -> tuple[Callable[..., Any] | None, str]:
 
 
 def _similar_module_hint(module: str) -> str:
-    """A module that lies where the missing one was looked for: beside its siblings, or in the spec's directory."""
+    """A module with a similar name beside the missing one's siblings, or in the spec's directory."""
     parent, _, name = module.rpartition(".")
     try:
         where = (
             list(importlib.import_module(parent).__path__) if parent else sys.path[:2]
-        )  # the spec's directory, and where rollart was started
+        )  # the spec's directory, and the working directory
     except Exception:
         return ""
     near = did_you_mean(name, [found.name for found in pkgutil.iter_modules(where)])
@@ -191,10 +191,10 @@ def _similar_module_hint(module: str) -> str:
 
 
 def _unknown_arguments(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Arguments that it does not take, each with a hint."""
+    """Arguments that `make` does not accept, each with a hint."""
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # nothing to read it from
+    except (TypeError, ValueError):  # it has no readable signature
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
@@ -205,9 +205,9 @@ def _unknown_arguments(make: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 
 def main() -> None:
-    """Look at what stdin says."""
+    """Run the checks that stdin asks for."""
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what environments print is nobody's answer
+    os.dup2(2, 1)  # stdout carries the results alone, without output of environments
     faulthandler.enable()
     asked = json.load(sys.stdin)
     sys.path[:0] = asked["path"]
@@ -225,7 +225,7 @@ def main() -> None:
     ):
         tell(trouble=[one.domain, one.argument, one.message])
     tell(looking="")
-    os._exit(0)  # threads that an environment has made keep nobody
+    os._exit(0)  # without waiting for threads of environments
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Environments behind an OpenEnv server, by its wire protocol: the package `openenv` is not needed on this side.
+"""Environments behind an OpenEnv server, by its wire protocol: this side does not need the package `openenv`.
 
     environment: rollart.adapters.envs.openenv:OpenEnv
     environment_args: {url: "http://127.0.0.1:8000", action: guess}
 
-One WebSocket per episode: the server makes an environment for a connection and drops it with the connection
-(`openenv` 0.10.0, `core/env_server/http_server.py`). Frames are JSON: `{"type": "reset", "data": {"seed", "episode_id",
-...}}`, `{"type": "step", "data": ACTION}`, `{"type": "state"}`, `{"type": "close"}`; answers are `observation` (with
+One WebSocket per episode: the server makes an environment for a connection and drops it with the connection (`openenv`
+0.10.0, `core/env_server/http_server.py`). Frames are JSON: `{"type": "reset", "data": {"seed", "episode_id", ...}}`,
+`{"type": "step", "data": ACTION}`, `{"type": "state"}`, `{"type": "close"}`; responses are `observation` (with
 `observation`, `reward`, `done`), `state`, or `error` with a code.
 """
 
@@ -40,7 +40,7 @@ from rollart.model import Observation, Step
 __all__ = ["OpenEnv"]
 
 _SESSIONS_BY_SERVER: Counter[str] = Counter()
-"""Sessions of this process by server: the next goes where there are fewest."""
+"""Open sessions of this process by server: the next one goes to the server with the fewest."""
 
 _NUMBERS = itertools.count()
 
@@ -48,22 +48,22 @@ _NUMBERS = itertools.count()
 class OpenEnv:
     """One episode on an OpenEnv server. Implements `rollart.ports.Environment`.
 
-    `url` is a server, or several that are alike; an episode begins on the one with the fewest of this process. A server
-    that is full, out of reach or gone before its first answer is passed over; where all are, the reset tries again with
-    growing pauses until `capacity_s`. A session that was begun is never taken up again: with its connection the
-    server loses its state, and so the episode.
+    `url` is a server, or several equivalent ones; an episode starts on the one with the fewest sessions of this
+    process. A server that is full, unreachable or gone before its first response is skipped; if all are, the reset
+    retries with growing pauses for `capacity_s`. A session is never resumed: the server drops its state, and so the
+    episode, with its connection.
 
-    The observation's only text field is what the policy reads, else `text` names one, or a `module:function` of the
-    observation as a mapping; without either it is shown as JSON. `action` names the field that takes the policy's text
-    (asked of the server's schema if it has only one); `json` takes the text as the whole action; or a
-    `module:function` from text to a mapping. What is no action by the server's own types is a turn lost, the last
-    observation again and `invalid_reward`. `actions` are legal answers, if they are always the same; `actions_from`
-    names the field of an observation that lists them.
+    The policy reads the observation's only text field, else the field that `text` names, or a `module:function` of the
+    observation as a mapping; without either the observation is shown as JSON. `action` names the field that takes the
+    policy's text (read from the server's schema if it has only one); `json` takes the text as the whole action; or a
+    `module:function` from text to a mapping. An action that the server's own types refuse is a lost turn: it shows the
+    last observation again and pays `invalid_reward`. `actions` are legal answers, if they are always the same;
+    `actions_from` names the field of an observation that lists them.
 
-    `reset_args` go with every reset, `held_out_args` with those of held-out episodes beside (`{split: test}`). The
-    token in the variable `token_env` is sent as a bearer's. Every failure of the server is an `EnvironmentFault` with
-    its host named: an error, a closed socket, a frame that is no answer, or none within `reset_s` and `step_s`, which
-    are to be shorter than the run's leases.
+    `reset_args` go with every reset, `held_out_args` also with those of held-out episodes (`{split: test}`). The token
+    in the variable `token_env` is sent as a bearer token. Every failure of the server is an `EnvironmentFault` that
+    names its host: an error, a closed socket, a malformed frame, or none within `reset_s` and `step_s`, which should be
+    shorter than the run's leases.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class OpenEnv:
         self._headers = {} if token_env is None else {"Authorization": f"Bearer {os.environ[token_env]}"}
         self._connect_s, self._capacity_s, self._reset_s, self._step_s = connect_s, capacity_s, reset_s, step_s
         self.reusable = reuse
-        """Whether the session may be reset for another episode."""
+        """True if the session may be reset for another episode."""
         self._session: OpenEnvSession | None = None
         self._last: Observation | None = None
         self._observations: list[str] = []
@@ -148,7 +148,7 @@ class OpenEnv:
         return Step(Observation(self._last.text), reward, done=True, success=success, metadata=metadata)
 
     async def state(self) -> Mapping[str, Any]:
-        """What the server says of the episode: `episode_id`, `step_count`, and what the environment adds."""
+        """The server's state of the episode: `episode_id`, `step_count`, and the fields that the environment adds."""
         if self._session is None:
             raise RuntimeError("state before reset")
         return await self._session.state(self._step_s)
@@ -160,7 +160,8 @@ class OpenEnv:
             await session.close()
 
     async def _begun(self, data: Mapping[str, Any], rng: random.Random) -> tuple[OpenEnvSession, OpenEnvObservation]:
-        """A session on a server with room, and its first answer. `EnvironmentFault` once none began for too long."""
+        """A session on a server with capacity, and its first response. `EnvironmentFault` if none starts within
+        `capacity_s`."""
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._capacity_s, 0.05
         while True:

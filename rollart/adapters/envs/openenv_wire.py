@@ -1,4 +1,4 @@
-"""One session with an OpenEnv server: frames out, checked answers in, every failure with the host's name."""
+"""One session with an OpenEnv server: it sends frames and checks responses; every failure names the host."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rollart.errors import EnvironmentFault, one_line
 __all__ = ["OpenEnvObservation", "SessionNotStarted", "InvalidAction", "OpenEnvSession", "endpoints"]
 
 LARGEST = 64 * 2**20
-"""Bytes of a frame: a longer one is no observation that a policy could read."""
+"""Maximum bytes of a frame: a longer observation exceeds any context."""
 
 CLOSE_S = 2.0
-"""Seconds for the farewell: less than a trajectory waits for the close of its environment."""
+"""Seconds for the closing handshake: less than a trajectory waits for the close of its environment."""
 
 FULL = "CAPACITY_REACHED"
 
 
 class SessionNotStarted(EnvironmentFault):
-    """No episode was begun: the server was full, out of reach, or gone before its first answer. Since a server keeps an
-    environment no longer than its connection, another may be asked."""
+    """No episode started: the server was full, unreachable, or gone before its first response. Another server may be
+    tried, since a server keeps an environment no longer than its connection."""
 
     def __init__(self, host: str, message: str) -> None:
         super().__init__(host, message)
@@ -36,7 +36,7 @@ class SessionNotStarted(EnvironmentFault):
 
 
 class InvalidAction(Exception):
-    """The server refused a step, since the policy's text is none of its actions."""
+    """The server refused a step, because the policy's text is not a valid action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class OpenEnvObservation:
 
 
 def endpoints(urls: Sequence[str]) -> tuple[str, ...]:
-    """The servers' base addresses with http or https. ValueError for what is none."""
+    """The servers' base addresses with http or https. ValueError for an invalid one."""
     found = []
     for url in urls:
         parts = urlsplit(url)
@@ -74,7 +74,7 @@ class OpenEnvSession:
 
     @classmethod
     async def open(cls, url: str, *, headers: Mapping[str, str], connect_s: float) -> OpenEnvSession:
-        """A connection. `SessionNotStarted` if there is none within `connect_s`."""
+        """Connect. `SessionNotStarted` if that takes longer than `connect_s`."""
         client = aiohttp.ClientSession(headers=headers)
         host = urlsplit(url).netloc
         try:
@@ -94,8 +94,8 @@ class OpenEnvSession:
     async def asked(
         self, what: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
     ) -> OpenEnvObservation:
-        """The answer to a reset or a step. `InvalidAction` for an action that breaks the server's types otherwise
-        than by the names of its `fields`, which are not the policy's choice."""
+        """The response to a reset or a step. `InvalidAction` for an action that violates the server's types, unless by
+        the names of its `fields`, which the spec chose and not the policy."""
         await self._send(what, data)
         frame = await self._frame(seconds, what, fields)
         if frame.get("type") != "observation":
@@ -134,11 +134,11 @@ class OpenEnvSession:
             await self._socket.send_str(json.dumps({"type": what} if data is None else {"type": what, "data": data}))
         except (aiohttp.ClientError, OSError) as error:
             if not self._begun:
-                return  # a server that is full says so and closes: the next frame tells
+                return  # a full server sends an error frame before it closes: read that
             raise await self._lost(f"the session was gone at its {what} ({one_line(error, 200)})") from None
 
     async def _frame(self, seconds: float, what: str, fields: frozenset[str] | None = None) -> Any:
-        """The next frame as a mapping. An error frame is a fault, or `InvalidAction`."""
+        """The next frame as a mapping. An error frame raises `EnvironmentFault` or `InvalidAction`."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._socket.receive()
@@ -170,7 +170,7 @@ class OpenEnvSession:
         raise await self._lost(f"{code} at its {what}: {said}", begun=code != FULL)
 
     async def _lost(self, message: str, *, begun: bool = True) -> EnvironmentFault:
-        """The fault, and the end of the session."""
+        """End the session; the error to raise."""
         await self.close()
         return EnvironmentFault(self.host, message) if begun else SessionNotStarted(self.host, message)
 
@@ -188,7 +188,7 @@ def _decode_observation(data: Any) -> OpenEnvObservation:
 
 
 def _has_wrong_field_names(errors: Any, fields: frozenset[str] | None) -> bool:
-    """Whether the server complains of the names of fields that the spec gave: nothing that a policy says mends that."""
+    """True if the server rejects the names of fields that the spec gave: no text of the policy could fix that."""
     if fields is None or not isinstance(errors, list):
         return False
     kinds = [(e.get("type"), e.get("loc")) for e in errors if isinstance(e, dict)]

@@ -1,4 +1,4 @@
-"""OpenEnv's observations and actions, which are mappings, as the texts that a policy reads and writes. Pure."""
+"""Text forms of OpenEnv's observations and actions, which are mappings. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ JSON = "json"
 
 @dataclass(frozen=True, slots=True)
 class ActionEncoder:
-    """From the policy's text to an action; ValueError for a text that is none. `fields` are those that the spec named,
-    None where the policy names them itself."""
+    """From the policy's text to an action; ValueError for a text that is not an action. `fields` are the names that the
+    spec gave, None if the policy names the fields itself."""
 
     encode: Callable[[str], Mapping[str, Any]]
     fields: frozenset[str] | None = None
@@ -34,7 +34,7 @@ class ActionEncoder:
 
 
 def action_encoder(action: str | ActionEncoder | Callable[[str], Mapping[str, Any]] | None) -> ActionEncoder | None:
-    """How texts become actions; None while the server was not asked yet."""
+    """The encoder of actions; None if the server's schema must be read first."""
     if action is None or isinstance(action, ActionEncoder):
         return action
     if not isinstance(action, str):
@@ -47,7 +47,7 @@ def action_encoder(action: str | ActionEncoder | Callable[[str], Mapping[str, An
 
 
 def observation_renderer(text: str | ObservationRenderer | None) -> ObservationRenderer:
-    """How observations are read."""
+    """The renderer of observations."""
     if text is None:
         return _plain
     if not isinstance(text, str):

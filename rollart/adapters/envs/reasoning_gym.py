@@ -1,7 +1,7 @@
 """Any reasoning-gym dataset as a one-turn environment: its questions, its own `score_answer`.
 
-How a question is put and how an answer is read is a `WorkedFormat`: the plain one shows the dataset's question and
-takes the whole answer; a format with worked steps also gives the derivation that process rewards compare with.
+A `WorkedFormat` defines how a question is posed and how an answer is read: the plain one shows the dataset's question
+and takes the whole answer; a format with worked steps also gives the derivation that process rewards compare with.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _ITEMS = 1 << 31
 _DRAWS = 10_000
 
 _REGISTERED = re.compile(r'(?:^DATASET_NAME = |register_dataset\(\s*)"(\w+)"', re.MULTILINE)
-"""Where a module of reasoning_gym names its data set."""
+"""The name of a dataset in a module of reasoning_gym."""
 
 
 class WorkedFormat(Protocol):
-    """How a dataset's item is put to the policy and how its answer is read."""
+    """How a dataset's item is posed to the policy and how its answer is read."""
 
     def accepts(self, entry: Entry) -> bool:
-        """Whether the item belongs to the subset that this format can express."""
+        """True if this format can express the item."""
 
     def prompt(self, entry: Entry) -> str:
-        """What the policy is shown."""
+        """The text that the policy reads."""
 
     def derivation(self, entry: Entry) -> tuple[str, ...]:
         """The tokens of the worked answer up to and including the stop token, or () without worked steps."""
 
     def answer(self, action: str) -> str:
-        """The final answer in what the policy said."""
+        """The final answer in the policy's text."""
 
 
 class PlainFormat:
@@ -92,7 +92,7 @@ class ReasoningGymEnv:
         self._format = _resolve_format(worked_format)
         self._max_tokens = max_tokens
         self._entry: Entry | None = None
-        _dataset(*self._dataset_key)  # here and not in a reset, which others' calls would wait for
+        _dataset(*self._dataset_key)  # here and not in a reset, which would block other episodes
 
     async def reset(self, seed: int) -> Observation:
         self._entry = self.draw(seed)
@@ -140,7 +140,7 @@ class ReasoningGymEnv:
 
 
 def _refuse_unknown(dataset: str) -> None:
-    """ValueError for a name that reasoning_gym does not have, found without the seconds of its import."""
+    """ValueError for a name that reasoning_gym does not have, without the seconds that its import takes."""
     known = _names()
     if known and dataset not in known:
         raise ValueError(f"reasoning_gym has no data set '{dataset}'{did_you_mean(dataset, known)}")
@@ -148,7 +148,7 @@ def _refuse_unknown(dataset: str) -> None:
 
 @functools.cache
 def _names() -> frozenset[str]:
-    """Data sets that the installed package registers, as its source names them; none if it is not there."""
+    """Datasets that the installed package registers, read from its source; none if it is not installed."""
     found = importlib.util.find_spec("reasoning_gym")
     names: set[str] = set()
     for root in () if found is None else found.submodule_search_locations or ():

@@ -1,4 +1,4 @@
-"""Where a host's environments live, the shared loop or one of their own on a thread, and how they are called there."""
+"""The loops that a host's environments run on (a shared one, or one per environment on a thread), and calls on them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DomainFactory:
-    """What makes a domain's environments, or why nothing does."""
+    """Makes a domain's environments; `problem` is the reason if it cannot."""
 
     make: Callable[[], Environment] | None
     blocking: bool = False
     problem: str = ""
     images: Callable[[int], Sequence[str]] | None = None
-    """The images that an episode of a seed needs, if the environment says so."""
+    """The images that the episode of a seed needs, if the environment declares them."""
 
 
 def makers(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
-    """Import each domain's environment and make one of it."""
+    """Import each domain's environment and make one instance."""
     return {
         name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
     }
@@ -78,7 +78,7 @@ class EnvironmentLoop:
         return cls(loop, thread)
 
     def leave(self) -> None:
-        """Its thread ends, once it is in no call any more."""
+        """End the loop's own thread once it is in no call."""
         if self.thread is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -92,7 +92,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class InvalidResult(Exception):
-    """What the environment answered is no answer."""
+    """The environment returned an invalid result."""
 
 
 def encode_result(packed: Callable[[], Any]) -> Any:
@@ -103,14 +103,14 @@ def encode_result(packed: Callable[[], Any]) -> Any:
 
 
 async def run_timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
-    """Runs where the environment lives: how it ended, its result or the error in words, and its seconds."""
+    """Run a call on the environment's loop. Returns how it ended, its result or the error as text, and its seconds."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     task.set_name(name)
     began = loop.time()
     try:
         async with turn:
-            with children_end_here():  # what an environment forked must not go on as the host
+            with children_end_here():  # a process that an environment forks must not continue as the host
                 value = await work()
     except InvalidResult as error:
         return CallStatus.LIED, str(error), loop.time() - began
@@ -118,12 +118,12 @@ async def run_timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[
         if task.cancelling():
             raise
         return CallStatus.RAISED, "CancelledError of its own", loop.time() - began
-    except BaseException as error:  # SystemExit too: it is the episode's matter, not the host's
+    except BaseException as error:  # SystemExit too: it ends the episode, not the host
         return CallStatus.RAISED, one_line(error, 500), loop.time() - began
     return CallStatus.OK, value, loop.time() - began
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """The work on another thread's loop; cancelling what this gives cancels it there."""
+    """Run a coroutine on another thread's loop; cancelling the returned future cancels it there."""
     future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
     return asyncio.wrap_future(future)

@@ -1,7 +1,7 @@
-"""Gymnasium's spaces in words: how an observation is written, and how an action is read.
+"""Text forms of Gymnasium's spaces: observations rendered as text, actions parsed from text.
 
 A renderer is any function of an observation that returns text; a parser is any function of the policy's text that
-returns an action, and raises ValueError for a text that is none.
+returns an action, and raises ValueError for a text that is not an action.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ SpaceRenderer = Callable[[Any], str]
 ActionParser = Callable[[str], Any]
 
 MOST_NUMBERS = 64
-"""Entries of an array that are worth reading as numbers; an image or a longer vector wants a renderer of its own."""
+"""Maximum entries of an array that is rendered as numbers; an image or a longer vector needs a renderer of its own."""
 
 
 def space_kind(space: Any) -> str:
-    """The space's class by name, e.g. `Discrete`. By name, since Gymnasium is not imported before it is used."""
+    """The space's class by name, e.g. `Discrete`. By name, since Gymnasium is imported only when it is used."""
     names = [c.__name__ for c in type(space).__mro__]
     known = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict", "Sequence", "Graph", "OneOf")
     return next((name for name in names if name in known), names[0])
 
 
 def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
-    """How observations of a space are written: text as it stands, numbers apart by spaces, parts of a tuple or a dict
-    by their names. ValueError for a space that no reader could make sense of so."""
+    """The default renderer of a space: text as it is, numbers separated by spaces, parts of a tuple or a dict by their
+    names. ValueError for a space without a readable default."""
     what = space_kind(space)
     if what == "Text":
         return str
@@ -66,7 +66,8 @@ def action_words(space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
-    """How an action is read: one of `words` in a Discrete space, any text in a Text space. ValueError otherwise."""
+    """The default parser of a space: one of `words` for a Discrete space, any text for a Text space. ValueError for
+    other spaces."""
     what = space_kind(space)
     if what == "Discrete":
         assert words is not None

@@ -1,7 +1,7 @@
-"""Train and evaluation episodes that share no item, whatever the seeds are.
+"""A split of seeds into train and evaluation episodes that share no item.
 
-A seed alone does not separate them: two seeds may draw the same word or the same lake. So an episode is held out
-by *what it shows*: environments draw from their seed until the item falls on the seed's side of the split.
+A seed alone does not separate them: two seeds may draw the same word or the same lake. So the split is by the content
+of an episode: environments draw from their seed until the item falls on the seed's side of the split.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ HELD_OUT_ONE_IN = 8
 
 
 def held_out_seed(seed: int) -> bool:
-    """Whether an episode of this seed is for evaluation."""
+    """True if an episode of this seed is for evaluation."""
     return seed >= EVAL_SEEDS_FROM
 
 
 def held_out_item(item: str) -> bool:
-    """Whether an item, written as text, belongs to evaluation. Stable across processes, machines and versions."""
+    """True if an item, written as text, belongs to evaluation. Stable across processes, machines and versions."""
     return zlib.crc32(item.encode()) % HELD_OUT_ONE_IN == 0

@@ -1,4 +1,4 @@
-"""Synchronous calls off the loop: one daemon thread per episode, so that one call that hangs holds up nobody else."""
+"""Synchronous calls off the loop: one daemon thread per episode, so that a call that hangs blocks no other episode."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any
 class CallThread:
     """Owns one thread, started by the first call, which makes its calls in order. Used by one episode's task.
 
-    A caller waits for its own call; one that is cancelled leaves the call to end by itself, with nobody to hear of it.
-    The thread is a daemon and nobody joins it: a call that never returns costs a thread, and neither the loop nor the
-    end of the program waits for it.
+    A caller waits for its own call; a cancelled caller abandons the call, whose result is then dropped. The thread is a
+    daemon and is never joined: a call that never returns costs a thread, and delays neither the loop nor the end of the
+    program.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,11 +32,11 @@ class CallThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a call was given up by its caller and has not returned."""
+        """True if an abandoned call has not returned."""
         return self._open > 0
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What the call returns or raises, made on the thread."""
+        """The return value or exception of the function, called on the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -47,7 +47,8 @@ class CallThread:
         return await answer
 
     def end(self, last: Callable[[], object] | None = None) -> None:
-        """No more calls: the thread ends after those it has, and after `last`, whatever that raises."""
+        """Accept no more calls: the thread ends after its pending calls and after `last`, whose exceptions are
+        ignored."""
         if self._thread is None:
             if last is not None:
                 with contextlib.suppress(Exception):
@@ -68,7 +69,7 @@ class CallThread:
                 value = function()
             except BaseException as raised:
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is over, and so is whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the caller with it
                 loop.call_soon_threadsafe(self._settle, answer, value, error)
 
     def _settle(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
@@ -81,4 +82,4 @@ class CallThread:
         if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future carries neither
             error = RuntimeError(f"it raised {type(error).__name__}: {error}")
         answer.set_exception(error)
-        answer.exception()  # where nobody waits any more, nobody is to hear of it
+        answer.exception()  # marked as retrieved: an abandoned call logs nothing

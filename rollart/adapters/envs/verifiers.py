@@ -3,14 +3,14 @@
     environment: rollart.adapters.envs.verifiers:VerifiersText
     environment_args: {env: my-environment, env_args: {level: 2}, render: chatml}
 
-Their own rollout runs, unchanged, with a client that asks the policy: what it does between two answers is theirs.
-Or as an agent program that asks the run's capture proxy, with the model's own chat template and tool parser:
+The environment's own rollout runs, unchanged, with a client that asks the policy. Or it runs as an agent program
+against the run's capture proxy, with the model's own chat template and tool parser:
 
     environment: {harness: "rollart.adapters.envs.verifiers:episode"}
     environment_args: {env: my-environment}
 
-Version 0.4 has another API only (v1), whose environments are programs that ask an endpoint: start those against
-`rollart proxy`. Nothing here imports verifiers before an environment is made.
+Version 0.4 has another API only (v1), whose environments are programs that call an endpoint: start those against
+`rollart proxy`. This module imports verifiers only when an environment is made.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ __all__ = ["VerifiersText", "episode"]
 
 
 class VerifiersText:
-    """One episode of a verifiers environment in words. Implements `rollart.ports.Environment`.
+    """One episode of a verifiers environment as text. Implements `rollart.ports.Environment`.
 
-    `env` is an installed environment's id, or `package.module:function` of what makes one; `env_args` its arguments. It
-    is made once per process and shared by its episodes, as verifiers does. A seed draws a row of its dataset; held-out
-    seeds draw from its evaluation dataset, or else from the eighth of its rows that no training seed draws.
+    `env` is an installed environment's id, or the `package.module:function` of a factory; `env_args` its arguments. The
+    environment is made once per process and shared by its episodes, as in verifiers. A seed draws a row of its dataset;
+    held-out seeds draw from its evaluation dataset, or else from the eighth of its rows that no training seed draws.
 
-    `render` writes messages as text: `plain` (contents, one a line), `chatml`, or a `module:function` of (messages,
-    tools, first). Calls in the policy's text are read as `tools` says (hermes, json, none) where it has tools. A
-    conversation that the environment rewrites instead of going on cannot be shown as text that follows: use `episode`.
+    `render` writes messages as text: `plain` (contents, one per line), `chatml`, or a `module:function` of (messages,
+    tools, first). `tools` is the parser of tool calls in the policy's text (hermes, json, none), for environments with
+    tools. A conversation that the environment rewrites instead of extending cannot be shown as text that continues: use
+    `episode`.
 
-    The last step pays what the rubric says; its metadata has the row's `reference_answer` and `info`, and the rubric's
-    `metrics`. Success is a reward of `success_at`, or else of the environment's own `pass_threshold`. What fails in the
-    environment or in a reward function is raised: verifiers itself would score the latter with 0. A rubric that scores
+    The last step pays the rubric's reward; its metadata has the row's `reference_answer` and `info`, and the rubric's
+    `metrics`. Success is a reward of `success_at`, or else of the environment's own `pass_threshold`. Errors of the
+    environment or of a reward function are raised: verifiers itself would score the latter with 0. A rubric that scores
     whole groups is refused, since members of a group end at different times.
     """
 
@@ -73,7 +74,7 @@ class VerifiersText:
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
         self._talk = Conversation()
         rollout = self._loaded.env.rollout(self._row, policy_client(self._talk, self._parse), "policy", {})
-        # The environment's own program: it lives from this reset until close, across the caller's calls.
+        # The environment's own program: it runs from this reset until close, across the caller's calls.
         self._task = asyncio.get_running_loop().create_task(_run_rollout(rollout, self._talk), name="verifiers rollout")
         asked = await self._talk.asked()
         if asked is None:
@@ -105,7 +106,7 @@ class VerifiersText:
         return self._loaded.step(state, self._row, reward, success_at=self._success_at)
 
     async def _state(self) -> Any:
-        """What the rollout came to; what went wrong in it is raised."""
+        """The rollout's final state; its errors are raised."""
         assert self._task is not None
         state = await self._task
         self._loaded.check(state)
@@ -135,7 +136,7 @@ async def episode(
 
 
 async def _run_rollout(rollout: Any, talk: Conversation) -> Any:
-    """The rollout's state; whoever waits for its next request hears that there is none."""
+    """The rollout's state. Its end also ends the wait for its next request."""
     try:
         return await rollout
     finally:
@@ -145,7 +146,7 @@ async def _run_rollout(rollout: Any, talk: Conversation) -> Any:
 def _new_messages(
     shown: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], name: str
 ) -> Sequence[Mapping[str, Any]]:
-    """What came after the policy's answer."""
+    """Messages after the policy's last answer."""
     known = len(shown)
     goes_on = list(messages[:known]) == list(shown) and len(messages) > known + 1
     if not goes_on or messages[known].get("role") != "assistant":

@@ -1,4 +1,4 @@
-"""The policy as verifiers' model: its client, whose answers come from whoever plays the episode."""
+"""The policy as verifiers' model: a client whose answers come from the player of the episode."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["ModelRequest", "Conversation", "policy_client"]
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """What the environment wants answered."""
+    """A request for the policy's answer."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
 
 
 class Conversation:
-    """Between an environment's rollout, which calls `ask`, and the episode's player, who calls `asked` and `answer` in
-    turn. One request at a time: a second beside it is the environment's fault, as nobody could answer it."""
+    """Connects an environment's rollout, which calls `ask`, with the episode's player, who calls `asked` and `answer`
+    in turn. One request at a time: a second concurrent one is the environment's error, since the player could not
+    answer it."""
 
     def __init__(self) -> None:
         self._line: asyncio.Queue[ModelRequest | None] = asyncio.Queue()
@@ -61,12 +62,12 @@ def policy_client(talk: Conversation, parse: AnswerParser) -> Any:
 
 @functools.cache
 def _client_class() -> Any:
-    """Made when verifiers is there: its base class is theirs."""
+    """Defined on first use, since its base class is verifiers'."""
     from verifiers.clients.client import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class Policy(Client):  # type: ignore[misc]
-        """Answers with what the policy says."""
+        """Answers with the policy's text."""
 
         def __init__(self, talk: Conversation, parse: AnswerParser) -> None:
             super().__init__(talk)

@@ -1,4 +1,4 @@
-"""verifiers environments, made once per process: their rows by seed, their scores, and what of it is a fault."""
+"""verifiers environments, made once per process: their rows by seed, their scores, and their errors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["VerifiersEnvironment", "load_verifiers_environment"]
 _DRAWS = 2000
 
 _REWARD_ERRORS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("broken reward functions")
-"""What reward functions raised while the context's episode is scored."""
+"""Errors of reward functions while the context's episode is scored."""
 
 _LOADED: dict[str, VerifiersEnvironment] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiersEnvironment:
-    """An environment of theirs, shared by the episodes of a process."""
+    """A verifiers environment, shared by the episodes of a process."""
 
     name: str
     env: Any
@@ -54,7 +54,7 @@ class VerifiersEnvironment:
         )
 
     def check(self, state: Any) -> None:
-        """Raise what went wrong in a rollout, unless the policy brought it about by a call that its tools refuse."""
+        """Raise the error of a rollout, unless the policy caused it by a call that its tools refuse."""
         from verifiers.errors import ToolError
 
         error = state.get("error")
@@ -62,7 +62,7 @@ class VerifiersEnvironment:
             raise RuntimeError(f"{self.name} failed: {one_line(error.__cause__ or error, 300)}")
 
     async def score(self, state: Any) -> float:
-        """The rubric's reward. RuntimeError where one of its functions raised."""
+        """The rubric's reward. RuntimeError if one of its functions raised."""
         broken: list[str] = []
         mark = _REWARD_ERRORS.set(broken)
         try:
@@ -113,7 +113,7 @@ def _load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:
 
 
 def _check_api_version() -> None:
-    """Whether the installed verifiers has the v0 API."""
+    """ImportError if the installed verifiers lacks the v0 API."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -140,7 +140,7 @@ def _make_environment(name: str, arguments: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _preserve_signal_handlers() -> Iterator[None]:
-    """A verifiers environment takes SIGINT and SIGTERM for itself when it is made: a run ends by its own rules."""
+    """A verifiers environment takes over SIGINT and SIGTERM when it is made; this restores the run's own handlers."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("a verifiers environment is made on the main thread only (it sets signal handlers)")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -152,7 +152,7 @@ def _preserve_signal_handlers() -> Iterator[None]:
 
 
 def _record_reward_errors(rubric: Any) -> None:
-    """Make reward functions that raise heard of: their rubric would log it, and pay 0."""
+    """Wrap the reward functions so that their errors are recorded: their rubric would log an error and pay 0."""
     for inner in getattr(rubric, "rubrics", ()):
         _record_reward_errors(inner)
     rubric.funcs[:] = [

@@ -1,4 +1,4 @@
-"""Chat messages as text that goes on: how an environment of messages is read by a policy of text. Pure."""
+"""Chat messages as text that continues, for a policy that reads text. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollart.adapters.envs.lookup import attribute_at
 __all__ = ["MessageRenderer", "renderer", "text_of"]
 
 MessageRenderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""(messages, tools, first) -> text. `messages` are all up to the first answer, later those after the last answer."""
+"""(messages, tools, first) -> text. `messages` are all up to the first answer, later the ones after the last answer."""
 
 
 def renderer(render: str | MessageRenderer) -> MessageRenderer:
-    """`plain`, `chatml`, or what stands at `module:function`."""
+    """`plain`, `chatml`, or the function at `module:function`."""
     if not isinstance(render, str):
         return render
     if render in _KNOWN:
@@ -27,7 +27,7 @@ def renderer(render: str | MessageRenderer) -> MessageRenderer:
 
 
 def text_of(content: Any) -> str:
-    """A message's content; of a list of parts, their texts."""
+    """A message's content; for a list of parts, their texts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -43,7 +43,8 @@ def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 
 
 def _chatml(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], first: bool) -> str:
-    """ChatML. The policy's own answer ended with `<|im_end|>`: what follows begins with the rest of that line."""
+    """ChatML. The policy's own answer ended with `<|im_end|>`, so the continuation begins with the rest of that
+    line."""
     said = [dict(m) for m in messages]
     if first and tools:
         if not said or said[0].get("role") != "system":

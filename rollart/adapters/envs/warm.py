@@ -1,4 +1,4 @@
-"""Environments that a host makes before anybody asks for one, and those it resets again in place of making another."""
+"""Environments that a host makes in advance, and environments that it resets for another episode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["IdleEnvironment", "WarmPool", "reusable", "start_environment"]
 
 @dataclass(slots=True)
 class IdleEnvironment:
-    """An environment that is made and plays no episode, on its seat. It took `make_s` to make and has played `played`
+    """An environment that plays no episode, and its loop. It took `make_s` seconds to make and has played `played`
     episodes."""
 
     seat: EnvironmentLoop
@@ -28,13 +28,13 @@ class IdleEnvironment:
 
 
 def reusable(environment: Environment | None) -> bool:
-    """Whether it says itself that a reset leaves nothing of the episode before."""
+    """True if the environment declares that a reset removes all state of the episode before."""
     return getattr(environment, "reusable", False) is True
 
 
 async def start_environment(make: Callable[[], Environment]) -> Environment:
-    """Made, and brought as far as it can be without a seed: its own `async start()`, if it has one (a container, a
-    browser). What fails half-way is closed."""
+    """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that needs
+    no seed. An environment whose start fails is closed."""
     environment = make()
     start: Callable[[], Any] | None = getattr(environment, "start", None)
     if start is not None:
@@ -49,13 +49,13 @@ async def start_environment(make: Callable[[], Environment]) -> Environment:
 
 @dataclass(slots=True)
 class WarmPool:
-    """The environments of one domain that wait for an episode. Lives on the loop of its host's front; `open` until
-    `close`, `take` and `give_back` by the front's calls, none of which wait.
+    """The idle environments of one domain. Used on the loop of the host's server, from `open` to `close`; `take` and
+    `give_back` do not wait.
 
-    Bounds: never more than `size` wait or are being made; an environment plays at most `reuse` episodes. One that may
-    be used again is not made ahead while others of its kind are out, as they come back. An environment of which a call
-    failed is never kept. Making ahead stops at the first failure, until an episode's own try went well: it says
-    what is wrong, in the name of its episode.
+    Bounds: at most `size` environments are idle or being made; an environment plays at most `reuse` episodes. Reusable
+    environments that are in use count towards `size`, since they come back. An environment of which a call failed is
+    never kept. The first failure stops making in advance until an episode has made its own environment: an episode
+    reports the error in its own name.
     """
 
     name: str
@@ -66,23 +66,23 @@ class WarmPool:
     kept: deque[IdleEnvironment] = field(default_factory=deque)
     making: int = 0
     out: int = 0
-    """Episodes that have an environment which may come back."""
+    """Episodes whose environment may come back."""
     failing: bool = False
     tasks: asyncio.TaskGroup | None = None
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to make: the tasks are the connection's."""
+        """Start making environments, in tasks of the connection."""
         self.tasks = tasks
         self.fill()
 
     def fill(self) -> None:
-        """Make as many as are wanted ahead."""
+        """Make environments until the pool is full."""
         while self.tasks is not None and not self.failing and self._have() < self.size:
             self.making += 1
             self.tasks.create_task(self._make())
 
     def take(self) -> IdleEnvironment | None:
-        """One that waits, the one that waits longest; None if there is none."""
+        """The environment that has been idle longest; None if there is none."""
         if not self.kept:
             return None
         kept = self.kept.popleft()
@@ -90,14 +90,14 @@ class WarmPool:
         return kept
 
     def began(self, environment: Environment) -> None:
-        """An episode has it, made ahead or by itself."""
+        """An episode uses this environment, from the pool or not."""
         self.failing = False
         if self._comes_back(environment):
             self.out += 1
         self.fill()
 
     def give_back(self, kept: IdleEnvironment, *, well: bool) -> bool:
-        """Its episode is over: True if it is kept for another, else the caller closes it."""
+        """The episode of this environment is over. True if the pool keeps it; else the caller closes it."""
         if not self._comes_back(kept.environment):
             return False
         self.out -= 1
@@ -109,7 +109,7 @@ class WarmPool:
         return False
 
     async def close(self) -> None:
-        """Nothing is made or kept any more."""
+        """Stop making environments and close the idle ones."""
         self.tasks = None
         while self.kept:
             kept = self.kept.popleft()

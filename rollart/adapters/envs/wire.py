@@ -1,7 +1,8 @@
-"""What crosses the socket between the controller and an environment host: length-prefixed JSON frames of plain values.
+"""The protocol between the controller and an environment host: length-prefixed JSON frames of plain values.
 
-Values arrive as they were: tuples, bytes, sets and keys that are no text are marked, NumPy's scalars and arrays become
-numbers and lists. Nothing is executed to read a frame, so that what an environment says can harm nobody.
+Values keep their types: tuples, bytes, sets and mappings with keys other than text are tagged; NumPy's scalars and
+arrays become numbers and lists. Reading a frame executes nothing, so the data of an environment cannot run code on the
+controller.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ __all__ = [
 ]
 
 LARGEST = 64 * 2**20
-"""Bytes of a frame. An observation of so many would fill any context; a length beyond it is a broken frame."""
+"""Maximum bytes of a frame. An observation of this size would exceed any context; a greater length means a broken
+frame."""
 
 _HEADER = struct.Struct("!I")
 _MARK = "$"
-"""The key of a mapping that stands for a value which JSON lacks."""
+"""The key that tags a mapping as the encoding of a value which JSON lacks."""
 
 
 class HostOperation(enum.StrEnum):
-    """What a host can be asked."""
+    """Operations of a host."""
 
     HELLO = "hello"
     RESET = "reset"
@@ -54,7 +56,8 @@ class HostOperation(enum.StrEnum):
 
 
 class CallStatus(enum.StrEnum):
-    """How a call ended: with a result; by an exception of the environment; with an answer that is none; not begun."""
+    """How a call ended: with a result; with an exception of the environment; with an invalid result; refused before it
+    began."""
 
     OK = "ok"
     RAISED = "raised"
@@ -64,7 +67,7 @@ class CallStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostRequest:
-    """A request. `episode` is '' where it is about the host itself."""
+    """A request. `episode` is '' if it concerns the host itself."""
 
     id: int
     op: HostOperation
@@ -76,7 +79,7 @@ class HostRequest:
 
     @classmethod
     def from_json(cls, frame: Any) -> HostRequest:
-        """ValueError for anything that is no request."""
+        """ValueError for a frame that is not a request."""
         match frame:
             case [int(number), str(op), str(episode), value]:
                 return cls(number, HostOperation(op), episode, unpack(value))
@@ -85,8 +88,8 @@ class HostRequest:
 
 @dataclass(frozen=True, slots=True)
 class HostResponse:
-    """To the request of this `id`. `value` is the result, or what went wrong in words; the environment's own code took
-    `env_s` seconds of it."""
+    """The response to the request of this `id`. `value` is the result, or the error as text; `env_s` is the seconds
+    spent in the environment's own code."""
 
     id: int
     episode: str
@@ -99,7 +102,7 @@ class HostResponse:
 
     @classmethod
     def from_json(cls, frame: Any) -> HostResponse:
-        """ValueError for anything that is no answer."""
+        """ValueError for a frame that is not a response."""
         match frame:
             case [int(number), str(episode), str(told), value, int() | float() as env_s]:
                 return cls(number, episode, CallStatus(told), unpack(value), float(env_s))
@@ -112,7 +115,7 @@ def packed_observation(observation: Observation) -> list[Any]:
 
 
 def observation_of(value: Any) -> Observation:
-    """ValueError for anything that is no observation."""
+    """ValueError for a value that is not an encoded observation."""
     match value:
         case [str(text), None | list() as actions, None | int() as most]:
             return Observation(text, None if actions is None else tuple(actions), most)
@@ -120,12 +123,12 @@ def observation_of(value: Any) -> Observation:
 
 
 def packed_step(step: Step) -> list[Any]:
-    """TypeError for metadata that cannot cross."""
+    """TypeError for metadata that cannot be encoded."""
     return [packed_observation(step.observation), step.reward, step.done, step.success, dict(step.metadata)]
 
 
 def step_of(value: Any) -> Step:
-    """ValueError for anything that is no step."""
+    """ValueError for a value that is not an encoded step."""
     match value:
         case [list(shown), float() | int() as reward, bool(done), None | bool() as success, dict(metadata)]:
             return Step(observation_of(shown), float(reward), done, success, metadata)
@@ -133,7 +136,7 @@ def step_of(value: Any) -> Step:
 
 
 def pack(value: Any) -> Any:
-    """The value in what JSON has. TypeError for an object of a class of its own."""
+    """The value in JSON's types. TypeError for an instance of any other class."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -156,7 +159,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """What was packed. ValueError for an unknown mark."""
+    """The value that was packed. ValueError for an unknown tag."""
     if isinstance(value, list):
         return [unpack(one) for one in value]
     if not isinstance(value, dict):
@@ -180,7 +183,7 @@ def unpack(value: Any) -> Any:
 
 
 async def read_frame(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> Any:
-    """The next frame. `IncompleteReadError` at the end; ValueError for what is no frame."""
+    """The next frame. `IncompleteReadError` at the end of the stream; ValueError for a malformed frame."""
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     if length > largest:
         raise ValueError(f"a frame of {length} bytes (rule: at most {largest})")
@@ -192,7 +195,7 @@ async def read_frame(reader: asyncio.StreamReader, *, largest: int = LARGEST) ->
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: Any) -> None:
-    """ValueError if it is too large."""
+    """ValueError if the frame is too large."""
     data = json.dumps(frame, separators=(",", ":")).encode()
     if len(data) > LARGEST:
         raise ValueError(f"a frame of {len(data)} bytes (rule: at most {LARGEST})")

@@ -1,4 +1,4 @@
-"""The worked examples of an environment as episodes, so that whatever holds its episodes gives them too."""
+"""The worked examples of an environment as episodes, so that any holder of its episodes can give them too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from rollart.model import Observation, Step
 __all__ = ["METHOD", "WORKED", "WorkedExamples"]
 
 METHOD = "worked_example"
-"""Of an environment that has some: `worked_example(seed) -> (prompt, answer)`."""
+"""Method of an environment that has worked examples: `worked_example(seed) -> (prompt, answer)`."""
 
 WORKED = "rollart.adapters.envs.worked:WorkedExamples"
 
 
 class WorkedExamples:
     """One example per episode: `reset(seed)` shows its prompt, any step its answer. Implements
-    `rollart.ports.Environment` over an environment by import path, made at the first reset and never reset itself."""
+    `rollart.ports.Environment` over an environment by import path, which is made at the first reset and never reset
+    itself."""
 
     def __init__(self, environment: str, arguments: Mapping[str, Any]) -> None:
         self._make, self._arguments = attribute_at(environment, "environment"), dict(arguments)
         self.blocking = getattr(self._make, "blocking", False) is True
-        """As the environment's own class says."""
+        """As declared by the environment's class."""
         self._path = environment
         self._inner: Any = None
         self._answer = ""
