@@ -1,4 +1,4 @@
-"""The end of a process that this one started."""
+"""Termination of a child process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["terminate"]
 
 
 async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    """SIGTERM, then SIGKILL after `grace_s`; returns when it is reaped, at once if it was."""
+    """SIGTERM, then SIGKILL after `grace_s`; returns when the process is reaped, at once if it already was."""
     if process.returncode is not None:
         return
     process.terminate()

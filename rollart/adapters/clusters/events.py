@@ -1,4 +1,4 @@
-"""What happened in a runtime, for whoever reads it."""
+"""The event log of a runtime."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollart.ports import RuntimeEvent
 __all__ = ["EventLog"]
 
 MAX_EVENTS = 10_000
-"""Events: a reader that is further behind misses the oldest."""
+"""Events that are kept: a reader that is further behind misses the oldest."""
 
 
 class EventLog:
-    """Any number of readers, each from the first event that is kept on."""
+    """Any number of readers, each from the oldest event that is kept."""
 
     def __init__(self, kept: int = MAX_EVENTS) -> None:
         self._events: deque[RuntimeEvent] = deque(maxlen=kept)
@@ -29,7 +29,7 @@ class EventLog:
         self._notify()
 
     async def read(self) -> AsyncIterator[RuntimeEvent]:
-        """Until `close`. Unblocked by `say`."""
+        """Events until `close`. Waits for `emit`."""
         seen = 0
         while not self._closed:
             while seen < self._said:

@@ -1,4 +1,4 @@
-"""Where the bundles of a gang could lie: pure, for the local runtime and for errors before Ray waits for ever."""
+"""Feasible nodes for the bundles of a gang. Pure: for the local runtime, and for errors before Ray waits for ever."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rollart.ports import ActorSpec, Node
 __all__ = ["bundle_node", "check_feasible", "place_bundles", "insufficient_capacity"]
 
 MAX_SEARCH_STEPS = 20_000
-"""Bundles tried in one search: packing is hard in theory, gangs are small and alike in practice."""
+"""Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
 
 SLACK = 1e-9
 
 
 def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
-    """A node with room for each bundle, by bundle, in what is free now; None if there is none, or none was found in
-    `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
+    """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none was
+    found in `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
     return _PlacementSearch(gang, nodes).find()
 
 
 def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
-    """`UsageError` if these nodes could not hold the gang were they empty."""
+    """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
     have = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
     for bundle in _bundles(gang):
@@ -40,7 +40,7 @@ def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
 
 
 def insufficient_capacity(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
-    """What a reservation ends with after `wait_s`."""
+    """The error of a reservation that found no room within `wait_s`."""
     return UsageError(
         f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, lacking))}",
         remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
@@ -48,7 +48,7 @@ def insufficient_capacity(lacking: Sequence[Bundle], wait_s: float) -> UsageErro
 
 
 def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
-    """The bundle that the actor runs in. `UsageError` if there is none, or it could never hold the actor."""
+    """The bundle that the actor runs in. `UsageError` if there is none, or if it is too small for the actor."""
     found = bundles.get(spec.bundle)
     if found is None:
         raise UsageError(f"{spec.name} asks for the bundle {spec.bundle!r}, and none of that name is reserved")
@@ -61,7 +61,7 @@ def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
 
 
 class _PlacementSearch:
-    """Depth first, over bundles from the largest on. `stuck` is the bundle that no try got past."""
+    """Depth-first search over bundles from the largest on. `stuck` is the first bundle that the search never placed."""
 
     def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
         self.steps = 0
@@ -86,7 +86,7 @@ class _PlacementSearch:
             self.steps += 1
             if self.steps >= MAX_SEARCH_STEPS:
                 return None
-            if node is None:  # another place for the one before
+            if node is None:  # backtrack: try another node for the previous bundle
                 tries.pop()
                 if tries:
                     before = self._order[len(tries) - 1]
@@ -110,7 +110,7 @@ class _PlacementSearch:
             fitting = [n for n in fitting if n.id not in used]
         alike: set[tuple[object, ...]] = set()
         for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
-            # What holds for one node holds for another of the same labels and room, with nothing of this search on it.
+            # Nodes with equal labels and free resources that the search has not used are interchangeable.
             key = (tuple(sorted(self._plain(node))), tuple(sorted(self._room[node.id].items())))
             if self._room[node.id] == node.free and key in alike:
                 continue
@@ -118,7 +118,8 @@ class _PlacementSearch:
             yield node
 
     def _plain(self, node: Node) -> list[tuple[str, str]]:
-        """Labels that bundles ask for: others, as Ray's id of the node, tell nodes apart for nothing."""
+        """The labels that bundles select by. Other labels, such as Ray's node id, would make equal nodes look
+        different."""
         return [(label, value) for label, value in node.labels.items() if label in self._asked]
 
 

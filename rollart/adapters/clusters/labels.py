@@ -8,7 +8,7 @@ __all__ = ["matches"]
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a node with `labels` satisfies every key of `selector`. A missing label satisfies only negations."""
+    """True if a node with `labels` satisfies every key of `selector`. A missing label satisfies only negations."""
     return all(_matches_one(wanted, labels.get(key)) for key, wanted in selector.items())
 
 

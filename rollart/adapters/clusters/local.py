@@ -28,8 +28,7 @@ __all__ = ["LocalRuntime"]
 
 class LocalRuntime:
     """Owns its actors. `spawn` waits until a node has room for the actor, unblocked by a `kill`; calls to one actor
-    wait for a free place among its `max_concurrency`. Invariant: free = total - held on every node, never below 0.
-    """
+    wait for one of its `max_concurrency` slots. Invariant: free = total - held on every node, never below 0."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
@@ -103,7 +102,7 @@ class LocalRuntime:
         return group in self._groups
 
     def events(self) -> AsyncIterator[RuntimeEvent]:
-        """Every event from the runtime's start on, for as long as it runs."""
+        """Every event since the runtime's start, for as long as it runs."""
         return self._events.read()
 
     async def put(self, value: Any) -> str:
@@ -117,7 +116,7 @@ class LocalRuntime:
         return pickle.loads(self._objects[ref])
 
     async def close(self) -> None:
-        async with asyncio.TaskGroup() as tasks:  # at once: a part that hangs delays no other, and the sum is bounded
+        async with asyncio.TaskGroup() as tasks:  # concurrently, so that parts that hang do not add up
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
         for group in list(self._groups):
@@ -128,14 +127,15 @@ class LocalRuntime:
         self._events.say(event)
 
     def forget(self, handle: _LocalHandle) -> None:
-        """The actor is gone for good: its resources are free."""
+        """The actor will not restart: its resources are free."""
         if self._actors.pop(handle.spec.name, None) is None:
             return
         _take(handle.held, handle.spec.resources, -1.0)
         self._notify()
 
     def _place(self, spec: ActorSpec) -> Node | None:
-        """The first node with room; None when those that could hold it are full now; `UsageError` when none could."""
+        """The first node with room; None if every node that could hold the actor is full; `UsageError` if no node
+        could."""
         if spec.bundle:
             fitting = [bundle_node(spec, self._bundles)]
         else:
@@ -169,7 +169,7 @@ class _Incarnation:
 
 
 class _LocalHandle:
-    """A running actor. Calls wait for a place; a call in flight when the actor dies is retried up to
+    """A running actor. Calls wait for a concurrency slot; a call in flight when the actor dies is retried up to
     `max_task_retries` on the next incarnation, then fails with `PartDied`."""
 
     def __init__(self, runtime: LocalRuntime, spec: ActorSpec, held: Node) -> None:
@@ -213,7 +213,7 @@ class _LocalHandle:
             raise last
 
     async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """The items of an async generator method, one by one. Not retried: items may have been seen."""
+        """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
         async with self._places:
             life = await self._alive()
             copied, named = pickle.loads(pickle.dumps((args, kwargs)))
@@ -249,7 +249,7 @@ class _LocalHandle:
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
     async def _exited(self) -> None:
-        """The process of a process actor ended by itself."""
+        """The process of a process actor ended unexpectedly."""
         life, self._life = self._life, None
         if life is None:
             return
@@ -304,7 +304,7 @@ async def _cancel_on(event: asyncio.Event, work: asyncio.Task[Any]) -> None:
 
 
 async def _wait_uncancelled(work: asyncio.Task[Any]) -> None:
-    """Wait for the end of `work` without taking its cancellation for our own."""
+    """Wait for the end of `work`, without being cancelled by its cancellation."""
     done = asyncio.Event()
     work.add_done_callback(lambda _: done.set())
     await done.wait()

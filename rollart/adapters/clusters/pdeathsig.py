@@ -1,8 +1,8 @@
 """A child that never outlives its parent.
 
-`python -m rollart.adapters.clusters.pdeathsig PARENT_PID MODULE ARGS...` runs a module under the signal of
-`rollart.lifeline`. It is asked for before the module is imported: a program that asks for it itself is an orphan for
-ever if its parent dies in the seconds that its imports take.
+`python -m rollart.adapters.clusters.pdeathsig PARENT_PID MODULE ARGS...` runs a module under the parent-death signal of
+`rollart.lifeline`. The signal is requested before the module is imported: a program that requests it itself becomes an
+orphan for ever if its parent dies during the seconds of its imports.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ __all__ = ["ProcessActor", "read_frame", "write_frame"]
 
 _HEADER = struct.Struct("!Q")
 STOP_S = 2.0
-"""Seconds between SIGTERM and SIGKILL: an actor has no state worth more."""
+"""Seconds between SIGTERM and SIGKILL: an actor has no state that needs longer."""
 
 
 class ProcessActor:
-    """The parent's side. Owns the child process, one reader task's worth of futures, and the socket.
+    """The parent's side. Owns the child process, the task that reads the socket, and the queues of pending calls.
 
-    `call` waits for the answer's frame; the end of the child unblocks every waiter with `PartDied` and calls `on_exit`.
+    `call` waits for the response's frame; the end of the child fails every pending call with `PartDied` and calls
+    `on_exit`.
     """
 
     def __init__(self, factory: str, args: Any, kwargs: Any, *, on_exit: Callable[[], Awaitable[None]]) -> None:
@@ -51,7 +52,7 @@ class ProcessActor:
         ours.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         loop = asyncio.get_running_loop()
-        # The actor outlives the call that started it and is ended by `kill`, which awaits this task.
+        # The task outlives the call that started the actor; `kill` ends the actor and awaits the task.
         self._reader_task = loop.create_task(self._read(), name=f"reader of {self._factory}")
         await self.call("__init__", (self._factory, *self._init), {})
 

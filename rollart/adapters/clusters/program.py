@@ -1,4 +1,4 @@
-"""An actor that holds one program (an engine, a trainer) as a subprocess of its node and watches it."""
+"""An actor that runs one program (an engine, a trainer) as a subprocess on its node and watches it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rollart.errors import PartDied
 __all__ = ["Program"]
 
 TAIL = 8192
-"""Bytes of a log that its last line is looked for in."""
+"""Bytes at the end of a log that are searched for its last line."""
 
 STOP_S = 5.0
 """Seconds between SIGTERM and SIGKILL: enough to finish a write, short enough for Ctrl-C."""
 
 
 class Program:
-    """Runs `python -m module args...`; its stdout says `ready ADDRESS` once it serves, its stderr goes to `log`.
+    """Runs `python -m module args...`. The program prints `ready ADDRESS` once it serves; its stderr goes to `log`.
 
-    `start` may be called again after the program ended; whatever is left from before is killed first. `wait` returns
-    when the program ends. One program at a time.
+    `start` may be called again after the program ended; it stops a program that still runs. `wait` returns when the
+    program ends. One program at a time.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Program:
         env: Mapping[str, str] | None = None,
         python: str | None = None,
     ) -> None:
-        """`python`: an interpreter other than this one, which must know rollart too."""
+        """`python`: an interpreter other than this one, which must have rollart installed."""
         self._name = name
-        # Runs here, in the process that starts the program and that it must not outlive.
+        # The pid of the process that starts the program, which the program must not outlive.
         watched = "rollart.adapters.clusters.pdeathsig"
         self._argv = [python or sys.executable, "-m", watched, str(os.getpid()), module, *args]
         self._log = Path(log)
@@ -50,22 +50,23 @@ class Program:
         self._copy: HostWeightCopy | None = None
 
     async def start(self, extra: list[str]) -> str:
-        """The address it serves at. `PartDied` with the last line it said if it ends before it is ready."""
+        """The address that the program serves at. `PartDied` with the last line of its log if it ends before it is
+        ready."""
         await self._launch(extra)
         return await self._said("ready")
 
     async def begin(self, extra: list[str]) -> str:
-        """Start it, and wait only until it says `meet ADDRESS`: where its other parts meet it. `ready` waits for the
-        rest. Errors as `start`."""
+        """Start the program, and wait only until it prints `meet ADDRESS`, the rendezvous of its other parts; `ready`
+        waits for the rest. Errors as for `start`."""
         await self._launch(extra)
         return await self._said("meet")
 
     async def ready(self) -> str:
-        """The address it serves at, after `begin`."""
+        """The address that the program serves at, after `begin`."""
         return await self._said("ready")
 
     async def wait(self) -> str:
-        """The cause, in words, once the program ended."""
+        """The cause, as text, once the program ended."""
         if self._process is None:
             return "was never started"
         code = await self._process.wait()
@@ -78,13 +79,13 @@ class Program:
             await terminate(self._process, STOP_S)
 
     async def kill(self) -> None:
-        """SIGKILL at once: of one that hangs, which SIGTERM would not reach."""
+        """SIGKILL at once, for a program that hangs and would not react to SIGTERM."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
     async def said(self) -> tuple[int, str]:
-        """Bytes of its log so far, and the last line."""
+        """Bytes of the log so far, and its last line."""
         try:
             return self._log.stat().st_size, self._last_line()
         except OSError:
@@ -96,8 +97,8 @@ class Program:
     async def pull(
         self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
-        """Bring a version of the weights from their store to this host, where the program can load it, whether it runs
-        or not: `HostWeightCopy.pull`."""
+        """Pull a version of the weights from the store to this host, where the program can load it. The program need
+        not run. See `HostWeightCopy.pull`."""
         return await (await self._at(place)).pull(version, stamp, keep, coming)
 
     async def arrived(
@@ -107,7 +108,7 @@ class Program:
         await (await self._at(place)).arrived(manifest, digests, over=over, whole=whole)
 
     async def pulling(self) -> PullProgress | None:
-        """How far the pull is that is under way; None: none ever was."""
+        """Progress of the current or last pull; None if there was none."""
         return None if self._copy is None else self._copy.progress
 
     async def _at(self, place: WeightStoreLocation) -> HostWeightCopy:
@@ -136,12 +137,12 @@ class Program:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **self._env},
-                # A process group of its own: Ctrl-C in the terminal reaches the controller, which stops its parts.
+                # A process group of its own: Ctrl-C in the terminal reaches only the controller, which stops its parts.
                 start_new_session=True,
             )
 
     async def _said(self, wanted: str) -> str:
-        """The address on the next line that begins with this word. `PartDied` if the program ends before."""
+        """The address on the next line that begins with this keyword. `PartDied` if the program ends before it."""
         process = self._process
         if process is None or process.stdout is None:
             raise PartDied(self._name, "was never started")

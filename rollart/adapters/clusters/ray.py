@@ -1,8 +1,9 @@
 """The `Runtime` port on Ray: actors on the nodes of a cluster, chosen by resources and labels.
 
-Ray places, starts and kills; what it leaves open is decided here. It waits for ever for a node that does not exist:
-that is a `UsageError` at once. It queues calls beyond an actor's concurrency silently: they wait at the caller.
-It attaches to whatever cluster it finds: the address is always given. Nothing per token or request crosses it.
+Ray places, starts and kills actors. This module closes its gaps. Ray waits for ever for a node that does not exist:
+here that is a `UsageError` at once. Ray silently queues calls beyond an actor's concurrency: here they wait at the
+caller. Ray attaches to any cluster that it finds: here the address is always explicit. Nothing per token or per request
+crosses Ray.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 __all__ = ["RayRuntime"]
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
+"""Seconds between two polls of the nodes: Ray does not notify a driver of nodes that join or leave."""
 
 
 ASK_S = 10.0
-"""Seconds for what is only a hint to the cluster."""
+"""Seconds for a hint to the cluster, whose result is not needed."""
 
 CLOSE_S = 30.0
-"""Seconds for what is asked of the cluster at the end: one that is gone does not answer."""
+"""Seconds for requests to the cluster at the end: a cluster that is gone does not answer."""
 
 
 class RayRuntime:
     """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
-    actor; of an actor whose node died the next incarnation goes to any node that its labels allow.
+    actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow.
 
-    Invariant: free = total - reserved - held by our other actors on every node that lives.
+    Invariant: free = total - reserved - held by our other actors on every live node.
     """
 
     def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
-        """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the one that RAY_ADDRESS names.
-        `env`: variables that Ray reads in this process, as its token's path."""
+        """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the value of RAY_ADDRESS. `env`:
+        variables that Ray reads in this process, such as the path of its token."""
         self._address = address
         self._env = dict(env or {})
         self._before: dict[str, str | None] = {}
@@ -68,7 +69,7 @@ class RayRuntime:
         self.groups = RayGroups(self._take, lambda function, *args: self.link.do(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
-        """Of the nodes that live, by Ray's id."""
+        """Names of live nodes, by Ray's id."""
         self._leaving: set[str] = set()
         self._objects: dict[str, Any] = {}
         self._ids = itertools.count()
@@ -76,10 +77,10 @@ class RayRuntime:
         self._looking: asyncio.Task[None] | None = None
         self._look = asyncio.Lock()
         self._looks = self._answered = 0
-        """Looks that were begun, and the number of the last that was answered."""
+        """Number of polls begun, and of the last poll that was answered."""
 
     async def start(self) -> None:
-        """Connect. `ProviderError` when there is no cluster, or it refuses us."""
+        """Connect. `ProviderError` if there is no cluster, or it refuses the connection."""
         address = resolve_address(self._address)
         await check_grpc_server(address)
         self._before = {name: os.environ.get(name) for name in self._env}
@@ -114,16 +115,16 @@ class RayRuntime:
         await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
 
     async def ask(self, gang: Sequence[BundleGroup]) -> None:
-        """Say to the cluster's autoscaler, if there is one, what room will be asked for: it brings nodes for what
-        waits, and nothing waits for a node that nobody has seen. () takes it back. What was said last by any run
-        counts."""
+        """Announce the resources that will be requested to the cluster's autoscaler, if there is one: it adds nodes for
+        them, so nothing waits for a node that was never seen. () withdraws the request. The last request of any run on
+        the cluster counts."""
         from ray.autoscaler.sdk import request_resources
 
         wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
         resources = [dict(bundle.resources) for bundle in wanted]
         labels = [dict(bundle.labels) for bundle in wanted]
-        if isinstance(self.link, RayDriverLink):  # Ray's client has no way to say it
-            with contextlib.suppress(Exception):  # a hint: the nodes are waited for anyway
+        if isinstance(self.link, RayDriverLink):  # Ray's client lacks this function
+            with contextlib.suppress(Exception):  # only a hint: `reserve` waits for the nodes anyway
                 async with asyncio.timeout(ASK_S):
                     await self.link.do(request_resources, None, resources, labels)
 
@@ -137,7 +138,7 @@ class RayRuntime:
         return group in self.groups
 
     def events(self) -> AsyncIterator[RuntimeEvent]:
-        """Every event from the runtime's start on, for as long as it runs."""
+        """Every event since the runtime's start, for as long as it runs."""
         return self._events.read()
 
     async def put(self, value: Any) -> str:
@@ -183,17 +184,17 @@ class RayRuntime:
 
         await run_in_daemon_thread(ray.shutdown)
 
-    # What handles need.
+    # For handles.
 
     def emit(self, event: RuntimeEvent) -> None:
         self._events.say(event)
 
     def forget(self, handle: RayHandle) -> None:
-        """The actor is gone for good."""
+        """The actor will not restart."""
         self._actors.pop(handle.spec.name, None)
 
     async def feasible(self, spec: ActorSpec) -> None:
-        """`UsageError` when no node that is there now, or its bundle, could ever hold it."""
+        """`UsageError` if no current node, or the actor's bundle, could ever hold it."""
         await self.look()
         labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
         if not any(
@@ -207,8 +208,9 @@ class RayRuntime:
             )
 
     def least(self, handle: RayHandle) -> tuple[str, str]:
-        """The node for an actor that takes no room, and Ray's id of it: of those that its labels allow, the one with
-        the fewest such actors, those that are to go last. Ray would take any of them, and the same one for several."""
+        """The node for an actor that takes no resources, and Ray's id of it: among the nodes that its labels allow, the
+        one with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the
+        same one for several actors."""
         held = Counter(other.aim for other in self._actors.values() if other is not handle)
         ids = {name: ray_id for ray_id, name in self._names.items()}
         there = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
@@ -216,7 +218,7 @@ class RayRuntime:
         return name, ids[name]
 
     def hold(self, ray_id: str, spec: ActorSpec) -> str:
-        """Ray put the actor on the node of this id: account for it; the node's name."""
+        """Account for an actor that Ray placed on the node of this id; the node's name."""
         if not spec.bundle:
             self._take(ray_id, spec.resources, 1.0)
         return self._names.get(ray_id, ray_id)
@@ -226,8 +228,8 @@ class RayRuntime:
             self._take(ray_id, spec.resources, -1.0)
 
     async def look(self) -> None:
-        """See which nodes are there. One look at a time: an older answer must not undo a newer one. Who waited while
-        one that began after it asked was answered has that: hundreds of actors may start at a time."""
+        """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
+        while a poll that began after its call was answered uses that answer: hundreds of actors may start at a time."""
         asked = self._looks
         async with self._look:
             if self._answered > asked:
@@ -237,7 +239,7 @@ class RayRuntime:
             self._answered = number
 
     def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One that joins under the name of one that is gone is another node."""
+        """A node that joins under the name of a dead one is a new node."""
         alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
         for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
             name = self._names.pop(ray_id)
@@ -260,7 +262,7 @@ class RayRuntime:
             there.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
     async def _warned(self) -> None:
-        """Nodes that are to go: preempted, or drained by whoever runs the cluster."""
+        """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
         draining = await self.link.draining()
         for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
             if name not in self._leaving:
@@ -270,7 +272,7 @@ class RayRuntime:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            with contextlib.suppress(Exception):  # the head is busy, or gone: look again
+            with contextlib.suppress(Exception):  # the head is busy, or gone: poll again
                 try:
                     async with asyncio.timeout(SILENT_S):
                         await self.look()
@@ -281,7 +283,7 @@ class RayRuntime:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """The name that the node was given, or the start of Ray's id: by default Ray calls nodes by their address."""
+    """The name that the node was given, or the start of Ray's id: Ray's default name is the node's address."""
     name = str(row.get("NodeName") or "")
     return name if name and name != row["NodeManagerAddress"] else str(row["NodeID"])[:12]
 

@@ -1,9 +1,9 @@
 """A private Ray cluster on this machine, one raylet per node: `python -m rollart.adapters.clusters.ray_cluster DIR`.
 
-DIR/nodes.json says which nodes; the program says `ready ADDRESS` on stdout once all have joined, and DIR/raylets.json
-then holds the process id of each one's raylet. Nodes that are added to the file later are started too. SIGTERM and the
-death of the parent end every process of it. Nothing else on the machine is touched: `ray stop` would end every Ray
-there is.
+DIR/nodes.json lists the nodes. The program prints `ready ADDRESS` on stdout once all have joined; DIR/raylets.json then
+holds the process id of each node's raylet. Nodes that are added to nodes.json later are started too. SIGTERM and the
+death of the parent end every process of the cluster. Nothing else on the machine is touched, whereas `ray stop` would
+end every Ray process.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ MODULE = "rollart.adapters.clusters.ray_cluster"
 NODES, RAYLETS, TOKEN, TEMPORARY = "nodes.json", "raylets.json", "token", "temporary"
 
 STORE_BYTES = 80 * 2**20
-"""Object store of a node: nothing of a run goes through it but arguments and results of calls."""
+"""Object store of a node: a run uses it only for arguments and results of calls."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 POLL_INTERVAL_S = 0.25
-"""How often the program looks for raylets that ended: one that is not reaped keeps its workers alive."""
+"""How often the program polls for raylets that ended: a raylet that is not reaped keeps its workers alive."""
 
 
 def auth_environment(token: Path) -> dict[str, str]:
-    """What a process must have in its environment to talk to a cluster whose token lies there."""
+    """The environment variables that a process needs to connect to a cluster whose token is in this file."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 
 
 def health_settings(health_s: float) -> dict[str, int]:
-    """Ray's health checks such that a node is lost after `health_s` seconds of silence, and one whose raylet was
-    killed, which refuses at once, after a quarter of that. Ray's own take 18 s."""
+    """Ray's health checks such that a node is lost after `health_s` seconds of silence. A node whose raylet was killed
+    refuses connections at once and is lost after a quarter of that. Ray's defaults take 18 s."""
     ms = health_s * 1000.0
     return {
         "health_check_initial_delay_ms": 1000,
@@ -68,8 +68,8 @@ def health_settings(health_s: float) -> dict[str, int]:
 
 
 class PrivateCluster:
-    """The controller's side. Owns the program, the token that its processes ask for, and a short temporary directory:
-    Ray's sockets have paths of at most 107 characters."""
+    """The controller's side. Owns the program, the token that its processes require, and a temporary directory with a
+    short path: paths of Ray's sockets have at most 107 characters."""
 
     def __init__(self, directory: Path, nodes: Sequence[Node], *, health_s: float, port: int = 0) -> None:
         """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it. `port` of the
@@ -86,9 +86,9 @@ class PrivateCluster:
         return self._directory / TOKEN
 
     async def start(self) -> str:
-        """Its address. `PartDied` with what Ray said if it does not come up."""
+        """The cluster's address. `PartDied` with Ray's message if it does not start."""
         left = self._directory / TEMPORARY
-        if left.exists():  # by a controller that was killed
+        if left.exists():  # left by a controller that was killed
             shutil.rmtree(left.read_text(), ignore_errors=True)
         self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
         env = write_cluster_files(
@@ -108,7 +108,7 @@ class PrivateCluster:
 def write_cluster_files(
     directory: Path, nodes: Sequence[Node], *, health_s: float, temporary: str, port: int = 0
 ) -> dict[str, str]:
-    """Write what the program reads, and a token; the environment that the program wants. The first node is the head."""
+    """Write the program's input and a token; the environment variables for the program. The first node is the head."""
     directory.mkdir(parents=True, exist_ok=True)
     token = directory / TOKEN
     token.touch(mode=0o600)
@@ -125,20 +125,21 @@ def raylet_pid(directory: Path, node: str) -> int:
 
 
 def add_node(directory: Path, node: Node) -> None:
-    """A host joins the cluster that runs; `raylet_pid` knows it once it has. One caller at a time."""
+    """Add a node to the running cluster; `raylet_pid` knows it once it has joined. One caller at a time."""
     config = json.loads((directory / NODES).read_text())
     config["nodes"].append(_node_entry(node))
     _write(directory / NODES, config)
 
 
 def main(directory: Path) -> None:
-    """Two processes, so that whichever is killed, the other ends all of Ray's: some of those would live on."""
+    """Two processes: if either is killed, the other ends all of Ray's processes, some of which would otherwise
+    survive."""
     _adopt_orphans()
     own = os.getpid()
     keeper = os.fork()
     if keeper == 0:
         _adopt_orphans()
-        # Ray's parts are below this process from its first one on. It is no longer SIGKILL that comes with the end.
+        # All of Ray's processes are descendants of this one. Its parent-death signal is SIGTERM, no longer SIGKILL.
         signal.signal(signal.SIGTERM, lambda *_: _end())
         die_with_parent(own, signal.SIGTERM)
         _run_nodes(directory)
@@ -150,7 +151,7 @@ def main(directory: Path) -> None:
 
 
 def _run_nodes(directory: Path) -> None:
-    """Start the nodes and keep them until SIGTERM."""
+    """Start the nodes and run them until SIGTERM."""
     from ray.cluster_utils import Cluster
 
     cluster, raylets = Cluster(), dict[str, Any]()
@@ -169,11 +170,11 @@ def _run_nodes(directory: Path) -> None:
 
 def _end() -> NoReturn:
     end_descendants()
-    os._exit(0)  # Ray's own shutdown would look for what is gone
+    os._exit(0)  # Ray's own shutdown would look for processes that are gone
 
 
 def _start_new_nodes(cluster: Any, directory: Path, raylets: dict[str, Any]) -> int:
-    """Start the nodes of the file that were not; when the file was changed last."""
+    """Start the nodes of the file that have not been started; the file's time of modification."""
     changed = (directory / NODES).stat().st_mtime_ns
     config = json.loads((directory / NODES).read_text())
     for node in config["nodes"]:
@@ -185,7 +186,7 @@ def _start_new_nodes(cluster: Any, directory: Path, raylets: dict[str, Any]) -> 
 
 
 def _write(path: Path, value: Any) -> None:
-    """Whoever reads it meanwhile has the old text or the new one."""
+    """Atomic: a concurrent reader sees the old text or the new one."""
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(value, indent=2) + "\n")
     beside.rename(path)
@@ -196,12 +197,12 @@ def _node_entry(node: Node) -> dict[str, Any]:
 
 
 def _adopt_orphans() -> None:
-    """Processes below this one whose parents die become its children."""
+    """Descendants whose parents die become children of this process."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> None:
-    """Kill every process below this one, and those that their parents' deaths orphan; returns when all are reaped."""
+    """Kill every descendant, including processes orphaned by that; returns when all are reaped."""
     _adopt_orphans()
     while found := _descendants(os.getpid()):
         for pid in found:

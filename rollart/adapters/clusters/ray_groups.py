@@ -1,11 +1,12 @@
-"""Reservations on Ray: a placement group per group of bundles, all of a gang's at once.
+"""Reservations on Ray: a placement group per group of bundles, all groups of a gang at once.
 
-A placement group is all or nothing, and can only be given back whole, with whatever runs in it; the parts of a run
-come and go one by one. So each part's group is one of Ray's, and what makes a gang of them is that nobody waits while
-holding some: those that have room are given back when others have found none for a while. Two gangs that each hold half
-of what both need so never wait for each other for ever, and hold for times that differ: one gets through.
+A placement group is all or nothing, and can only be removed whole, with everything that runs in it; the parts of a run
+start and end one by one. So each part has a placement group of its own, and a gang holds some of its groups for a
+limited time only: if the others find no room by then, the groups that have room are removed again. Two gangs that each
+hold half of the resources that both need therefore never deadlock, and they hold for different times, so one of them
+succeeds.
 
-None is detached: Ray gives them back when the controller ends, however it ends.
+No placement group is detached: Ray removes them when the controller ends, however it ends.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from rollart.ports import Node
 __all__ = ["RayGroups"]
 
 HOLD_S = (2.0, 20.0)
-"""Seconds that what was found is held while the rest has no room: at first, and at most. Room that is there is found in
-milliseconds, in seconds on a machine that is busy."""
+"""Seconds that groups with room are held while others of the gang have none: at first, and at most. Ray finds free
+resources in milliseconds, in seconds on a busy machine."""
 
 POLL_INTERVAL_S = (0.02, 0.5)
-"""Between two looks whether groups have room: at first, and at most."""
+"""Seconds between two polls whether groups have room: at first, and at most."""
 
 
 @dataclass(slots=True)
 class _PlacementGroup:
-    """A group that Ray is asked for, and then holds; `where` has Ray's id of each bundle's node, None while it has
+    """A group that is requested from Ray, and then held; `where` has Ray's id of each bundle's node, None while it has
     none."""
 
     group: BundleGroup
     ray: Any = None
     where: list[str | None] = field(default_factory=list)
     left: bool = False
-    """Nobody waits for it any more: whoever makes it gives it back."""
+    """Abandoned while it is created: `_create_group` removes it."""
 
 
 class RayGroups:
-    """Owns the placement groups of one connection. `reserve` waits until all of a gang have room, unblocked by whoever
-    gives some back or by a node that joins."""
+    """Owns the placement groups of one connection. `reserve` waits until all groups of a gang have room, unblocked by a
+    release or by a node that joins."""
 
     def __init__(
         self, take: Callable[[str, Mapping[str, float], float], None], do: Callable[..., Awaitable[Any]]
     ) -> None:
-        """`take` accounts for resources of the node with this id of Ray's; `do` makes a call that blocks."""
+        """`take` accounts for resources of the node with this Ray id; `do` makes a blocking call."""
         self._take = take
         self._do = do
         self._held: dict[str, _PlacementGroup] = {}
         self.bundles: dict[str, Node] = {}
-        """What was reserved, by bundle; its node's name is in the group, for it may change."""
+        """Reserved resources by bundle. The node is recorded in the group, since it may change."""
         self._random = random.Random(os.getpid())
 
     def __contains__(self, group: str) -> bool:
@@ -67,7 +68,7 @@ class RayGroups:
         return held is not None and any(b.name == bundle for b in held.group.bundles)
 
     def strategy(self, bundle: str) -> Any:
-        """How Ray is told to put an actor into it."""
+        """Ray's scheduling strategy that places an actor in the bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         for held in self._held.values():
@@ -89,7 +90,7 @@ class RayGroups:
                 return
             if loop.time() >= end:
                 raise insufficient_capacity(lacking, wait_s)
-            check_feasible(gang, nodes())  # a node that could have held it is gone
+            check_feasible(gang, nodes())  # a node that could have held the gang may be gone
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
             hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
 
@@ -108,8 +109,8 @@ class RayGroups:
             await self.release(group)
 
     async def follow(self, alive: Container[str]) -> None:
-        """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room. `alive`: Ray's
-        ids of the nodes; one that joins under a dead one's name is another."""
+        """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
+        `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
         table = await self._do(_group_table) if moved else {}
         for held in moved:
@@ -119,16 +120,16 @@ class RayGroups:
                 if before in alive or now is None or now not in alive:
                     continue
                 held.where[index] = now
-                if held.group.name in self._held:  # not given back meanwhile
+                if held.group.name in self._held:  # not released meanwhile
                     self._take(now, bundle.resources, 1.0)
 
     async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
-        """Hold all of it, or nothing; the bundles of groups that found no room within `hold_s`."""
+        """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
         until, look = loop.time() + hold_s, POLL_INTERVAL_S[0]
         asked: list[_PlacementGroup] = []
         try:
-            # The largest first: Ray gives room in this order.
+            # The largest first: Ray assigns room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
                 asked.append(_PlacementGroup(group))
                 await self._do(_create_group, asked[-1])
@@ -152,12 +153,12 @@ class RayGroups:
             asked = []
             return []
         finally:
-            if asked:  # else nothing is waited for: what is held now is returned, whoever cancels
+            if asked:  # not empty on failure only; shielded, so that cancellation does not leak groups
                 await asyncio.shield(self._remove(asked))
 
     async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
         for held in groups:
-            held.left = True  # one that is on its way is given back by `_create_group`
+            held.left = True  # `_create_group` removes a group that is being created
             if held.ray is not None:
                 await self._do(_remove_group, held)
 

@@ -1,4 +1,4 @@
-"""One actor on Ray over all of its lives."""
+"""One actor on Ray across its incarnations."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["RayHandle"]
 
 STOP_S = 8.0
-"""Seconds that an actor may take to stop what it holds: a program gets 5 between SIGTERM and SIGKILL."""
+"""Seconds that an actor may take to stop its object: a program gets 5 between SIGTERM and SIGKILL."""
 
 RECHECK_S = 1.0
-"""While Ray looks for room, how often it is checked that a node that could hold the actor still exists."""
+"""Seconds between two checks, while Ray looks for room, that a node that could hold the actor still exists."""
 
 MAX_START_ATTEMPTS = 6
-"""Starts of one incarnation, over about six seconds: longer than a node's death stays unknown."""
+"""Starts of one incarnation, over about six seconds: longer than Ray takes to notice the death of a node."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 
 RESERVED_CALLS = 3
-"""Calls of our own beside those of the caller: the one that never returns, the start and the stop."""
+"""Concurrent calls beside those of the caller: `live`, which never returns, the start and the stop."""
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class _Incarnation:
     host: Any
     node: str
     ray_id: str
-    """Ray's of the node."""
+    """Ray's id of the node."""
     watch: asyncio.Task[None] | None = field(default=None)
 
 
 class RayHandle:
-    """A running actor. Calls wait for a place among `max_concurrency`; one in flight when the actor dies is retried up
-    to `max_task_retries` on the next incarnation, then fails with `PartDied`. Where a restart finds no node that could
-    hold the actor, calls fail with `PartDied`, and each of them looks again."""
+    """A running actor. Calls wait for one of `max_concurrency` slots; a call in flight when the actor dies is retried
+    up to `max_task_retries` on the next incarnation, then fails with `PartDied`. If a restart finds no node that could
+    hold the actor, calls fail with `PartDied`, and each of them tries the restart again."""
 
     def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
         self._runtime = runtime
@@ -58,7 +58,7 @@ class RayHandle:
         self._node = ""
         self.light = not spec.bundle and not any(spec.resources.values())
         self.aim = ""
-        """The node that it is to be on, where it takes no room and the choice is ours."""
+        """The node chosen here for an actor that takes no resources."""
         self._restarts = 0
         self._revival: asyncio.Task[None] | None = None
         self._gone = False
@@ -72,7 +72,7 @@ class RayHandle:
         return self._node
 
     async def boot(self) -> None:
-        """Start the next incarnation. `UsageError` when no node could hold it; what its constructor raises."""
+        """Start the next incarnation. `UsageError` if no node could hold it; exceptions of its constructor."""
         await self._runtime.feasible(self.spec)
         resources = dict(self.spec.resources)
         where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
@@ -100,7 +100,7 @@ class RayHandle:
             raise
         self._node = self._runtime.hold(ray_id, self.spec)
         life = _Incarnation(host, self._node, ray_id)
-        # The actor outlives the call that started it and is ended by `kill` or its death, which this task waits for.
+        # The actor outlives the call that started it; it ends by `kill` or by its death, which this task waits for.
         life.watch = asyncio.get_running_loop().create_task(self._watch(life), name=f"end of {self.name}")
         self._life = life
 
@@ -121,7 +121,7 @@ class RayHandle:
             raise last
 
     async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """The items of an async generator method, one by one. Not retried: items may have been seen."""
+        """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
         payload = pack((args, kwargs))
         async with self._places:
             life = await self._alive()
@@ -136,8 +136,8 @@ class RayHandle:
         life, self._life = self._life, None
         if self._gone:
             return
-        self._gone = not restart  # at once: a call that comes while it stops must not bring it back
-        if life is None:  # it is dead or on its way back
+        self._gone = not restart  # first, so that a call during the stop does not restart the actor
+        if life is None:  # dead, or restarting
             await self._end_revival()
             life, self._life = self._life, None
         if life is not None:
@@ -151,7 +151,7 @@ class RayHandle:
             await self._alive()
 
     async def _ready(self, host: Any) -> tuple[bool, bytes, str]:
-        """The answer of the new actor's start, once Ray has found it a node."""
+        """The response of the new actor's `boot`, once Ray has placed it."""
         init = pack((self.spec.args, dict(self.spec.kwargs)))
         asked = self._runtime.link.ask(host, "boot", self.spec.factory, init, __version__)
         booting = asyncio.get_running_loop().create_task(asked, name=f"start of {self.name}")
@@ -174,7 +174,7 @@ class RayHandle:
 
     @contextlib.contextmanager
     def _telling(self, life: _Incarnation) -> Iterator[None]:
-        """A death in words."""
+        """Converts Ray's errors of a dead actor into `PartDied`."""
         try:
             yield
         except _death_errors() as error:
@@ -192,7 +192,7 @@ class RayHandle:
             await asyncio.shield(revival)
 
     async def _revive(self) -> None:
-        """Until Ray knows that a node is dead, it may send the next incarnation there too."""
+        """Retried, since Ray may place the next incarnation on a dead node until it notices the death."""
         for again in range(MAX_START_ATTEMPTS):
             try:
                 await self.boot()
@@ -206,16 +206,16 @@ class RayHandle:
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
     async def _watch(self, life: _Incarnation) -> None:
-        """Wait for the death of an incarnation, then bring the actor back."""
+        """Wait for the death of an incarnation, then restart the actor."""
         try:
             await self._ask(life, "live")
         except PartDied:
             self._lost(life)
-        except ProviderError:  # the connection is lost, which ends whoever calls
+        except ProviderError:  # the connection is lost: every call fails by itself
             return
 
     def _lost(self, life: _Incarnation) -> None:
-        """It is gone by itself, or not reachable: it must not come back beside its successor."""
+        """The incarnation died, or is unreachable. It is killed, so that it never runs beside its successor."""
         if self._life is not life:
             return
         self._life = None
@@ -239,7 +239,7 @@ class RayHandle:
             life.watch.cancel()
             await asyncio.gather(life.watch, return_exceptions=True)
         try:
-            with contextlib.suppress(Exception):  # whatever stopping says, it is killed
+            with contextlib.suppress(Exception):  # killed below, whether the stop succeeds or not
                 async with asyncio.timeout(STOP_S):
                     await self._ask(life, "stop")
         finally:
@@ -269,6 +269,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """Whoever calls next meets the error again; nobody need have waited for this one."""
+    """The next caller gets the error again; it is not an unhandled one if no caller was waiting."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
-"""What runs on Ray's side: an actor that holds one object of ours, and the program actor of a node.
+"""Ray's side: an actor that wraps one of our objects, and the program actor of a node.
 
-Arguments and results are pickled here and cross Ray as bytes: they are values, and a tensor is refused.
+Arguments and results are pickled here and cross Ray as bytes: they are values, and tensors are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RayActorHost", "NodeProgram", "pack", "unpack"]
 
 
 class RayActorHost:
-    """A Ray actor around one object. Calls run concurrently on its loop; their number is the caller's matter."""
+    """A Ray actor that wraps one object. Calls run concurrently on its loop; the caller limits their number."""
 
     def __init__(self) -> None:
         self._instance: Any = None
@@ -30,7 +30,7 @@ class RayActorHost:
         self._numbers = itertools.count()
 
     async def boot(self, factory: str, init: bytes, version: str) -> tuple[bool, bytes, str]:
-        """Make the object; whether that went well, the error if not, and the id of this node. UsageError for a
+        """Make the object. Returns True or False for success, the error, and the id of this node. UsageError for a
         controller of another `version`: both sides exchange pickled values."""
         import ray
 
@@ -50,11 +50,11 @@ class RayActorHost:
         return True, b"", node
 
     async def live(self) -> None:
-        """Never returns: the error that it ends with is the death of this actor."""
+        """Never returns: it fails with the death of this actor."""
         await asyncio.Event().wait()
 
     async def call(self, method: str, payload: bytes) -> tuple[bool, bytes]:
-        """Whether it went well, and the result or the error."""
+        """True and the result, or False and the error."""
         try:
             args, kwargs = pickle.loads(payload)
             result = getattr(self._instance, method)(*args, **kwargs)
@@ -71,13 +71,13 @@ class RayActorHost:
             yield False, _packed_error(error)
 
     async def begin(self, method: str, payload: bytes) -> int:
-        """A stream whose items are asked for one by one, for those who cannot have `stream`; its number."""
+        """The number of a new stream whose items are requested one by one, for callers that cannot use `stream`."""
         number = next(self._numbers)
         self._streams[number] = self.stream(method, payload)
         return number
 
     async def item(self, number: int) -> tuple[bool, bytes] | None:
-        """Its next item; None after the last."""
+        """The stream's next item; None after the last."""
         return await anext(self._streams[number], None)
 
     async def leave(self, number: int) -> None:
@@ -91,7 +91,7 @@ class RayActorHost:
 
 
 class NodeProgram(Program):
-    """A `Program` that serves at its node's address: clients are on other nodes."""
+    """A `Program` that serves at its node's address, for clients on other nodes."""
 
     async def _launch(self, extra: list[str]) -> None:
         import ray.util
@@ -100,7 +100,7 @@ class NodeProgram(Program):
 
 
 def pack(value: Any) -> bytes:
-    """Pickled. `UsageError` for a tensor anywhere in it: those take seconds through Ray's object store."""
+    """Pickled. `UsageError` for a tensor anywhere in the value: it would take seconds through Ray's object store."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()
@@ -123,7 +123,7 @@ class _Pickler(pickle.Pickler):
 def _packed_error(error: Exception) -> bytes:
     try:
         payload = pack(error)
-        pickle.loads(payload)  # an error whose constructor wants more than its args fails only here
+        pickle.loads(payload)  # an error whose constructor needs more than its args fails only here
         return payload
     except Exception:
         return pack(RunFailed(f"{type(error).__name__}: {error}"))

@@ -1,9 +1,9 @@
-"""The connection to a Ray cluster: as a driver of it, beside one of its nodes, or through Ray's client (`ray://`).
+"""The connection to a Ray cluster: as a driver beside one of its nodes, or through Ray's client (`ray://`).
 
-A driver calls Ray in this process. Through the client each call is a request over the network that waits for its
-answer, ids included: those are made on threads of their own, so that a server that hangs holds up nobody. The client's
-own reconnection (RAY_CLIENT_RECONNECT_GRACE_PERIOD, 30 s) outlives short breaks. A server that is gone takes the job
-and all of its actors with it: every call then fails with a `ProviderError`, at once, which ends the run.
+A driver calls Ray in this process. Through the client each call is a request over the network and waits for its answer,
+even for ids. Such calls run on threads of their own, so that a server that hangs blocks no other call. The client's own
+reconnection (RAY_CLIENT_RECONNECT_GRACE_PERIOD, 30 s) survives short interruptions. A lost server takes the job and all
+of its actors with it: every call then fails at once with a `ProviderError`, which ends the run.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ __all__ = [
 CLIENT_SCHEME = "ray://"
 
 ANSWER_S = 10.0
-"""Seconds that a cluster's address may take to answer. Ray tries for minutes, and cannot be interrupted."""
+"""Seconds that a cluster's address may take to answer. Ray tries for minutes and cannot be interrupted."""
 
 FRAME = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""HTTP/2's frame of no settings: the fourth byte says what it is. Both sides of gRPC begin with a frame of settings."""
+"""HTTP/2's empty SETTINGS frame; the fourth byte is the frame type. Both sides of gRPC begin with a SETTINGS frame."""
 
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
-"""The start of an HTTP/2 client."""
+"""The preface of an HTTP/2 client."""
 
 CONNECTED_S = 60.0
-"""Seconds for the connection to a gRPC server that is to be Ray's: it takes up to ten on a busy machine."""
+"""Seconds for Ray's client to connect to a gRPC server: up to ten on a busy machine."""
 
 SILENT_S = 60.0
-"""Seconds without an answer after which the client's server is lost: longer than its own tries to reconnect."""
+"""Seconds without an answer after which the client's server counts as lost: longer than its own reconnection."""
 
 DRAIN_S = 2.0
-"""Through the client, seconds between two looks which nodes are to go: each is a task on the cluster."""
+"""Seconds between two polls of draining nodes through the client: each poll is a task on the cluster."""
 
 SERVER_START_FAILED = "Initialization failure from server"
-"""What the client server says when the process that it forked for this client ended at once, which happens now and then
-for no reason of ours: gRPC under Ray 2.60 does not survive every fork."""
+"""The client server's message if the process that it forked for this client ended at once. That happens occasionally
+without a cause here: gRPC under Ray 2.60 does not survive every fork."""
 
 MAX_CONNECT_ATTEMPTS = 4
 
@@ -72,18 +72,18 @@ class RayDriverLink:
         return found
 
     async def draining(self) -> set[str]:
-        """Ray's ids of nodes that it was told to drain."""
+        """Ray's ids of nodes that are being drained."""
         return await run_in_daemon_thread(_draining_nodes)
 
     async def do(self, function: Callable[..., T], *args: object) -> T:
-        """A call of Ray's that waits for the cluster."""
+        """Run a Ray function that waits for the cluster."""
         return await run_in_daemon_thread(function, *args)
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
         return _create_actor(kind, options)
 
     async def ask(self, host: Any, method: str, *args: object) -> Any:
-        """What the actor's method returns; it is cancelled with its caller."""
+        """The result of the actor's method; cancelled with its caller."""
         import ray
 
         ref = getattr(host, method).remote(*args)
@@ -99,18 +99,18 @@ class RayDriverLink:
             yield await ref
 
     def kill(self, host: Any) -> None:
-        """Waits for nothing."""
+        """Does not wait."""
         import ray
 
         with contextlib.suppress(Exception):
             ray.kill(host)
 
     def failed(self, error: ProviderError) -> None:
-        """Ray ends the calls of a driver by itself."""
+        """Ray itself ends the calls of a driver."""
 
 
 class RayClientLink:
-    """This process asks a server at the cluster, which is the driver. Owns what is waited for: `failed` ends it."""
+    """This process calls a server at the cluster, which is the driver. Owns the pending calls: `failed` ends them."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -152,7 +152,7 @@ class RayClientLink:
                 done.set_exception(error) if error is not None else done.set_result(answer.result())
 
         def said(answer: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, answer)
 
         def work() -> None:
@@ -162,20 +162,20 @@ class RayClientLink:
             if left[0]:
                 ray.cancel(ref)
             else:
-                ref.future().add_done_callback(said)  # waits until the server has given the call its id
+                ref.future().add_done_callback(said)  # blocks until the server has assigned the call's id
 
         try:
             await self.do(work)
             return await self._waited(done)
         except asyncio.CancelledError:
             done.cancel()
-            left[0] = True  # whichever of the two comes last, here or in `work`, sees the other
+            left[0] = True  # either `work` sees this flag, or `asked` is filled already
             if asked:
                 run_detached(ray.cancel, asked[0])
             raise
 
     async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
-        """Ray's client has no streams: the items are asked for one by one."""
+        """Ray's client has no streams: the items are requested one by one."""
         number = await self.ask(host, "begin", method, payload)
         try:
             while (item := await self.ask(host, "item", number)) is not None:
@@ -191,20 +191,20 @@ class RayClientLink:
             run_detached(ray.kill, host)
 
     def failed(self, error: ProviderError) -> None:
-        """Nothing is waited for any more: all of it ends with the first such error."""
+        """Fail all pending and later calls with the first such error."""
         self._error = self._error or error
         for waiting in list(self._open):
             if not waiting.done():
                 waiting.set_exception(self._error)
 
     def _connected(self) -> None:
-        """A call on what has lost its connection would make a cluster of its own."""
+        """Refuse calls without a connection: Ray would start a cluster of its own."""
         client: Any = importlib.import_module("ray.util.client").ray
         if not client.is_connected():
             raise ConnectionError("it has disconnected")
 
     async def _waited(self, waiting: asyncio.Future[T]) -> T:
-        """What is waited for, for as long as the server answers."""
+        """The result of a call, for as long as the server answers."""
         self._open[waiting] = None
         if self._error is not None:
             self.failed(self._error)
@@ -232,13 +232,13 @@ def connection_lost(address: str, why: str) -> ProviderError:
 
 
 def resolve_address(address: str) -> str:
-    """`auto` is what RAY_ADDRESS names, if it names something."""
+    """Resolve `auto` to RAY_ADDRESS, if that is set."""
     return os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
 
 
 async def check_grpc_server(address: str) -> None:
-    """`ProviderError` if no gRPC server listens at `host:port`: Ray would try to speak to any other for minutes. An
-    address of another form is Ray's to understand."""
+    """`ProviderError` if no gRPC server listens at `host:port`: Ray would try for minutes to connect to any other
+    server. Addresses of another form are left to Ray."""
     host, _, port = address.removeprefix(CLIENT_SCHEME).partition("?")[0].rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return
@@ -250,7 +250,7 @@ async def check_grpc_server(address: str) -> None:
                     await _check_http2_preface(reader, writer, address)
             finally:
                 writer.close()
-    except OSError as error:  # a timeout too
+    except OSError as error:  # includes timeouts
         cause = error.strerror or f"no answer within {ANSWER_S:g} s"
         raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
 
@@ -267,8 +267,8 @@ async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 async def connect_in_thread(address: str) -> None:
-    """Connect in a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
-    `ProviderError` when there is no cluster, it refuses us, or it has not let us in within `CONNECTED_S`."""
+    """Connect on a thread, since it takes seconds, and on the main thread Ray would replace the handler of SIGTERM.
+    `ProviderError` if there is no cluster, it refuses the connection, or it does not accept it within `CONNECTED_S`."""
     try:
         async with asyncio.timeout(CONNECTED_S):
             await run_in_daemon_thread(connect, address)
@@ -279,10 +279,10 @@ async def connect_in_thread(address: str) -> None:
 
 
 def connect(address: str) -> None:
-    """`ProviderError` when there is no cluster, or it refuses us. Blocks for seconds."""
+    """`ProviderError` if there is no cluster, or it refuses the connection. Blocks for seconds."""
     import ray
 
-    with contextlib.suppress(ImportError):  # whoever imported Ray before us made it read its variables then
+    with contextlib.suppress(ImportError):  # Ray may have read its variables already
         private: Any = importlib.import_module("ray._raylet")
         private.Config.initialize("")
         private.AuthenticationTokenLoader.instance().reset_cache()
@@ -290,16 +290,16 @@ def connect(address: str) -> None:
     with contextlib.suppress(ImportError):
         from ray._private import auto_init_hook, worker
 
-        # Ray prints pages about every raylet that dies to our stdout, log_to_driver or not: our events say it.
+        # Ray prints pages about every dead raylet to stdout, log_to_driver or not; the runtime's events report it.
         worker.print_to_stdstream = lambda *_, **__: None
-        auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not make a cluster
+        auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not start a cluster
     if address.startswith(CLIENT_SCHEME):
         _quieten_client()
     for again in reversed(range(MAX_CONNECT_ATTEMPTS)):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             if address.startswith(CLIENT_SCHEME):
-                _quieten_client()  # now, since it sets the levels of its own loggers
+                _quieten_client()  # again, since Ray sets the levels of its loggers
             return
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             if again and SERVER_START_FAILED in str(error):
@@ -309,14 +309,14 @@ def connect(address: str) -> None:
 
 
 def _quieten_client() -> None:
-    """Our error says what broke the connection."""
+    """The error of this module reports a lost connection."""
     for name in ("ray.util.client", "ray.util.client.logsclient"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     threading.excepthook = _unless_channel_closed
 
 
 def _unless_channel_closed(args: threading.ExceptHookArgs) -> None:
-    """The thread in which gRPC watches a channel raises when Ray's client closes the channel to connect again."""
+    """gRPC's thread that watches a channel raises when Ray's client closes the channel to reconnect."""
     if not (args.exc_type is ValueError and "Channel closed" in str(args.exc_value)):
         threading.__excepthook__(args)
 
@@ -328,13 +328,13 @@ def _create_actor(kind: type, options: Mapping[str, Any]) -> Any:
 
 
 def _draining_nodes() -> set[str]:
-    """No public interface of Ray's says it."""
+    """Ray has no public API for this."""
     private: Any = importlib.import_module("ray._private.state")
     return set(private.state.get_draining_nodes())
 
 
 def _draining_nodes_by_task() -> set[str]:
-    """The client has no such interface at all: a task of ours on the cluster looks."""
+    """Ray's client has no API for this at all: a task on the cluster asks."""
     import ray
 
     found: set[str] = ray.get(ray.remote(num_cpus=0)(_draining_nodes).remote(), timeout=ANSWER_S)
@@ -342,5 +342,5 @@ def _draining_nodes_by_task() -> set[str]:
 
 
 def _is_connection_error(error: Exception) -> bool:
-    """Whether it says that the server is gone, and not what it answered."""
+    """True if the server is gone, False for an error that it returned."""
     return isinstance(error, (ConnectionError, importlib.import_module("grpc").RpcError))

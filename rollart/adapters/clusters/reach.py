@@ -1,4 +1,4 @@
-"""Programs of other machines are spoken to at their addresses: whether those are in reach is found out at once."""
+"""Checks at once that the address of a program on another machine can be reached."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rollart.ports import Handle
 __all__ = ["ReachabilityCheckedHandle"]
 
 CONNECT_S = 10.0
-"""Seconds that a connection may take: a network that drops what it does not let through says nothing."""
+"""Seconds that a connection may take: a network that drops packets sends no error."""
 
 ADDRESS_METHODS = ("start", "ready")
-"""Calls of a `Program` that answer with where it serves."""
+"""Methods of a `Program` that return the address it serves at."""
 
 
 class ReachabilityCheckedHandle:
-    """Implements `Handle` over one whose program serves on another machine. An address that it has just said and that
-    does not answer is a `ProviderError` the first time, since no restart would help, and later the death of the part,
-    as one that refuses always is: it may have ended meanwhile."""
+    """Implements `Handle` for a program on another machine. A new address that does not answer is a `ProviderError` the
+    first time, since no restart would help. Later, or if the connection is refused, it is the death of the part, since
+    the program may have ended meanwhile."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -61,7 +61,7 @@ class ReachabilityCheckedHandle:
                 f"{address} on node {self.node} refuses connections: it has ended, or its port is closed",
                 remedy="open the nodes' ports to the controller's machine",
             ) from None
-        except OSError as error:  # a timeout too
+        except OSError as error:  # includes timeouts
             why = error.strerror or f"no answer within {CONNECT_S:g} s"
             if self._reached:
                 raise PartDied(self.name, f"nothing answers at {address} on node {self.node}: {why}") from None

@@ -1,4 +1,4 @@
-"""Blocking calls that may never return, and that nobody can interrupt."""
+"""Blocking calls that may never return and cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
-    """As `asyncio.to_thread`, but whoever is cancelled leaves the call behind: neither the end of the loop nor that of
-    the process waits for it."""
+    """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
+    waits for it."""
     return await daemon_thread_future(function, *args)
 
 
 def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """What such a call ends with."""
+    """The result of such a call, as a future."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -46,7 +46,7 @@ def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.F
 
 
 def run_detached(function: Callable[..., object], *args: object) -> None:
-    """Nobody waits for it, and what it raises is nobody's matter."""
+    """Call a function without waiting for it. Its exceptions are ignored."""
 
     def work() -> None:
         with contextlib.suppress(Exception):
