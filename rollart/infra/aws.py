@@ -1,4 +1,5 @@
-"""What of a run's functions is on AWS, said once for every way to describe it: names, settings, archives, leave."""
+"""The AWS resources of a run's functions, independent of the template language: names, settings, archives,
+permissions."""
 
 from __future__ import annotations
 
@@ -25,24 +26,24 @@ __all__ = [
 ]
 
 ALIAS = "live"
-"""What a run calls; `rollart rewards rollback` moves it."""
+"""The alias that a run calls; `rollart rewards rollback` moves it."""
 
 DIGEST_TAG = "rollart:digest"
-"""What tells `rollart` that a function is its own, and which package it runs."""
+"""Marks a function as one of `rollart`, and holds the digest of its package."""
 
 MARK = "rollart:"
 
 TAKEN = ("Bucket", "BucketPolicy", "ControllerPolicy", "FunctionsRole")
-"""Logical names of what is in a template beside the functions."""
+"""Logical names of a template's other resources."""
 
 PARTS = ("", "Logs", "Live")
-"""What is behind a function's own name in those of its parts."""
+"""Suffixes of the logical names of a function's resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwsFunction:
-    """One Lambda function: `logical` is its name in a template, `archive` the code, at `key` in a bucket or directory;
-    `settings` are Runtime, Handler, MemorySize and Timeout by Lambda's names. `reserved` and `warm` 0: none."""
+    """One Lambda function. `logical` is its name in a template, `archive` the code, at `key` in a bucket or directory;
+    `settings` are Runtime, Handler, MemorySize and Timeout, by Lambda's names. `reserved` and `warm` 0: none."""
 
     name: str
     logical: str
@@ -65,9 +66,9 @@ class AwsFunction:
 
 
 def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
-    """As `rollart rewards deploy` would make them: the same archive under the same name, so that a run finds them
-    deployed. Errors of `serverless` for what Lambda does not have; SpecError for names that a template cannot tell
-    apart."""
+    """The functions as `rollart rewards deploy` would make them: the same archive under the same name, so that a run
+    finds them deployed. Errors of `serverless` for settings that Lambda lacks; SpecError for names that are equal in a
+    template."""
     found = tuple(_aws_function(package, settings) for package in packages)
     _check_logical_names({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
     return found
@@ -110,13 +111,13 @@ def archive_files(found: Sequence[AwsFunction]) -> dict[str, bytes]:
 
 
 def assume_lambda() -> dict[str, Any]:
-    """Who may take the functions' role."""
+    """The trust policy of the functions' role."""
     statement = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
     return {"Version": "2012-10-17", "Statement": [statement]}
 
 
 def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
-    """A function may write its own log and nothing else: no account, bucket or other function is in its reach."""
+    """A function may write to its own log and nothing else: it can reach no account, bucket or other function."""
     return {
         "Sid": "OwnLogs",
         "Effect": "Allow",
@@ -126,8 +127,8 @@ def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
 
 
 def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
-    """What a run needs: to call the functions, if there are any, to see that they are what it would deploy, to keep an
-    alias of its own of each with its warm environments, and to move weights."""
+    """The permissions of a run: to call the functions, if there are any, to verify that they match its own packages, to
+    keep an alias of its own on each, with provisioned concurrency, and to transfer weights."""
     if not functions:
         return _weight_statements(bucket, objects)
     return [
@@ -174,7 +175,7 @@ def _weight_statements(bucket: Any, objects: Any) -> list[Any]:
 
 
 def transport_statement(bucket: Any, objects: Any) -> dict[str, Any]:
-    """Nobody reads or writes the bucket in the clear."""
+    """Denies unencrypted access to the bucket."""
     return {
         "Sid": "OnlyTls",
         "Effect": "Deny",

@@ -26,7 +26,7 @@ SAM = "AWS::Serverless-2016-10-31"
 def cloudformation(
     name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = ""
 ) -> RenderedFiles:
-    """`storage.yaml` makes the bucket (`bucket` names it), which the code has to be in before `functions.yaml` can be
+    """`storage.yaml` makes the bucket (named `bucket`), which must hold the code before `functions.yaml` can be
     deployed."""
     template: dict[str, Any] = {
         "AWSTemplateFormatVersion": VERSION,
@@ -95,8 +95,8 @@ def _cfn_steps(name: str, *, code: bool) -> tuple[str, ...]:
 
 
 def _bucket(name: str) -> dict[str, Any]:
-    """It outlives its stack: what a run learned is there. Uploads that were given up go after a day. `name` '': one
-    that AWS makes up."""
+    """The bucket outlives its stack, since it holds the weights of runs. Unfinished uploads are removed after a day.
+    `name` '': AWS chooses the name."""
     abort = {"Id": "AbortUploads", "Status": "Enabled", "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
     encryption = [{"ServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
     blocked = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
@@ -156,8 +156,8 @@ def _logs(function: AwsFunction) -> dict[str, Any]:
 
 
 def _plain(function: AwsFunction, role: Any) -> dict[str, Any]:
-    """The function, a version that stays when the next one comes (so that a rollback has where to go), and the alias
-    that a run calls."""
+    """The function, a version that stays when the next one is deployed (for rollbacks), and the alias that a run
+    calls."""
     logical = function.logical
     version = f"{logical}V{function.digest[:12]}"
     alias: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _plain(function: AwsFunction, role: Any) -> dict[str, Any]:
 
 
 def _serverless(function: AwsFunction, role: Any) -> dict[str, Any]:
-    """SAM makes the version and the alias of it."""
+    """SAM makes the version and its alias."""
     body = {
         "FunctionName": function.name,
         "Description": function.description,
@@ -216,7 +216,7 @@ def _serverless(function: AwsFunction, role: Any) -> dict[str, Any]:
 
 
 def _controller(functions: Sequence[AwsFunction], bucket: Any, objects: Any) -> dict[str, Any]:
-    """Leave for whoever runs the controller and the engines: attach it to their role."""
+    """The permissions of the controller and the engines: attach the policy to their role."""
     arns = [{"Fn::GetAtt": [f.logical, "Arn"]} for f in functions]
     aliases = [{"Fn::Sub": f"${{{f.logical}.Arn}}:*"} for f in functions]
     return {

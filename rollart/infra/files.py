@@ -15,18 +15,18 @@ __all__ = ["RenderedFiles", "json_text", "script_text", "write", "yaml_text"]
 
 @dataclass(frozen=True, slots=True)
 class RenderedFiles:
-    """Files by relative path, and what a person does with them next, a command or two."""
+    """Files by relative path, and the next steps for the user: a command or two."""
 
     files: Mapping[str, bytes]
     steps: tuple[str, ...] = ()
 
 
 def yaml_text(*documents: Mapping[str, Any], about: str) -> bytes:
-    """YAML documents with a first line that says what they are and where they come from."""
+    """YAML documents, with the comment `about` on the first line."""
     import yaml
 
     class Plain(yaml.SafeDumper):
-        """Values that are the same are written twice: an anchor is nothing for people to read."""
+        """Repeats equal values instead of using anchors, which are hard to read."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -37,7 +37,7 @@ def yaml_text(*documents: Mapping[str, Any], about: str) -> bytes:
 
 
 def _text_node(dumper: Any, text: str) -> Any:
-    """Lines as lines."""
+    """Multi-line text as a literal block."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
@@ -50,7 +50,7 @@ def script_text(lines: Sequence[str], about: str) -> bytes:
 
 
 def write(rendered: RenderedFiles, directory: Path) -> list[Path]:
-    """Write them; what lies there under the same names is replaced. `UsageError` where that cannot be."""
+    """Write the files, replacing existing ones of the same names. `UsageError` if that fails."""
     written = []
     for name in sorted(rendered.files):
         path = directory / name

@@ -1,4 +1,4 @@
-"""The hosts of a cluster, by pool: what a Kubernetes worker group, a node type or a `ray start` is made for."""
+"""The hosts of a cluster, by pool: input of a Kubernetes worker group, a node type or a `ray start`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rollart.spec.prices import PriceList
 __all__ = ["HostGroup", "host_groups", "hosts_engines", "shared_label"]
 
 HOST_CORES = 32
-"""Cores of a CPU host where the spec does not say `devices_per_host`: a usual size in every cloud."""
+"""Cores of a CPU host if the spec has no `devices_per_host`: a usual size in every cloud."""
 
 GPU_CORES, GPU_MEMORY_GB = 3, 12
-"""Cores and host memory that are asked for beside each GPU: what the smallest hosts of one GPU can spare (g5.xlarge has
-4 and 16 GB). The spec says nothing of them, and larger hosts have more, which is used where nothing limits it."""
+"""Cores and host memory that are requested for each GPU: the smallest hosts with one GPU can spare this much (g5.xlarge
+has 4 and 16 GB). The spec does not declare them. Larger hosts have more, which is used where no limit applies."""
 
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 
 CORE_MEMORY_GB = 4.0
-"""Memory of a core where the pool has no `memory_gb`."""
+"""Memory per core if the pool has no `memory_gb`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """Hosts of one pool that are alike. `hosts` to begin with; `least` and `most` differ where they are rented or may
-    come and go. Of one host: `gpus`, `cores` and `memory_gb` (GB of 1e9 bytes)."""
+    """Equal hosts of one pool. `hosts` is their initial number; `least` and `most` differ if they are rented or may
+    come and go. Per host: `gpus`, `cores` and `memory_gb` (GB of 1e9 bytes)."""
 
     name: str
     device: str
@@ -43,20 +43,20 @@ class HostGroup:
     cores: int
     memory_gb: int
     plays: bool = False
-    """It holds environments."""
+    """True if the hosts run environments."""
     spot: bool = False
-    """Its hosts are interruptible capacity."""
+    """True if the hosts are interruptible capacity."""
 
     @property
     def instance_type(self) -> str | None:
-        """The provider's name of such a host, where a label of the pool says it."""
+        """The provider's name of such a host, if the pool has it as a label."""
         return self.labels.get("instance_type")
 
 
 def host_groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) -> tuple[HostGroup, ...]:
-    """One group for each pool. Owned pools are there whole; of rented ones as many hosts as the plan uses to begin
-    with, or none without a plan, and no more than the pool has; what a pool calls its `min` always stays. SpecError for
-    a pool that no host can be made of."""
+    """One group for each pool. Of an owned pool all hosts are present from the start. A rented pool starts with the
+    hosts that the plan uses, or none without a plan, and never exceeds its size; its `min` hosts always stay. SpecError
+    for a pool that cannot be divided into hosts."""
     played = _environment_pool(cluster)
     return tuple(
         _group(
@@ -67,7 +67,7 @@ def host_groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = Non
 
 
 def _environment_pool(cluster: ClusterSpec) -> str | None:
-    """The pool whose hosts hold environments; None where the head does."""
+    """The pool whose hosts run environments; None if the head does."""
     spec = cluster.environments
     if not spec.workers or (spec.workers == UNLESS_QUICK and spec.python is None):
         return None
@@ -76,22 +76,22 @@ def _environment_pool(cluster: ClusterSpec) -> str | None:
 
 
 def hosts_engines(group: HostGroup, found: Sequence[HostGroup]) -> bool:
-    """Whether engines may be on these hosts: those with GPUs, or any where there are none."""
+    """True if engines may run on these hosts: hosts with GPUs, or all if the cluster has none."""
     return bool(group.gpus) or not any(g.gpus for g in found)
 
 
-def shared_label(found: Sequence[HostGroup], label: str, what: str) -> str:
-    """The value that all pools have. SpecError if one has none, or two differ."""
+def shared_label(found: Sequence[HostGroup], label: str, purpose: str) -> str:
+    """The value of a label that all pools share. SpecError if one lacks it, or two differ; `purpose` names its user."""
     values = {g.name: g.labels.get(label) for g in found}
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise SpecError(
-            f"pool '{missing[0]}' has no label {label} (rule: {what} needs it of every pool)",
+            f"pool '{missing[0]}' has no label {label} (rule: {purpose} needs it of every pool)",
             remedy=f"add `labels: {{{label}: ...}}` to the pool",
         )
     if len(set(values.values())) > 1:
         shown = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise SpecError(f"pools differ in label {label} ({shown}) (rule: {what} is of one)")
+        raise SpecError(f"pools differ in label {label} ({shown}) (rule: {purpose} is of one)")
     return str(next(iter(values.values())))
 
 

@@ -17,16 +17,16 @@ from rollart.infra.ray_settings import PORT, health_environment
 __all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
 
 SPECS_AT = "/etc/rollart"
-"""Where pods find the run and the cluster spec."""
+"""Directory of the run and cluster specs in pods."""
 
 RUNS_AT = "/var/lib/rollart/runs"
-"""Run directories, at the same path on every node: weights, logs and settings of parts are there."""
+"""Run directories, at the same path on every node: weights, logs and settings of parts."""
 
 RUNS_SIZE = "500Gi"
-"""Of their volume: a few versions of the weights with optimizer, and logs."""
+"""Size of their volume: a few versions of the weights with optimizer, and logs."""
 
 HEAD_CORES, HEAD_MEMORY_GB = 8, 32
-"""Of the controller, its environments, the local function workers, and Ray's own services."""
+"""Resources of the controller, its environments, the local function workers, and Ray's own services."""
 
 FILES_OWNER = 1000
 """The user of our images (infra/Dockerfile): volumes are writable for its group."""
@@ -40,10 +40,10 @@ SPOT_NODES = {
 """Labels of interruptible nodes: Karpenter's, EKS's, GKE's and AKS's. A node of a cluster has one of them."""
 
 IDLE_S = 300
-"""A rented node that nothing runs on is given back after this: longer than a restart of what ran there."""
+"""Seconds after which an idle rented node is returned: longer than a restart of its parts."""
 
 CLUSTER_LABEL = "rollart/cluster"
-"""Of all pods of a cluster: that of `raycluster.yaml` and that of a job."""
+"""Label of all pods of a cluster, whether of `raycluster.yaml` or of a job."""
 
 PORTS = {"gcs-server": PORT, "dashboard": 8265, "client": 10001}
 _NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
@@ -59,12 +59,13 @@ def kuberay(
     namespace: str = "default",
     command: str = "",
 ) -> RenderedFiles:
-    """`raycluster.yaml`: a cluster that stays, and `runs.yaml`: what its nodes share. With `pods.specs` also
-    `rayjob.yaml`: a cluster of its own that runs `command` and goes. SpecError for names that Kubernetes has not."""
-    for what, value in (("cluster", name), *(("pool", g.name) for g in groups)):
+    """`raycluster.yaml`: a permanent cluster, and `runs.yaml`: the resources that its nodes share. With `pods.specs`
+    also `rayjob.yaml`: a cluster of its own that runs `command` and then ends. SpecError for names that are invalid in
+    Kubernetes."""
+    for kind, value in (("cluster", name), *(("pool", g.name) for g in groups)):
         if not _NAME.match(value):
             raise SpecError(
-                f"{what} '{value}' cannot name a thing of Kubernetes (rule: up to 40 lower-case letters, digits and "
+                f"{kind} '{value}' cannot name a thing of Kubernetes (rule: up to 40 lower-case letters, digits and "
                 "'-', a letter or digit at both ends)",
                 remedy="rename it, for example with cluster.name=...",
             )
@@ -102,7 +103,7 @@ def kuberay(
 
 
 def _manual_steps(name: str, namespace: str, needs: ClusterNeeds) -> list[str]:
-    """What nobody may write down in a file is said to Kubernetes by a person."""
+    """Steps that the user takes by hand, since their values must not be in a file."""
     found = []
     names = dict.fromkeys([*needs.secrets, *needs.played])
     if names:
@@ -117,7 +118,7 @@ def _manual_steps(name: str, namespace: str, needs: ClusterNeeds) -> list[str]:
 
 
 def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> list[dict[str, Any]]:
-    """Volumes that all nodes see, and the identity of those that reach a provider."""
+    """Volumes that all nodes mount, and the identity of the pods that call a provider."""
     found = [_claim(f"{name}-runs", meta)]
     if _needs_volume(needs.shared):
         found.append(_claim(f"{name}-weights", meta))
@@ -134,14 +135,14 @@ def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -
 
 
 def _controller(name: str) -> dict[str, str]:
-    """What the head is found by: of a cluster and of a job."""
+    """Labels that select the head, of a cluster or of a job."""
     return {CLUSTER_LABEL: name, "rollart/part": "controller"}
 
 
 def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> dict[str, Any]:
-    """Who may connect to the cluster's pods: each other at all ports (engines that hand over and ranks of a trainer
-    choose theirs), pods of the namespace and KubeRay's operator at the dashboard, where jobs are submitted, and anyone
-    at the port of an outside trainer, which has a token of its own."""
+    """Allowed connections to the cluster's pods: from each other at all ports (engines that hand off KV and ranks of a
+    trainer choose theirs), from pods of the namespace and KubeRay's operator at the dashboard, where jobs are
+    submitted, and from anywhere at the port of an external trainer, which has a token of its own."""
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
     dashboard = {"protocol": "TCP", "port": PORTS["dashboard"]}
     ingress: list[dict[str, Any]] = [
@@ -163,7 +164,7 @@ def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> 
 
 
 def _needs_volume(path: str) -> bool:
-    """Whether a directory needs a volume beside those that all pods have."""
+    """True if a directory is not on a volume that all pods have."""
     return bool(path) and not any(path == at or path.startswith(f"{at}/") for at in (RUNS_AT, "/dev/shm"))
 
 
@@ -199,7 +200,7 @@ def _cluster(
     ports = PORTS | ({"service": needs.service} if needs.service else {})
     head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in ports.items()]
     head["metadata"] = {"labels": _controller(name)}
-    # Nothing of a plan runs on the head: the plan has no such pool.
+    # No part of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
     spec["workerGroupSpecs"] = [_workers(group, name, pods, engines=hosts_engines(group, groups)) for group in groups]
@@ -207,7 +208,8 @@ def _cluster(
 
 
 def _workers(group: HostGroup, name: str, pods: PodSettings, *, engines: bool) -> dict[str, Any]:
-    """`engines`: some may be there. Environments run what policies wrote: hosts of them alone have no identity."""
+    """`engines`: some may run there. Hosts of environments alone have no identity, since environments run code that
+    policies wrote."""
     env = _secrets(name, pods.needs.played if group.plays else ())
     pod = _pod("ray-worker", pods.of(group.name), group.cores, group.memory_gb, gpus=group.gpus, env=env)
     pod["metadata"] = {"labels": {CLUSTER_LABEL: name}}
@@ -231,8 +233,8 @@ def _workers(group: HostGroup, name: str, pods: PodSettings, *, engines: bool) -
         "minReplicas": group.least,
         "maxReplicas": group.most,
         "labels": dict(group.labels),
-        # Engines and trainers count cores of CPU pools and GPUs of the others: no part asks for a GPU host's cores. Of
-        # a CPU host they count all cores, of which its pod requests a part.
+        # Engines and trainers count cores of CPU pools and GPUs of the others: no part requests a GPU host's cores.
+        # They count all cores of a CPU host, although its pod requests fewer.
         "rayStartParams": {"num-cpus": "0" if group.gpus else str(group.cores)},
         "template": pod,
     }
@@ -245,8 +247,8 @@ def _secrets(name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _pod(
     container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A pod has its host alone: it uses all cores, and requests what the kubelet of such a host can allot. With GPUs,
-    nothing but their number limits it."""
+    """A pod has its host alone: it uses all cores, and requests the amount that the kubelet of such a host can
+    allocate. With GPUs, only their number limits it."""
     if gpus:
         wanted, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
     else:
@@ -259,7 +261,7 @@ def _pod(
     }
     if env:
         body["env"] = list(env)
-    # Weights and KV move between processes of a host through shared memory, of which a pod has 64 MB otherwise.
+    # Processes of a host exchange weights and KV through shared memory, which a pod limits to 64 MB by default.
     body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
     owner = {"fsGroup": FILES_OWNER, "fsGroupChangePolicy": "OnRootMismatch"}
@@ -277,19 +279,19 @@ def _allocatable(cores: int, memory_gb: int) -> dict[str, str]:
 
 
 def _mount_volumes(pod: Mapping[str, Any], name: str, pods: PodSettings, *, engines: bool) -> None:
-    """The directories that a pod sees: the runs; the weights' store and, where engines are, the disk they are pulled
-    to; the run's specs and what lies beside them, read only."""
+    """Mount the directories of a pod: the runs; the weights' store and, on engine hosts, the disk that they are pulled
+    to; the run's specs and the files beside them, read only."""
     mounts, volumes = pod["spec"]["containers"][0]["volumeMounts"], pod["spec"]["volumes"]
 
-    def see(what: str, path: str, source: Mapping[str, Any], **more: Any) -> None:
-        mounts.append({"name": what, "mountPath": path, **more})
-        volumes.append({"name": what, **source})
+    def mount(volume: str, path: str, source: Mapping[str, Any], **more: Any) -> None:
+        mounts.append({"name": volume, "mountPath": path, **more})
+        volumes.append({"name": volume, **source})
 
-    see("runs", RUNS_AT, {"persistentVolumeClaim": {"claimName": f"{name}-runs"}})
+    mount("runs", RUNS_AT, {"persistentVolumeClaim": {"claimName": f"{name}-runs"}})
     if _needs_volume(pods.needs.shared):
-        see("weights", pods.needs.shared, {"persistentVolumeClaim": {"claimName": f"{name}-weights"}})
+        mount("weights", pods.needs.shared, {"persistentVolumeClaim": {"claimName": f"{name}-weights"}})
     if engines and _needs_volume(pods.needs.local):
-        see("pulled", pods.needs.local, {"emptyDir": {}})
+        mount("pulled", pods.needs.local, {"emptyDir": {}})
     if pods.specs is not None:
         items = [{"key": _key(path), "path": path} for path in pods.specs]
-        see("specs", SPECS_AT, {"configMap": {"name": f"{name}-specs", "items": items}}, readOnly=True)
+        mount("specs", SPECS_AT, {"configMap": {"name": f"{name}-specs", "items": items}}, readOnly=True)

@@ -18,12 +18,12 @@ __all__ = ["modal"]
 APP = "modal_app.py"
 SETTINGS = "modal_app.json"
 SOURCE = Path(__file__).with_name("modal_source.py")
-"""What is rendered as the app file: code that stays, beside settings that do not."""
+"""Rendered as the app file: fixed code, beside its settings."""
 
 
 def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> RenderedFiles:
     """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version;
-    SpecError for names that Python cannot tell apart."""
+    SpecError for names that are equal as Python variables."""
     files: dict[str, bytes] = {APP: SOURCE.read_bytes()}
     apps: list[dict[str, Any]] = []
     for package in packages:

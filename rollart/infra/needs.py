@@ -1,4 +1,5 @@
-"""What the pods of a run need beside devices: files that its specs name, an identity, secrets by name, and disks."""
+"""Requirements of a run's pods other than devices: files that its specs name, an identity, secrets by name, and
+disks."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from rollart.spec.run import RunSpec
 __all__ = ["ClusterNeeds", "PodSettings", "spec_files", "cluster_needs"]
 
 LARGEST = 900_000
-"""Bytes of all files of a run in its ConfigMap, of which Kubernetes takes a megabyte."""
+"""Maximum bytes of a run's files in its ConfigMap, which Kubernetes limits to a megabyte."""
 
 MODAL = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNeeds:
-    """`cloud`: the controller calls functions or a bucket of its provider, by an identity of its own; `pulls`: engines'
-    hosts do too. `secrets` of the controller and `played` of environments are names of variables. `local` lies on each
-    engine host's own disk, `shared` is one directory for the controller and all of them; '' for none."""
+    """`cloud`: the controller calls functions or a bucket of its provider, with an identity of its own; `pulls`:
+    engines' hosts do too. `secrets` of the controller and `played` of environments are names of variables. `local` is a
+    directory on each engine host's own disk, `shared` one directory for the controller and all of them; '' for none."""
 
     cloud: bool = False
     pulls: bool = False
@@ -34,13 +35,13 @@ class ClusterNeeds:
     local: str = ""
     shared: str = ""
     service: int = 0
-    """Port where a trainer of others takes batches from the controller; 0 for none."""
+    """Port at which an external trainer reads batches from the controller; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodSettings:
-    """What pods and nodes are made of. `images` by pool and `head`, `image` for the others; `specs`: the run's files by
-    relative path, which every pod sees; `env` of the head."""
+    """Settings of pods and nodes. `images` by pool and `head`, `image` for the others; `specs`: the run's files by
+    relative path, which every pod mounts; `env` of the head."""
 
     image: str
     images: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class PodSettings:
 
 
 def cluster_needs(run: RunSpec | None, cluster: ClusterSpec) -> ClusterNeeds:
-    """Of a cluster, and of the run on it. SpecError for a store that pods cannot share."""
+    """Requirements of a cluster and of the run on it. SpecError for a store that pods cannot share."""
     functions = cluster.functions
     secrets: list[str] = []
     if "http" in functions.chain:
@@ -86,9 +87,9 @@ def cluster_needs(run: RunSpec | None, cluster: ClusterSpec) -> ClusterNeeds:
 
 
 def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Path) -> dict[str, str]:
-    """Text by relative path: what the specs name that lies beside them, to lie beside them on every node: reward
-    functions' sources and requirements, modules of environments and producers, a model's configuration, prices and
-    calibrations. SpecError for what cannot go along."""
+    """Text by relative path: files beside the specs that these name, to be placed beside them on every node: sources
+    and requirements of reward functions, modules of environments and producers, a model's configuration, prices and
+    calibrations. SpecError for files that cannot be copied."""
     found: dict[str, str] = {}
     for path in dict.fromkeys([*_files(run), *_modules(run, base)]):
         found[path] = _text(base, path)
@@ -104,10 +105,10 @@ def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Pat
 
 
 def _files(run: RunSpec) -> Iterator[str]:
-    for what, path in (("path", run.model.path), ("tokenizer", run.model.tokenizer)):
+    for key, path in (("path", run.model.path), ("tokenizer", run.model.tokenizer)):
         if path is not None and ":" not in path and not os.path.isabs(path):
             raise SpecError(
-                f"model.{what} is '{path}', beside the run file (rule: a directory of every node)",
+                f"model.{key} is '{path}', beside the run file (rule: a directory of every node)",
                 remedy="give an absolute path, in the image or on a volume",
             )
     if isinstance(run.model.config, str) and not os.path.isabs(run.model.config):
@@ -121,7 +122,7 @@ def _files(run: RunSpec) -> Iterator[str]:
 
 
 def _modules(run: RunSpec, base: Path) -> Iterator[str]:
-    """Of what is imported, what lies beside the run file."""
+    """Imported modules that lie beside the run file."""
     named: list[Any] = [run.model.init, run.model.tokenizer]
     for domain in run.domains:
         played = domain.environment

@@ -1,5 +1,5 @@
-"""A Ray cluster on hosts of one's own (`ray start`, a script per pool), or on EC2 (`ray up`, where pools say which
-instances they are)."""
+"""A Ray cluster on the user's own hosts (`ray start`, a script per pool), or on EC2 (`ray up`, for pools with an
+instance type)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD_INSTANCE = "m7i.2xlarge"
 HEAD = "ray.head"
 
 TOKEN_AT = "~/.ray/auth_token"
-"""Ray's own place for it, on the machine that says `ray up` and on every node."""
+"""Ray's default path, on the machine that runs `ray up` and on every node."""
 
 CLIENT = "ray://"
 
@@ -35,7 +35,7 @@ WORKER_PORTS = range(10002, 20000)
 
 def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: RuntimeSpec) -> RenderedFiles:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
-    SpecError if some have it and others not. With `address: start` a run makes its own head."""
+    SpecError if only some pools have it. With `address: start` a run makes its own head."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
     files, port, own = {}, _port(runtime), runtime.address == "start"
     if port in WORKER_PORTS:
@@ -68,7 +68,7 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
 
 
 def _port(runtime: RuntimeSpec) -> int:
-    """Of the head: the address's, or that of `address: start` (0: a free one)."""
+    """Port of the head: from the address, or from `port` with `address: start` (0: a free one)."""
     if runtime.address == "start":
         return runtime.port
     scheme, _, port = runtime.address.rpartition(":")
@@ -76,21 +76,21 @@ def _port(runtime: RuntimeSpec) -> int:
 
 
 def _client(runtime: RuntimeSpec) -> list[str]:
-    """Where those outside of the cluster's network are spoken with."""
+    """The option for clients outside the cluster's network."""
     return (
         [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if runtime.address.startswith(CLIENT) else []
     )
 
 
 def _head(runtime: RuntimeSpec, port: int) -> list[str]:
-    """The head has no cores for parts: a plan has no such pool."""
+    """The head offers no cores to parts: no pool of a plan is on it."""
     health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
     command = ["ray", "start", "--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client(runtime), "--block"]
     return [*_environment(), *health, f"exec {shlex.join(command)}"]
 
 
 def _worker(group: HostGroup) -> list[str]:
-    """Parts choose their nodes by label; of a GPU host they take no cores."""
+    """Parts select their nodes by label; on a GPU host they take no cores."""
     labels = ",".join(f"{key}={value}" for key, value in group.labels.items())
     cpus = 0 if group.gpus else group.cores
     command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
@@ -99,7 +99,7 @@ def _worker(group: HostGroup) -> list[str]:
 
 
 def _environment() -> list[str]:
-    """The token is a file that every host has; Ray's own default place for it unless the caller names another."""
+    """The token is a file on every host, at Ray's default path unless the user sets another."""
     lines = [f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()]
     default = 'export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"'
     lines.append(f'test -n "${{RAY_AUTH_TOKEN:-}}${{RAY_AUTH_TOKEN_PATH:-}}" || {default}')

@@ -1,4 +1,4 @@
-"""What every process of a rendered Ray cluster has in its environment."""
+"""Environment variables of every process in a rendered Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rollart.adapters.clusters.ray_cluster import health_settings
 __all__ = ["PORT", "TOKEN", "health_environment"]
 
 PORT = 6379
-"""Of the head's control store, Ray's own."""
+"""Port of the head's control store (Ray's default)."""
 
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Nobody without the token can talk to the cluster: whoever can, can run code on it."""
+"""Only processes with the token can connect to the cluster, since any connection can run code on it."""
 
 
 def health_environment(health_s: float) -> dict[str, str]:
-    """Ray reads each of its settings from a variable of its own; these matter to the head. A node is lost after
-    `health_s` of silence, with Ray's own settings after 18 s."""
+    """Ray reads each of its settings from its own variable; these affect the head. A node is lost after `health_s` of
+    silence; with Ray's defaults after 18 s."""
     return {f"RAY_{name}": str(value) for name, value in health_settings(health_s).items()}

@@ -1,4 +1,4 @@
-"""The AWS parts as Terraform's JSON. Nothing applies it in our tests: they read it and follow its references."""
+"""The AWS parts as Terraform's JSON. No test applies it: the tests read it and follow its references."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["terraform"]
 def terraform(
     name: str, functions: Sequence[AwsFunction], *, region: str, role_arn: str = "", bucket: str = ""
 ) -> RenderedFiles:
-    """`main.tf.json` and the archives that it uploads. `region` '': the provider's environment says it; `bucket` names
-    the bucket."""
+    """`main.tf.json` and the archives that it uploads. `region` '': taken from the provider's environment; `bucket`
+    names the bucket."""
     resources: dict[str, dict[str, Any]] = {}
     _bucket(resources, name, bucket)
     role = role_arn or (_role(resources, name, functions) if functions else "")
@@ -66,7 +66,7 @@ def _add(resources: dict[str, dict[str, Any]], kind: str, label: str, body: dict
 
 
 def _document(statements: Sequence[Any]) -> str:
-    """A policy is JSON in a text; Terraform puts in what stands between `${` and `}`."""
+    """A policy is JSON in a text; Terraform substitutes `${...}` in it."""
     import json
 
     return json.dumps({"Version": "2012-10-17", "Statement": list(statements)})

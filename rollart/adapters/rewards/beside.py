@@ -1,4 +1,4 @@
-"""Rewards that keep state run in this process, one call at a time; all others leave for functions."""
+"""Reward functions that keep state run in this process, one call at a time; all others are offloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RewardFunctions"]
 
 
 class RewardFunctions:
-    """Functions by name, wherever they run. Any number of tasks may call `submit`."""
+    """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
 
     def __init__(self, offload: Offload, beside: Mapping[str, InlineScorer]) -> None:
         self._offload = offload
@@ -22,11 +22,11 @@ class RewardFunctions:
 
     @property
     def functions(self) -> Mapping[str, Any]:
-        """Names that `submit` takes."""
+        """Names that `submit` accepts."""
         return {**self._offload.functions, **self._beside}
 
     async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
-        """See `Offload.submit`. A reward beside is held to the deadline while it waits for its turn or awaits."""
+        """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
         beside = self._beside.get(function)
         if beside is None:
             return await self._offload.submit(function, item, deadline_s)

@@ -1,4 +1,4 @@
-"""Hosts of function workers by their sockets, as what keeps them sees them."""
+"""Connections to hosts of function workers, for their supervisor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FunctionHostConnection:
     async def open(
         cls, hosts: WorkerHosts, name: str, address: str, token: str, *, weight: float, notify: Callable[[], None]
     ) -> FunctionHostConnection:
-        """Connect with a host that serves at `tcp://host:port`; it takes workers from then on. `PartDied` if it does
+        """Connect to a host that serves at `tcp://host:port`; it accepts workers from then on. `PartDied` if it does
         not serve, or a function cannot run there."""
         found = cls()
 

@@ -1,12 +1,13 @@
 """The Rewarder over serverless: a trajectory becomes an item, several functions' outcomes become one.
 
-A domain is worth  Σ weight x score of its functions + env_weight x Σ rewards of the environment.  Every part of
-that is paid at an action token, so the per-token rewards of a scored trajectory always add up to its value:
+The reward of a trajectory is  Σ weight x score of its domain's functions + env_weight x Σ rewards of the environment.
+Every part of it is credited to an action token, so the per-token rewards of a scored trajectory always add up to its
+value:
   environment               each turn's reward at the turn's last action token
   a function, pays "last"   at the trajectory's last action token
-  a function, pays "steps"  where its `step_rewards` say (one per turn, or one per action token: the length tells,
-                            turns first), and what they leave of its score at the last action token
-A turn without action tokens is paid at the last one before it (else at the first).
+  a function, pays "steps"  at the tokens of its `step_rewards` (one per turn, or one per action token: the length
+                            decides, turns first), and the rest of its score at the last action token
+The reward of a turn without action tokens is credited to the last action token before it (else to the first).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["DomainRewards", "OffloadRewarder", "CreditAssignment", "RewardTerm",
 
 
 class CreditAssignment(enum.StrEnum):
-    """Where a function's score is paid."""
+    """The tokens that a function's score is credited to."""
 
     STEPS = "steps"
     LAST = "last"
@@ -42,14 +43,14 @@ class RewardTerm:
 
 @dataclass(frozen=True, slots=True)
 class DomainRewards:
-    """What a domain's trajectories are paid for. Without functions the environment's rewards are all."""
+    """The terms of a domain's reward. Without functions it is the environment's rewards alone."""
 
     terms: tuple[RewardTerm, ...] = ()
     env_weight: float = 0.0
 
 
 class FunctionSubmitter(Protocol):
-    """Where functions run: an `Offload`, or what chooses between it and this process."""
+    """Runs functions: an `Offload`, or `RewardFunctions`, which chooses between it and this process."""
 
     @property
     def functions(self) -> Mapping[str, Any]: ...
@@ -60,9 +61,9 @@ class FunctionSubmitter(Protocol):
 class OffloadRewarder:
     """Implements `Rewarder`. Stateless: any number of tasks may call `score`, each waits for its own functions.
 
-    The functions of a domain are called at once. An InfraFault of any is the whole outcome, never a number (the first
-    in the domain's order, if several); a ModelFault of any makes the whole a ModelFault, whose floor is the combined
-    value with that function's floor as its score.
+    The functions of a domain are called concurrently. An InfraFault of any is the whole outcome, never a number (the
+    first in the domain's order, if several); a ModelFault of any makes the whole a ModelFault, whose floor is the
+    combined value with that function's floor as its score.
     """
 
     def __init__(self, offload: FunctionSubmitter, plan: Mapping[str, DomainRewards]) -> None:
@@ -93,7 +94,7 @@ class OffloadRewarder:
 
 
 def item_of(trajectory: Trajectory) -> Item:
-    """What functions are told about a trajectory: the conversation, the reference, and how the episode went."""
+    """The functions' view of a trajectory: the conversation, the reference, and the course of the episode."""
     messages: list[Mapping[str, str]] = []
     for turn in trajectory.turns:
         messages.append({"role": "user", "content": turn.observation})
@@ -109,7 +110,7 @@ def item_of(trajectory: Trajectory) -> Item:
 
 
 def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome from those of a domain's terms, in their order. Pure.
+    """One outcome from the outcomes of a domain's terms, in their order. Pure.
 
     `Scored.steps` has one number per action token and sums to `Scored.value`, unless there is no action token.
     """
@@ -139,7 +140,7 @@ def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[O
 
 
 def _add(pay: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored) -> InfraFault | None:
-    """Pay a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
+    """Credit a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
     rest = outcome.value
     if term.pays is CreditAssignment.STEPS:
         steps = outcome.steps

@@ -1,7 +1,7 @@
 """A trainer behind HTTP (`python -m rollart.train`): the `Trainer` port over msgpack.
 
 Samples travel as packed arrays, not as objects: `encode_samples` costs the controller about 20 µs a sample and the
-trainer nothing per token. The format is written down in `rollart/train/batch.py`.
+trainer nothing per token. `rollart/train/batch.py` specifies the format.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["HttpTrainer", "BroadcastResult", "encode_samples"]
 
 @dataclass(frozen=True, slots=True)
 class BroadcastResult:
-    """A broadcast. `has`: bytes and seconds of the members that have the version whole, by number; `errors` of others,
-    0 is the trainer."""
+    """The result of a broadcast. `has`: bytes and seconds of the members that have the complete version, by number;
+    `errors` of the others; member 0 is the trainer."""
 
     bytes: int
     seconds: float
@@ -34,11 +34,11 @@ class BroadcastResult:
 
 
 class HttpTrainer:
-    """Implements `Trainer`. Any number of callers; the trainer works on one request at a time, in order of arrival, and
-    writes what was staged meanwhile. `streams` is what it said when it was greeted.
+    """Implements `Trainer`. Any number of callers. The trainer handles one request at a time, in order of arrival, and
+    writes a staged version meanwhile. `streams` is the trainer's response to the greeting.
 
     No call is retried and none has a deadline of its own: a training step is not idempotent, and the caller's lease
-    decides how long to wait. A caller that gives up on `train` must `restore`, since the step goes on without it.
+    decides how long to wait. A caller that gives up on `train` must `restore`, since the step continues without it.
     """
 
     def __init__(self, url: str) -> None:
@@ -47,7 +47,7 @@ class HttpTrainer:
         self.streams = False
 
     async def greet(self) -> None:
-        """Ask once what it does. `TrainerError` if it does not answer."""
+        """Ask once for the trainer's capabilities. `TrainerError` if it does not answer."""
         try:
             async with self._open().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=60)) as response:
                 self.streams = bool((await response.json()).get("stream", False))
@@ -80,16 +80,16 @@ class HttpTrainer:
         return await self._column("advantages", samples)
 
     async def stage(self, version: int, *, send: bool = False) -> None:
-        """`send`: what is staged is kept for a broadcast as well."""
+        """`send`: keep the staged version for a broadcast as well."""
         await self._post("stage", {"version": version} | ({"send": True} if send else {}))
 
     async def meet(self) -> tuple[str, int]:
-        """`host:port` where engines meet it for broadcasts, and how many ranks it has."""
+        """`host:port` of the rendezvous of engines for broadcasts, and the trainer's number of ranks."""
         answer = await self._post("meet", {})
         return str(answer["address"]), int(answer["ranks"])
 
     async def send(self, order: Mapping[str, object], *, bucket_bytes: int) -> BroadcastResult:
-        """Broadcast what was staged to be sent; returns when every member has it or does not answer any more."""
+        """Broadcast the version that was staged with `send`; returns when every member has it or no longer answers."""
         answer = await self._post("send", {"order": dict(order), "bucket": bucket_bytes})
         has = {int(member): (int(n), float(s)) for member, (n, s) in answer["has"].items()}
         errors = {int(member): str(error) for member, error in answer["errors"].items()}
@@ -104,11 +104,11 @@ class HttpTrainer:
         await self._post("restore", {"version": weights.version, "path": weights.path})
 
     async def lost(self, reason: str) -> None:
-        """Tell it that a rank which it does not watch is gone: whoever waits for it is answered with that."""
+        """Report the loss of a rank that the trainer does not watch: requests that wait for it fail with `reason`."""
         await self._post("lost", {"reason": reason})
 
     async def healthy(self) -> bool:
-        """Whether the process answers; it does so while a step runs."""
+        """True if the process answers; it does so while a step runs."""
         try:
             async with self._open().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
                 return response.status == 200
@@ -190,7 +190,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _common_columns(samples: Sequence[TrainSample]) -> list[str]:
-    """Columns that every sample brings; of one that some lack the trainer computes all."""
+    """Optional columns that every sample has; the trainer computes a column that any sample lacks."""
     return [name for name in ("reference", "advantage") if all(getattr(s, name) or not s.token_ids for s in samples)]
 
 

@@ -1,4 +1,4 @@
-"""A version on its way into the store, as those who pull it see it."""
+"""A version that is being pushed into the store, as its pullers see it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["BucketArrivals"]
 
 
 class BucketArrivals:
-    """Which buckets of a version that is being pushed are in the store: a puller waits for each, so that pulling begins
-    with the first. Unblocked by the pusher, by its end in any case."""
+    """The buckets of a version in the store while it is being pushed. A puller waits for each bucket, so pulling starts
+    with the first. The pusher unblocks it, by the end of the push at the latest."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.there: set[str] = set()
         self.over = self.whole = False
-        """The push has ended; with all of the version in the store."""
+        """`over`: the push has ended. `whole`: it ended with the complete version in the store."""
         self._changed = asyncio.Condition()
 
     async def wait(self, digest: str) -> None:
-        """`StorageFailed` if the push ended without it."""
+        """`StorageFailed` if the push ended without the bucket."""
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self.there or self.over)
         if digest not in self.there:
@@ -36,7 +36,7 @@ class BucketArrivals:
             raise self._torn()
 
     async def more(self, than: int) -> None:
-        """Returns once more buckets than so many are there, or the push has ended."""
+        """Returns once more than this number of buckets have arrived, or the push has ended."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.there) > than or self.over)
 

@@ -1,14 +1,14 @@
 """Versions across clusters: pushed once over the slow link into a store near the engines, pulled from there by many
 (RollArt §3: weights in buckets through a store, so that the slow link carries each of them once).
 
-A version's files are cut into *buckets* of equal size, which go by the hash of their bytes:
+A version's files are cut into *buckets* of equal size, named by the hash of their bytes:
 
-    buckets/<sha256>          a bucket; one that did not change since an earlier version is there already
-    versions/v000003.json     which buckets make which file: written last, so a version is there whole or not at all
+    buckets/<sha256>          a bucket; unchanged buckets of an earlier version are already there
+    versions/v000003.json     the buckets of each file: written last, so a version is visible whole or not at all
 
-No bucket is overwritten, so a reader can never see two versions mixed: it asks for buckets by what they must contain,
-checks that they do, and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all. A reader
-that still pulls what is being collected fails, and has no version.
+No bucket is overwritten, so a reader can never see two versions mixed: it requests buckets by their hash, verifies it,
+and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all of them. A reader that is
+still pulling a version while it is collected fails, and has no version.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 256 * 2**20
-"""RollArt moves 1 GB; smaller ones overlap better where a version is smaller than 10 GB."""
+"""RollArt uses 1 GB; smaller buckets overlap better if a version is smaller than 10 GB."""
 
 MANIFEST = "buckets.json"
-"""In a pulled directory: of which buckets it was made, so that the next version takes from it what did not change."""
+"""In a pulled directory: the buckets that it was made of, so that the next version copies unchanged ones from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What one push moved. `sent` bytes crossed the link; the rest was in the store already."""
+    """Bytes of one push. `sent` bytes crossed the link; the rest was already in the store."""
 
     version: int
     bytes: int
@@ -62,7 +62,8 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What one pull moved. `accumulated_s` is the sum over its buckets (RA-16), `seconds` from its begin to its end."""
+    """Bytes and times of one pull. `accumulated_s` is the sum over its buckets (RA-16), `seconds` the duration of the
+    pull."""
 
     version: int
     bytes: int
@@ -73,7 +74,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PullProgress:
-    """Of a pull: buckets that came, seconds that the longest of them took, and buckets that are on their way."""
+    """Progress of a pull: buckets received, seconds of the slowest of them, and buckets in transfer."""
 
     buckets: int
     longest_s: float
@@ -81,13 +82,14 @@ class PullProgress:
 
 
 def is_serving_file(name: str) -> bool:
-    """What engines need of a version: not the optimizer's state, nor the marker, which each reader writes anew."""
+    """True for the files that engines need: not the optimizer's state, nor the marker, which each reader writes
+    anew."""
     return not name.startswith("trainer/") and name not in (MARKER, MANIFEST)
 
 
 class BucketPusher:
-    """The trainer's side. One push or collection at a time; others wait for it. `in_flight` buckets are on their way
-    at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
+    """The trainer's side. One push or collection at a time; others wait for it. `in_flight` is the number of buckets in
+    transfer at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
 
     def __init__(
         self,
@@ -106,12 +108,13 @@ class BucketPusher:
         self._turn = asyncio.Lock()
 
     async def prepare(self, version: int, path: str) -> BucketArrivals:
-        """Read a published directory and hash it. What pullers wait on meanwhile; give it to `push`."""
+        """Read a published directory and hash it. Returns the arrivals that pullers wait for meanwhile; pass them to
+        `push`."""
         return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._wanted))
 
     async def push(self, path: str, arrivals: BucketArrivals) -> PushResult:
-        """Send the buckets that the store lacks, then the version. `StorageFailed`: the version is not there, and what
-        was sent is collected some time."""
+        """Send the buckets that the store lacks, then the manifest. `StorageFailed`: the version is not in the store,
+        and a later collection removes the buckets that were sent."""
         loop, manifest = asyncio.get_running_loop(), arrivals.manifest
         async with self._turn:
             began = loop.time()
@@ -131,8 +134,8 @@ class BucketPusher:
             return PushResult(manifest.version, manifest.size, sent, loop.time() - began)
 
     async def collect(self, keep: Sequence[int]) -> int:
-        """Remove versions that are not in `keep`, and then the buckets that no version has; how many. The version goes
-        first: what is half collected is not there."""
+        """Remove versions that are not in `keep`, and then the buckets that no version uses; the number of those. A
+        version is removed before its buckets, so that a partial collection leaves no incomplete version visible."""
         async with self._turn:
             names = await self._objects.keys("versions/")
             kept = {version_key(version) for version in keep} & names
@@ -145,8 +148,8 @@ class BucketPusher:
             return len(unused)
 
     def _lacking(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
-        """(file, hash, offset, bytes) of each bucket that is not there, each once; whole buckets first, so that the
-        first one tells what a bucket takes."""
+        """(file, hash, offset, bytes) of each bucket that the store lacks, each once; full buckets first, so that the
+        first one measures the time of a bucket."""
         places: dict[str, tuple[Path, str, int, int]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
@@ -169,8 +172,8 @@ class BucketPusher:
 
 class BucketWeightStore:
     """One host's copies. Implements `WeightStore` over its own directory; `pull` brings a version there. Pulls of the
-    same version wait for one another: engines of a host share one copy. `in_flight` buckets are on their way at a time:
-    with `auto` as many as keep the host's disk busy (`policy.pipeline`)."""
+    same version wait for one another: engines of a host share one copy. `in_flight` is the number of buckets in
+    transfer at a time: with `auto` as many as keep the host's disk busy (`policy.pipeline`)."""
 
     def __init__(self, objects: ObjectStore, root: str | Path, *, in_flight: InFlight = "auto") -> None:
         self._objects = objects
@@ -179,7 +182,7 @@ class BucketWeightStore:
         self._depth = BucketDepth(in_flight)
         self._pulling: dict[int, asyncio.Lock] = {}
         self.progress = PullProgress(0, 0.0, 0)
-        """Of the pull that is under way, or was last."""
+        """Progress of the current or last pull."""
         self._numbers = itertools.count()
 
     def path(self, version: int) -> str:
@@ -192,14 +195,15 @@ class BucketWeightStore:
         return self._local.versions()
 
     def stamp(self, version: int) -> str | None:
-        """Of the complete version here (`Manifest.stamp`); None: there is none, or nobody pulled it."""
+        """The stamp of the complete version here (`Manifest.stamp`); None if it is missing or was not pulled."""
         try:
             return hashlib.sha256((Path(self.path(version)) / MANIFEST).read_bytes()).hexdigest()
         except OSError:
             return None
 
     def prune(self, keep: Sequence[int]) -> None:
-        """Here; the store is the pusher's (`collect`). What a process that is gone had begun to pull goes too."""
+        """Remove versions from this directory; the store is pruned by the pusher (`collect`). Unfinished pulls of
+        processes that are gone are removed too."""
         for leftover in self._root.glob(".pull-v*"):
             owner = leftover.name.split(".")[2]
             if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
@@ -208,7 +212,7 @@ class BucketWeightStore:
 
     async def pull(self, version: int, arrivals: BucketArrivals | None = None) -> PullResult:
         """Returns when the version is complete here. With `arrivals` it may still be on its way into the store.
-        `StorageFailed`: it is not here, and nothing of it is left."""
+        `StorageFailed`: the version is not here, and no part of it is left."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with self._pulling.setdefault(version, asyncio.Lock()):
@@ -227,7 +231,7 @@ class BucketWeightStore:
         return PullResult(version, manifest.size, received, spent, loop.time() - began)
 
     async def _fill(self, aside: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
-        """Bytes that came from the store, and the seconds of each of its buckets, summed."""
+        """Bytes received from the store, and the seconds of each of its buckets, summed."""
         loop = asyncio.get_running_loop()
         have = await asyncio.to_thread(self._prepare, aside, manifest)
         window = TransferWindow(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
@@ -236,7 +240,7 @@ class BucketWeightStore:
         async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
             if digest in have:
                 here = None
-                with contextlib.suppress(StorageFailed):  # pruned since: the store has it
+                with contextlib.suppress(StorageFailed):  # pruned meanwhile: the store has it
                     here = await asyncio.to_thread(_read_checked, *have[digest], digest)
                 if here is not None:
                     await asyncio.to_thread(_write, targets, here)
@@ -267,7 +271,7 @@ class BucketWeightStore:
         return int(moved[0]), moved[1]
 
     def _prepare(self, aside: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
-        """Empty files of the right sizes; where a bucket lies on this disk already."""
+        """Create empty files of the right sizes; the location of each bucket that is already on this disk."""
         try:
             for file in manifest.files:
                 path = aside / file.name
@@ -288,7 +292,7 @@ class BucketWeightStore:
 
 @contextlib.asynccontextmanager
 async def first_failure_only() -> AsyncIterator[None]:
-    """The first of a group's failures alone: the others are its consequences."""
+    """Raise only the first failure of a task group: the others follow from it."""
     try:
         yield
     except BaseExceptionGroup as failures:
@@ -326,13 +330,13 @@ def _read(file: Path, offset: int, count: int) -> bytes:
 
 
 def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
-    """None: what lies there is something else."""
+    """The bytes; None if they have another hash."""
     data = _read(file, offset, count)
     return data if hashlib.sha256(data).hexdigest() == digest else None
 
 
 def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:
-    """Whether the bytes are what they should be, and so were written."""
+    """Write the bytes; False, and nothing is written, if they have another hash."""
     if hashlib.sha256(data).hexdigest() != digest:
         return False
     _write(targets, data)
@@ -350,7 +354,7 @@ def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
 
 
 def _publish_locally(aside: Path, final: Path, manifest: Manifest) -> None:
-    """Visible at once and whole."""
+    """Makes the version visible atomically."""
     try:
         (aside / MANIFEST).write_bytes(manifest.encode())
         (aside / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))

@@ -13,7 +13,7 @@ from rollart.errors import StorageFailed
 __all__ = ["MARKER", "DirectoryWeightStore"]
 
 MARKER = "COMPLETE"
-"""The file that the trainer writes last: a directory without it is torn and is never read."""
+"""The file that the trainer writes last: a directory without it is incomplete and is never read."""
 
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -44,9 +44,10 @@ class DirectoryWeightStore:
         return sorted(version for version in (int(m[1]) for m in names if m) if self.complete(version))
 
     def prune(self, keep: Sequence[int]) -> None:
-        """Remove complete versions that are not in `keep`. Each disappears whole: it is renamed before it is emptied.
+        """Remove complete versions that are not in `keep`. Each disappears at once: it is renamed before it is deleted.
 
-        Engines that still have a version's files open keep reading them. Torn directories are left to the trainer.
+        Engines that still have a version's files open keep reading them. Incomplete directories are left to the
+        trainer.
         """
         wanted = set(keep)
         for leftover in self._root.glob(".pruned-v*"):

@@ -1,4 +1,4 @@
-"""A run's weight store as seen from the hosts of its engines: where it is, and the copy that a host has of it."""
+"""A run's weight store from the point of view of its engine hosts: its location, and a host's copy of it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from rollart.policy.pipeline import InFlight
 __all__ = ["HostWeightCopy", "WeightStoreLocation"]
 
 PUSH_TIMEOUT_S = 3600.0
-"""Seconds that a version may be on its way: nobody may be left to say that it will not come."""
+"""Seconds that a push may take: a pusher that died cannot report that it failed."""
 
 MAX_PENDING_PUSHES = 4
-"""Versions on their way that a host knows of; one is pushed at a time."""
+"""Unfinished pushes that a host keeps track of; one version is pushed at a time."""
 
 LOCK_RETRY_INTERVAL_S = 0.05
-"""Seconds between two tries to get the lock of a directory: another process's end of a pull is no event here."""
+"""Seconds between two attempts to lock a directory: the end of another process's pull raises no event here."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStoreLocation:
-    """A value that goes to every host. `url` is the store's, the run's name in it; `root` a directory of each host."""
+    """A value that is sent to every host. `url` is the store's, with the run's name in it; `root` a directory on each
+    host."""
 
     kind: str
     url: str
@@ -41,7 +42,7 @@ class WeightStoreLocation:
     in_flight: InFlight = "auto"
 
     def objects(self) -> LinkableObjectStore:
-        """Not connected yet. Credentials, region and endpoint of S3 are those of the host's environment."""
+        """Not connected yet. Credentials, region and endpoint of S3 are taken from the host's environment."""
         if self.kind == "files":
             return FileObjectStore(self.url)
         bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
@@ -49,8 +50,8 @@ class WeightStoreLocation:
 
 
 class HostWeightCopy:
-    """Called by one engine's actor at a time. Others on the same host, in this process or not, have the same directory:
-    who pulls holds its lock, and the next one finds the version there."""
+    """Called by one engine's actor at a time. Other actors on the same host, in this process or another, share the
+    directory: a pull holds its lock, and the next caller finds the version there."""
 
     def __init__(self, place: WeightStoreLocation) -> None:
         self.place = place
@@ -58,15 +59,16 @@ class HostWeightCopy:
         self._store = BucketWeightStore(self._objects, place.root, in_flight=place.in_flight)
         self._coming: OrderedDict[bytes, BucketArrivals] = OrderedDict()
         self._came: bytes | None = None
-        """The last that is here: what is told of it from now on concerns nobody."""
+        """The last version that was pulled while its push went on: later reports about it are ignored."""
 
     @property
     def progress(self) -> PullProgress:
-        """Of the pull that is under way here."""
+        """Progress of the current or last pull."""
         return self._store.progress
 
     async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
-        """These buckets of a version that is being pushed are in the store; its push has ended, well or not."""
+        """These buckets of a version that is being pushed are in the store; `over`: its push has ended, `whole`:
+        successfully."""
         if manifest == self._came:
             return
         arrivals = self._arriving(manifest)
@@ -77,11 +79,11 @@ class HostWeightCopy:
     async def pull(
         self, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
-        """Where the version lies whole, and what came from the store for it. What lies there under its number with
-        another stamp was never committed (the run, or its trainer, died on the way), and goes. Versions that are older
-        than those of `keep` go too; of those that are newer nobody here can say who reads them. `StorageFailed`: it is
-        not here. `coming` is the list of a version whose push goes on: its buckets are pulled as they `arrived`, and it
-        is here once they all did and the push ended well."""
+        """The path of the complete version, and the result of its pull. A version here with the same number and another
+        stamp was never committed (the run or its trainer died first) and is removed. Versions older than those of
+        `keep` are removed too; newer ones stay, since they may have readers that are unknown here. `StorageFailed`: the
+        version is not here. `coming` is the manifest of a version whose push goes on: its buckets are pulled as they
+        `arrived`, and it is complete once all arrived and the push succeeded."""
         if self._store.stamp(version) == stamp:
             return self._store.path(version), PullResult(version, 0, 0, 0.0, 0.0)
         async with _locked(Path(self.place.root)):
@@ -92,7 +94,7 @@ class HostWeightCopy:
                     pulled = await self._store.pull(version, None if coming is None else self._arriving(coming))
             except TimeoutError:
                 raise StorageFailed(f"v{version} was not pushed within {PUSH_TIMEOUT_S:g} s") from None
-            if coming is not None:  # else it may be tried again, and is told no second time of what came
+            if coming is not None:  # after a failure the pull may be retried, and arrivals are not reported again
                 self._coming.pop(coming, None)
                 self._came = coming
             if self._store.stamp(version) != stamp:
@@ -105,7 +107,7 @@ class HostWeightCopy:
         await self._objects.aclose()
 
     def _arriving(self, manifest: bytes) -> BucketArrivals:
-        """What is told of a push may come before the pull that it is for, or after it."""
+        """Reports about a push may come before its pull starts, or after."""
         found = self._coming.setdefault(manifest, BucketArrivals(Manifest.decode(manifest)))
         while len(self._coming) > MAX_PENDING_PUSHES:
             self._coming.popitem(last=False)
@@ -117,7 +119,7 @@ class HostWeightCopy:
 
 @contextlib.asynccontextmanager
 async def _locked(root: Path) -> AsyncIterator[None]:
-    """The kernel lets go of it when the process dies."""
+    """The kernel releases the lock if the process dies."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,4 +1,4 @@
-"""What a version is made of: its files, and the buckets of each."""
+"""The manifest of a version: its files, and the buckets of each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["FileEntry", "Manifest", "bucket_key", "version_key"]
 
 
 def bucket_key(digest: str) -> str:
-    """Its name in the store."""
+    """The bucket's name in the store."""
     return f"buckets/{digest}"
 
 
 def version_key(version: int) -> str:
-    """The name of its list of buckets in the store."""
+    """The name of the version's manifest in the store."""
     return f"versions/v{version:06d}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of a version: its buckets' hashes in order, all of `bucket` bytes but the last."""
+    """A file of a version: the hashes of its buckets in order, all of `bucket` bytes except the last."""
 
     name: str
     size: int
@@ -38,12 +38,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a version is made of."""
+    """The files of a version."""
 
     version: int
     files: tuple[FileEntry, ...]
     content: str = ""
-    """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy names."""
+    """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy also holds."""
 
     @property
     def digests(self) -> set[str]:
@@ -56,7 +56,7 @@ class Manifest:
 
     @property
     def stamp(self) -> str:
-        """The same for the same contents alone: a number may be given to two versions, of which one came to nothing."""
+        """Identifies the contents: a number may be given to two versions, one of which was never committed."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     def encode(self) -> bytes:
@@ -66,7 +66,8 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """`StorageFailed` for bytes that are none, or that name a file outside the version: others may write there."""
+        """`StorageFailed` for malformed bytes, or a file name outside the version: other programs may write to the
+        store."""
         try:
             raw = json.loads(data)
             files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])

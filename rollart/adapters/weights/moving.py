@@ -1,4 +1,4 @@
-"""The buckets of one push or pull that are under way at a time (`policy.pipeline` says how many)."""
+"""Concurrent bucket transfers of one push or pull (`policy.pipeline` decides how many)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["BucketTransfer", "TransferWindow"]
 
 
 class BucketTransfer:
-    """One bucket under way: tells the rule how long it took. Small ones, the ends of files, tell nothing."""
+    """One bucket in transfer. Reports its times to `BucketDepth`, except for small buckets at the ends of files."""
 
     def __init__(self, depth: BucketDepth, *, alone: bool, whole: bool) -> None:
         self._depth, self._alone, self._whole = depth, alone, whole
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """On its way between this end and the store."""
+        """The transfer between this end and the store."""
         began = asyncio.get_running_loop().time()
         yield
         if self._alone and self._whole:
@@ -27,7 +27,7 @@ class BucketTransfer:
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
-        """What this end does with it."""
+        """This end's own work on the bucket: reading and hashing it, or verifying and writing it."""
         began = asyncio.get_running_loop().time()
         yield
         if self._whole:
@@ -35,8 +35,8 @@ class BucketTransfer:
 
 
 class TransferWindow:
-    """Waiting for a place: as many as the depth says are inside, and each that leaves lets others in. One push or pull
-    owns it and ends with it: a bucket that fails, fails that."""
+    """Limits concurrent transfers to the depth; the end of each admits others. Owned by one push or pull, which fails
+    with the first bucket that fails."""
 
     def __init__(self, depth: BucketDepth, bucket_bytes: int) -> None:
         """`bucket_bytes`: of the largest bucket."""
@@ -46,7 +46,7 @@ class TransferWindow:
 
     @contextlib.asynccontextmanager
     async def bucket(self, count: int) -> AsyncIterator[BucketTransfer]:
-        """A bucket of `count` bytes may be under way."""
+        """Wait until a bucket of `count` bytes may be transferred."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._inside < self._depth.depth(self._moved, self._bytes))
             self._inside += 1

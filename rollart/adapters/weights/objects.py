@@ -1,7 +1,7 @@
-"""Named blobs near those who read them: what weight buckets are stored in (`buckets.py`).
+"""Named blobs in a store near their readers: the storage of weight buckets (`buckets.py`).
 
-A blob is there whole or not at all, and is never changed: whoever sees a name can read all of it. Keys are words joined
-by `/`. Errors: `StorageFailed`.
+A blob is visible whole or not at all, and never changes: a listed blob can be read completely. Keys are words joined by
+`/`. Errors: `StorageFailed`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FileObjectStore", "LinkableObjectStore", "MemoryObjectStore", "Objec
 
 
 class ObjectStore(Protocol):
-    """Any number of callers at a time."""
+    """Any number of concurrent callers."""
 
     async def put(self, key: str, data: bytes) -> None: ...
 
@@ -31,16 +31,16 @@ class ObjectStore(Protocol):
         """Every key that starts with `prefix`."""
 
     async def delete(self, keys: Iterable[str]) -> None:
-        """Those that are not there are passed over."""
+        """Missing keys are ignored."""
 
     async def aclose(self) -> None: ...
 
 
 class LinkableObjectStore(ObjectStore, Protocol):
-    """Blobs that whoever is told where they are can read, knowing nothing of the store."""
+    """A store whose blobs can be read by a link alone, without access to the store."""
 
     async def link(self, key: str) -> str:
-        """A path, or a URL that is good for hours, of a blob that may come later."""
+        """A path, or a URL that is valid for hours. The blob need not exist yet."""
 
 
 class MemoryObjectStore:
@@ -77,7 +77,7 @@ class FileObjectStore:
         self._numbers = itertools.count()
 
     async def put(self, key: str, data: bytes) -> None:
-        # A name of its own until it is whole: another host's process may write the same blob.
+        # A unique name until the blob is whole: another host's process may write the same blob.
         aside = self._root / ".tmp" / f"{os.uname().nodename}-{os.getpid()}-{next(self._numbers)}"
         await asyncio.to_thread(self._put, aside, self._root / key, data)
 

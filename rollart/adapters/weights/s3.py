@@ -1,4 +1,4 @@
-"""Blobs in S3, or in anything that speaks its protocol, through aiobotocore (extra `aws`)."""
+"""Blobs in S3, or in any store with its protocol, through aiobotocore (extra `aws`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rollart.errors import StorageFailed, UsageError
 __all__ = ["S3ObjectStore"]
 
 LINK_S = 6 * 3600
-"""Seconds that a signed URL is good for; no longer than the credentials that it was signed with are."""
+"""Seconds that a signed URL is valid; it expires earlier if the credentials that signed it do."""
 
 DELETED_AT_ONCE = 1000
 """Keys of one DeleteObjects call: S3's limit."""
 
 
 class S3ObjectStore:
-    """One bucket, keys below `prefix`. Credentials, region and endpoint are the environment's unless given. One event
-    loop; the connection is opened by the first call and closed by `aclose`."""
+    """One bucket, keys below `prefix`. Credentials, region and endpoint come from the process's environment unless
+    given. One event loop; the first call opens the connection and `aclose` closes it."""
 
     def __init__(
         self, bucket: str, *, prefix: str = "", region: str | None = None, endpoint_url: str | None = None
@@ -44,7 +44,7 @@ class S3ObjectStore:
         return data
 
     async def link(self, key: str) -> str:
-        """Signed here: nothing is asked."""
+        """Signed locally: no request is sent."""
         async with self._call(f"sign {key}") as client:
             place = {"Bucket": self._bucket, "Key": self._prefix + key}
             url: str = await client.generate_presigned_url("get_object", Params=place, ExpiresIn=LINK_S)
@@ -72,15 +72,15 @@ class S3ObjectStore:
         await self._stack.aclose()
 
     @contextlib.asynccontextmanager
-    async def _call(self, what: str) -> AsyncIterator[Any]:
-        """The client; its errors become ours."""
+    async def _call(self, action: str) -> AsyncIterator[Any]:
+        """The client. Its errors become `StorageFailed`; `action` describes the call in them."""
         try:
             from aiobotocore.session import get_session
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
             raise UsageError("weights in S3 need aiobotocore", remedy="pip install 'rollart[aws]'") from error
         try:
-            async with self._opening:  # the first calls come together
+            async with self._opening:  # the first calls may be concurrent
                 if self._client is None:
                     self._client = await self._stack.enter_async_context(
                         get_session().create_client("s3", **{k: v for k, v in self._place.items() if v is not None})
@@ -89,7 +89,7 @@ class S3ObjectStore:
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
             if code in ("NoSuchKey", "404"):
-                raise StorageFailed(f"the weight store has no {what.removeprefix('read ')}") from error
-            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {what}: {error}") from error
+                raise StorageFailed(f"the weight store has no {action.removeprefix('read ')}") from error
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
         except BotoCoreError as error:
-            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {what}: {error}") from error
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
