@@ -1,4 +1,4 @@
-"""A host that lies on the wire is not listened to any more; the client that is told nothing new keeps its promises."""
+"""A host that violates the protocol is disconnected; the client keeps its own promises."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_whatever_a_frame_holds_it_is_a_value_or_a_value_error(frame: Any) -> No
 
 
 class Liar:
-    """A host that answers each request but the greeting as it is told."""
+    """A host that answers each request but the greeting as the test asks."""
 
     def __init__(self, lie: Callable[[HostRequest], Any]) -> None:
         self._lie = lie
@@ -117,7 +117,7 @@ STEP = [["text", None, None], 1.0, False, None, {}]
     ],
 )
 def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[HostRequest], Any], words: str) -> None:
-    """Its other calls end with the same cause, and so do those that come later."""
+    """Its other calls and all later ones fail with the same cause."""
 
     async def scenario(connection: HostConnection) -> None:
         one, two = await asyncio.gather(

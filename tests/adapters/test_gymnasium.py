@@ -1,4 +1,4 @@
-"""Gymnasium's environments in words: what is shown, what is legal, what is a turn lost and what is a fault."""
+"""Gymnasium's environments as text: observations, legal actions, lost turns and faults."""
 
 from __future__ import annotations
 

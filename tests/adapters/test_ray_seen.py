@@ -39,7 +39,9 @@ def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
     runtime.hold("id-1", actor)
     runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
     runtime.give("id-1", actor)
-    assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], "what the dead one held is no room here"
+    assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], (
+        "resources of the dead one are not counted here"
+    )
 
 
 def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> None:
@@ -65,7 +67,7 @@ def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> N
         done = await asyncio.gather(*others, return_exceptions=True)
         assert [type(one) for one in done if one is not None] == [ConnectionError], "an error is no answer"
         assert link.looks == 3
-        assert len(runtime.nodes()) == 3, "none has what was asked before it"
+        assert len(runtime.nodes()) == 3, "no caller gets an answer from before its call"
         await runtime.look()
         assert link.looks == 4
 

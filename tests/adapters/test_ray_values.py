@@ -52,7 +52,7 @@ def test_a_host_answers_with_values_and_errors() -> None:
         assert unpack((await host.call("add", pack(((2,), {}))))[1]) == 3
         fine, error = await host.call("expire", pack(((), {})))
         assert not fine
-        assert isinstance(unpack(error), RunFailed), "an error that does not survive pickling is told in words"
+        assert isinstance(unpack(error), RunFailed), "an error that does not survive pickling is converted to text"
         assert "waited 1.0 s for b" in str(unpack(error))
         items = [(fine, unpack(item)) async for fine, item in host.stream("count", pack(((5,), {})))]
         assert items[:2] == [(True, 0), (True, 1)]
@@ -100,7 +100,7 @@ class Stopping(RayHandle):
 
 
 def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
-    with socket.socket() as silent:  # bound, so that nobody else listens there
+    with socket.socket() as silent:  # bound, so that no other process listens there
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}'"):

@@ -1,4 +1,4 @@
-"""Whether a program's address can be reached is found out where it is said."""
+"""The address of a program is checked as soon as the program returns it."""
 
 from __future__ import annotations
 

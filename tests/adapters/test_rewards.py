@@ -1,4 +1,4 @@
-"""The rewarder over serverless: what a domain is worth, where it is paid, and that a fault is never a number."""
+"""The rewarder over serverless: a domain's reward, its credit assignment, and that a fault is never a number."""
 
 from __future__ import annotations
 

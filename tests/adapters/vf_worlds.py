@@ -1,4 +1,4 @@
-"""Environments for verifiers' v0 API: one question, a talk of several turns, a tool, and what goes wrong."""
+"""Environments for verifiers' v0 API: one question, several turns, a tool, and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_environment(rows: int = 64, evaluation: int = 0) -> vf.Environment:
 
 
 class Talk(vf.MultiTurnEnv):
-    """Ends when the policy says bye; the third answer is its last."""
+    """Ends at the policy's answer "bye"; the third answer is its last."""
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         said = messages[-1]["content"]

@@ -1,4 +1,4 @@
-"""What every environment that comes with rollart keeps, whoever wrote what is behind it and wherever it lives."""
+"""The contract of every environment adapter that comes with rollart, whether it runs in this process or on a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contracts.environment_contract import Played, play
 __all__ = ["CONTRACT", "Case", "Make"]
 
 LIMIT_S = 60.0
-"""For what must end: only a failure waits so long."""
+"""Deadline of scenarios that must end: only a failure waits so long."""
 
 NONSENSE = '½ no such thing \x00 {"guess": [] '
 """What no environment takes for an answer, and a policy may say."""
@@ -50,7 +50,7 @@ Make = Callable[[], Environment]
 
 
 async def an_episode_is_that_of_its_seed(case: Case, make: Make) -> None:
-    """The same for two environments, and what the class gives in this process, to the last bit; seeds differ."""
+    """Two environments give the same as the class in this process, to the last bit; seeds differ."""
     seen: list[Played] = []
     for seed in (0, 1, 2**31 + 5, EVAL_SEEDS_FROM + 3):
         one = await play(make(), seed, case.script())
@@ -60,7 +60,7 @@ async def an_episode_is_that_of_its_seed(case: Case, make: Make) -> None:
 
 
 async def an_episode_ends_and_says_how(case: Case, make: Make) -> None:
-    """All that is said on the way is of the right types; the last step alone is done."""
+    """All values have the right types; only the last step is done."""
     begun, *steps = await play(make(), 11, case.script())
     assert isinstance(begun, Observation)
     assert checked_observation(begun) == begun
@@ -97,7 +97,7 @@ async def a_reset_starts_over(case: Case, make: Make) -> None:
 
 
 async def held_out_seeds_are_episodes_that_training_does_not_play(case: Case, make: Make) -> None:
-    """Of the seeds themselves: what is held out beyond them is each adapter's own promise."""
+    """Seeds alone are checked: each adapter promises itself which items are held out."""
     environment = make()
     trained = [await environment.reset(seed) for seed in range(8)]
     held_out = [await environment.reset(EVAL_SEEDS_FROM + seed) for seed in range(8)]

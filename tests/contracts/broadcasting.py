@@ -20,7 +20,7 @@ from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult
 __all__ = ["BroadcastEngine", "BroadcastVllm", "give"]
 
 NOWHERE = "/nowhere"
-"""What an engine is told to read instead of files: it has not got any."""
+"""Path that an engine is given instead of files: it has none."""
 
 
 class _Broadcast(HttpEngine):
@@ -60,5 +60,5 @@ async def give(sender: BroadcastSender, order: Order, directory: Path, *engines:
     """One broadcast of a published directory's tensors, in small buckets."""
     for number, engine in enumerate(engines, start=1):
         await engine.take_part(dataclasses.asdict(dataclasses.replace(order, first=number)))
-    what = OutgoingVersion(read_tensors(directory), (directory / "config.json").read_text())
-    return await asyncio.get_running_loop().run_in_executor(None, lambda: sender.send(order, what, bucket=4096))
+    outgoing = OutgoingVersion(read_tensors(directory), (directory / "config.json").read_text())
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: sender.send(order, outgoing, bucket=4096))

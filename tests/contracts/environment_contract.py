@@ -34,7 +34,7 @@ async def play(environment: Environment, seed: int, actions: list[str]) -> Playe
 
 
 async def an_episode_is_that_of_its_seed(make: Make) -> None:
-    """Observations, rewards and metadata are what the class itself gives, to the last bit and type."""
+    """Observations, rewards and metadata equal those of the class itself, to the last bit and type."""
     for seed in (0, 1, 2**62):
         assert await play(make("tale"), seed, ["left"] * 5) == await play(Tale(), seed, ["left"] * 5)
 

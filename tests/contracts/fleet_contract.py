@@ -79,7 +79,7 @@ Scenario = Callable[[FleetSubject], Awaitable[None]]
 
 
 class FleetContract:
-    """A subclass says how a scenario is `run`."""
+    """A subclass implements `run` for a scenario."""
 
     def run(self, scenario: Scenario) -> None:
         raise NotImplementedError

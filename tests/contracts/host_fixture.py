@@ -31,7 +31,7 @@ DOMAINS = {
 
 
 class Hosts:
-    """A started fleet, and what the ledger heard of it."""
+    """A started fleet, and its events in the ledger."""
 
     def __init__(self, fleet: HostFleet, recorder: MemoryRecorder) -> None:
         self.fleet = fleet

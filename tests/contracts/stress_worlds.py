@@ -1,4 +1,4 @@
-"""An environment that writes down what it played, for what a controller and its hosts think of the same episodes."""
+"""An environment that records its episodes, to compare the controller's view of them with the hosts'."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Logged:
         if self._turn < TURNS:
             return Step(Observation("go on"), 0.0)
         line = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(line, f"{self._seed} {action} {os.getpid()}\n".encode())  # whole, whoever else writes
+        os.write(line, f"{self._seed} {action} {os.getpid()}\n".encode())  # atomic beside other writers
         os.close(line)
         return Step(Observation("over"), reward_of(self._seed), True, True)
 

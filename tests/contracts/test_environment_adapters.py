@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, Case]] = {
         Case(f"{ADAPTERS}.verifiers:VerifiersText", ["4"], {"env": "tests.adapters.vf_worlds:load_environment"}),
     ),
 }
-"""By name what it needs, a module or a file, and the case."""
+"""By name: the module or file that the case needs, and the case."""
 
 SLOW = {"openenv", "verifiers", "verifiers_question", "reasoning_gym", "spell_backward"}
 """Those that start a server or take seconds to import."""

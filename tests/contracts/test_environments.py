@@ -144,7 +144,7 @@ def test_blocking_environments_have_threads_and_hold_nobody_up(stage: Stage) -> 
     ],
 )
 def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: str, cause: str) -> None:
-    """Every episode that it held is told why; the next one goes to the new process."""
+    """Every episode on it fails with the cause; the next one goes to the new process."""
 
     async def scenario() -> None:
         lost = len(stage.hosts.events("host_lost"))

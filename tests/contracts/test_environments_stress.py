@@ -1,4 +1,4 @@
-"""A thousand episodes on hosts that are killed at random: what the controller and the hosts think is the same."""
+"""A thousand episodes on hosts that are killed at random: the controller and the hosts agree on all of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Play:
             await environment.close()
 
     def kill(self) -> None:
-        """One that serves, whoever it is. Its players are in the midst of their episodes."""
+        """Any host that serves. Its players are in the middle of their episodes."""
         serving = [h.link for h in self.hosts.fleet._hosts.values() if h.up]
         if serving:
             link = self.rng.choice(serving)
@@ -93,11 +93,11 @@ def test_hosts_and_controller_agree_on_a_thousand_episodes(tmp_path: Path, monke
             assert set(play.won.values()) <= set(played), "no reward without an episode that ended"
             assert play.most <= PER_HOST
             lost = hosts.events("host_lost")
-            assert 1 <= len(lost) <= play.kills, "one that has ended may be killed again before that is known"
+            assert 1 <= len(lost) <= play.kills, "a dead host may be killed again before its death is known"
             assert play.faults
             assert all(fault.incident for fault in play.faults), "nothing but ends of hosts is met"
             assert {event["cause"] for event in lost} == {"its process was killed by SIGKILL"}
-            # Who holds what, said by both: nobody anything.
+            # Both agree that no episode is held.
             assert {host.live for host in fleet._hosts.values()} == {0}
             assert (fleet.places.line.first(), fleet.places.going, len(fleet.places.ahead)) == (None, 0, 0)
             while not all(host.up for host in fleet._hosts.values()):  # the last that was killed

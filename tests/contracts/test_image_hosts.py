@@ -1,4 +1,4 @@
-"""Images of environments on real hosts: brought before the reset, episodes go to where they are, faults are told."""
+"""Images of environments on real hosts: pulled before the reset, preferred when hosts are chosen, errors reported."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_a_dead_actor_says_so(on: Run, tmp_path: Path) -> None:
 
 
 async def there(file: Path) -> None:
-    """A call has begun: it may be in another process, and nothing else tells."""
+    """Set when a call has begun, which may be in another process."""
     while not file.exists():
         await asyncio.sleep(0.01)
 
@@ -328,7 +328,7 @@ def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
         other = await runtime.spawn(spec("other", isolation, resources={"GPU": 1.0}, bundle="a"))
         assert [first.node, second.node, other.node] == ["n1", "n1", "n0"]
         assert await first.call("add", 2) == 2
-        assert {n.id: dict(n.free) for n in runtime.nodes()} == held, "in what is reserved"
+        assert {n.id: dict(n.free) for n in runtime.nodes()} == held, "within the reservation"
         with pytest.raises(UsageError, match="could never hold it"):
             await runtime.spawn(spec("large", isolation, resources={"GPU": 3.0}, bundle="b"))
         with pytest.raises(UsageError, match="none of that name"):

@@ -180,7 +180,7 @@ async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: Ob
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
     assert (await push(objects, version(tmp_path, 2), 2)).sent == 0
     host.prune([1])
-    assert (await host.pull(2)).received == 3 * BUCKET, "what is damaged here is pulled again"
+    assert (await host.pull(2)).received == 3 * BUCKET, "damaged buckets are pulled again"
     assert served(host.path(2)).items() <= served(tmp_path / "trainer-v0").items()
 
 
@@ -192,7 +192,7 @@ async def test_a_version_that_goes_while_another_takes_from_it_is_not_missed(tmp
         await push(objects, path, number)
 
     class Pruned(BucketWeightStore):
-        """Its versions go once it has seen what they hold."""
+        """Its versions disappear once their manifests have been read."""
 
         def _prepare(self, *args: Any) -> Any:
             have = super()._prepare(*args)
@@ -251,7 +251,7 @@ async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Obje
     assert list((tmp_path / "host").iterdir()) == []
     with pytest.raises(StorageFailed, match=r"has no versions/v000005\.json"):
         await host.pull(5)
-    assert (await push(objects, source, 5)).sent < 2 * 5300, "what had arrived is not sent again"
+    assert (await push(objects, source, 5)).sent < 2 * 5300, "buckets that had arrived are not sent again"
     await host.pull(5)
 
 

@@ -1,4 +1,4 @@
-"""Environments that are made ahead: they tell what they went through."""
+"""Environments that are made in advance and report their history."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Again(Once):
 
 
 class Pictured(Once):
-    """Needs the image of its seed on its host, and shows what is in it."""
+    """Needs the image of its seed on its host, and shows its content."""
 
     def images(self, seed: int) -> list[str]:
         return ["base", f"task{seed % 3}"]

@@ -1,4 +1,4 @@
-"""Environments of the contract suite: one that says much, and one that does whatever it is told, broken things too."""
+"""Environments of the contract suite: one with varied values, and one that obeys its actions, faults included."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METADATA: dict[str, Any] = {
 
 
 class Tale:
-    """Shows numbers drawn from its seed and pays what they say; over after `turns`."""
+    """Shows numbers drawn from its seed and pays their value; over after `turns`."""
 
     def __init__(self, *, turns: int = 3) -> None:
         self._turns = turns
@@ -50,7 +50,7 @@ class Tale:
 
 
 class Told:
-    """Does what its actions say. What cannot be undone is for hosts alone."""
+    """Obeys its actions. Actions that end the process are for hosts alone."""
 
     live: ClassVar[int] = 0
 

@@ -1,4 +1,4 @@
-"""The Dockerfile against the repository: what it copies is there, and what it installs is declared."""
+"""The Dockerfile against the repository: the files that it copies exist, the extras that it installs are declared."""
 
 from __future__ import annotations
 

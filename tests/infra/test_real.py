@@ -86,7 +86,7 @@ def test_ray_takes_what_ray_up_is_given(name: str, pool: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("*.sh")), ids=lambda p: str(p.relative_to(GOLDEN)))
 def test_scripts_call_ray_with_options_that_it_has(path: Path, tmp_path: Path) -> None:
-    """The script runs; in place of `ray` stands what writes its arguments down, and Ray's own parser reads them."""
+    """The script runs with a stub of `ray` that records its arguments, and Ray's own parser reads them."""
     from ray._private.label_utils import parse_node_labels_string
     from ray.scripts.scripts import start
 
@@ -126,7 +126,7 @@ def overrides(prefix: str) -> list[str]:
 
 
 def lint(*paths: Path) -> None:
-    # Without the rules that today's date decides: which runtimes AWS still takes is not what a template is tested for.
+    # Without the rules that depend on today's date: AWS's deprecation of runtimes is not under test.
     linter = str(Path(sys.executable).with_name("cfn-lint"))
     command = [linter, "--ignore-checks", "E2531", "E2533", "W2531", "--"]
     done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
@@ -148,7 +148,7 @@ def deployed(one: Any, name: str, template: Mapping[str, Any], parameters: Mappi
 
 
 def pointed(one: Any, name: str) -> None:
-    """moto's CloudFormation makes no alias and no tags: they are made here as the template says them."""
+    """moto's CloudFormation makes no alias and no tags: they are made here from the template."""
     functions = client(one)
     found = functions.get_function_configuration(FunctionName=name)
     functions.tag_resource(
@@ -172,7 +172,9 @@ async def works(one: Any, prefix: str) -> None:
     async with AwsDeployer(given) as deployer:
         for name, package in packages.items():
             change = await deployer.plan(package)
-            assert not [line for line in change.lines if "warm" not in line], f"{name} is what would be deployed"
+            assert not [line for line in change.lines if "warm" not in line], (
+                f"{name} equals the one that would be deployed"
+            )
     calls = sum(one.executions.values())
     async with AwsLambdaBackend(given) as backend:
         for package in packages.values():
@@ -220,7 +222,7 @@ def test_a_bucket_for_weights_alone_is_deployed_and_may_be_used(account: Any, tm
 
 @aws
 def test_sam_is_translated_deployed_and_called(account: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SAM's own translator, and what its client does before: archives go to a bucket, and their places are put in."""
+    """SAM's own translator, after its client's first step: archives go to a bucket, and their URIs are filled in."""
     from samtranslator.translator.managed_policy_translator import ManagedPolicyLoader
     from samtranslator.translator.transform import transform
 

@@ -1,4 +1,4 @@
-"""Rendered infrastructure: what built-in specs become, the same every time, and what is refused."""
+"""Rendered infrastructure: the output for built-in specs, which is deterministic, and refusals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def mounts(pod: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_run_has_what_its_specs_name_on_every_node(rendered: dict[str, str]) -> None:
-    """A ConfigMap's keys have no slash: where its volume puts them is what counts."""
+    """A ConfigMap's keys have no slash: the paths of its volume count."""
     config, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
     for pod in pods(job).values():
         (volume,) = [v["configMap"] for v in pod["volumes"] if v["name"] == mounts(pod)["/etc/rollart"]]
@@ -129,7 +129,7 @@ def test_nodes_that_may_come_and_go_have_bounds(rendered: dict[str, str]) -> Non
 
 
 def test_secrets_and_identities_are_with_those_who_need_them(rendered: dict[str, str]) -> None:
-    """Environments run what policies wrote: their hosts have neither the account nor the functions' tokens."""
+    """Environments run code that policies wrote: their hosts have neither the account nor the functions' tokens."""
     _, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
     found = pods(job)
     tokens = {name: {k for k in variables(pod) if k.endswith("_TOKEN")} for name, pod in found.items()}
@@ -186,7 +186,7 @@ def test_an_outside_trainer_finds_the_controller_and_needs_its_token() -> None:
     assert port["port"] == 8200
     assert {name for name, pod in pods(job).items() if "DESK_TOKEN" in variables(pod)} == {"head"}
     alone = render("kuberay", *FLEET, ["cluster.trainer={external: '127.0.0.1:8200', device: H100, threads: 8}"]).files
-    assert b"kind: Service\n" not in alone["runs.yaml"], "nobody else can call it"
+    assert b"kind: Service\n" not in alone["runs.yaml"], "no client outside can call it"
 
 
 def test_rays_client_has_a_port_of_its_own() -> None:
