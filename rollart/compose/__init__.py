@@ -1,4 +1,5 @@
-"""The composition root: from a resolved spec to a running control plane. Only here are concrete adapters named.
+"""The composition root: turns a resolved spec into a running control plane. Concrete adapters are named only here.
 
-Importing the package imports none of its modules: a command that only checks a spec must not wait for a run's parts.
+Importing the package imports none of its modules, so that a command that only checks a spec does not wait for the parts
+of a run.
 """

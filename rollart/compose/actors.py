@@ -1,4 +1,4 @@
-"""The actors of a plan: where each part runs, what it is called with, and the clock of each device."""
+"""The actors of a plan: where each part runs, its arguments, and the billing clock of each device."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ __all__ = [
 ]
 
 VLLM_MODEL_ALIAS = "vllm-model"
-"""Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
+"""Engines hand KV only to engines that were started on the same model path, and every version has a path of its own:
+this alias is common to all."""
 
 PROGRAM_CALLS = 7
-"""Calls that a program has at a time: its start, what it says meanwhile, the wait for its end, a stop, the question for
-its process, and the pull of a version, by the engine that loads it and ahead of it."""
+"""Concurrent calls of a program: the start, the log poll during it, the wait for its exit, a stop, the process id, and
+two pulls of a version (by the loading engine, and ahead of it)."""
 
 
 def pool_nodes(resolved: Resolved) -> list[Node]:
-    """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
+    """Nodes of the local machine: one per pool of the cluster. Cores and GPUs are resources by name."""
     return [
         Node(pool.name, pool_labels(pool), {resource_kind(resolved, pool): float(pool.count)}, {})
         for pool in resolved.cluster.pools
@@ -66,7 +67,7 @@ def pool_nodes(resolved: Resolved) -> list[Node]:
 
 
 def host_nodes(resolved: Resolved) -> list[Node]:
-    """Every host of each pool that the run begins with is a node; a pool that knows no hosts is one. Those of plain
+    """One node per host that a pool starts with; a pool without `devices_per_host` is a single host. Pools of plain CPU
     cores come first."""
     found = []
     for pool in sorted(resolved.cluster.pools, key=lambda pool: pool.device != "cpu"):
@@ -79,21 +80,22 @@ def host_nodes(resolved: Resolved) -> list[Node]:
 
 
 def node_selector(resolved: Resolved, pool: PoolSpec) -> dict[str, str]:
-    """Labels that say where a pool's parts may run: on a cluster of others, those that the pool is given."""
+    """Node labels that a pool's parts require: the pool's own labels on a shared cluster, else the pool's name."""
     if resolved.cluster.runtime.backend == "local" or not pool.labels:
         return {"pool": pool.name}
     return dict(pool.labels)
 
 
 def resource_kind(resolved: Resolved, pool: PoolSpec) -> str:
-    """What a device of the pool counts as: a type of one's own of generation `cpu` is a core as well."""
+    """The resource that counts the pool's devices, "CPU" or "GPU". User-defined device types of generation `cpu` are
+    CPUs."""
     cores = {"cpu", *(device.name for device in resolved.cluster.devices if device.generation == "cpu")}
     return "CPU" if pool.device in cores else "GPU"
 
 
 def cpu_pool(resolved: Resolved, wanted: str | None) -> PoolSpec:
-    """The pool whose machines run what needs no device of its own: the one that is asked for, else the first of cores,
-    those that stand for nothing else before others."""
+    """The pool that runs parts without a device: the wanted one, else the first CPU pool. Plain `cpu` pools come before
+    CPU pools of a user-defined device type."""
     pools = resolved.cluster.pools
     if wanted is not None:
         return next(pool for pool in pools if pool.name == wanted)
@@ -102,18 +104,18 @@ def cpu_pool(resolved: Resolved, wanted: str | None) -> PoolSpec:
 
 
 def part_resources(resolved: Resolved, assignment: Assignment) -> tuple[dict[str, float], dict[str, str]]:
-    """What a part takes of a node, and the labels of nodes that it may run on."""
+    """Resources that a part reserves on a node, and the labels that the node must have."""
     pool = _pool(resolved, assignment)
     return {resource_kind(resolved, pool): float(len(assignment.devices))}, node_selector(resolved, pool)
 
 
 def torch_device(resolved: Resolved, assignment: Assignment) -> str:
-    """What a part computes on, in torch's words: the device of the pool that the plan put it in."""
+    """The torch device of a part: that of its pool."""
     return "cpu" if resource_kind(resolved, _pool(resolved, assignment)) == "CPU" else "cuda"
 
 
 def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> ResourceClock:
-    """The clock of a part, which runs from now on, at the price of its devices."""
+    """A clock that bills the part's devices from now on."""
     return ResourceClock(
         role=str(assignment.role),
         resource=assignment.name,
@@ -125,7 +127,7 @@ def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> Re
 
 
 def idle_devices_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) -> ResourceClock:
-    """The clock of a pool's devices that nothing runs on and that are paid."""
+    """A clock that bills the idle, paid devices of a pool."""
     return ResourceClock(
         role="unused",
         resource=f"unused-{pool}",
@@ -140,7 +142,7 @@ def idle_devices_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: i
 
 @dataclass(frozen=True, slots=True)
 class TrainerHostPart:
-    """What of the trainer is on one host: `ranks` of them, from number `first` on."""
+    """The part of the trainer on one host: `ranks` ranks, starting with rank `first`."""
 
     name: str
     devices: tuple[int, ...]
@@ -149,8 +151,8 @@ class TrainerHostPart:
 
 
 def trainer_ranks(resolved: Resolved) -> int:
-    """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or of cores one per host that
-    they are on. SpecError if the plan's devices do not allow it."""
+    """Number of processes of the embedded trainer: `trainer.ranks` of the cluster spec, else one per GPU, or one per
+    host on CPU cores. SpecError if the plan's devices do not allow that number."""
     assignment, given = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.ranks
     devices, gpus = len(assignment.devices), resource_kind(resolved, _pool(resolved, assignment)) == "GPU"
     over = len(_devices_by_host(resolved, assignment))
@@ -173,10 +175,11 @@ def trainer_ranks(resolved: Resolved) -> int:
 
 
 def trainer_host_parts(resolved: Resolved) -> list[TrainerHostPart]:
-    """The trainer by host, rank 0's first. On one machine, or where a host has enough devices, it is one."""
+    """The trainer's parts by host, rank 0's host first. A single part on one machine, or where one host has enough
+    devices."""
     assignment, ranks = resolved.plan.of(Role.TRAINER)[0], trainer_ranks(resolved)
     parts = _devices_by_host(resolved, assignment)
-    # A rank for every device, or as many on each host as on the others; a last host of fewer devices takes no more.
+    # One rank per device, or equal numbers on all hosts; a last host with fewer devices takes no more ranks than that.
     most = [len(part) for part in parts]
     here = [ranks * (n + 1) // len(parts) - ranks * n // len(parts) for n in range(len(parts))]
     here = most if sum(most) == ranks else here
@@ -192,7 +195,7 @@ def trainer_host_parts(resolved: Resolved) -> list[TrainerHostPart]:
 
 
 def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[ActorSpec]:
-    """One program per host; one in all where the trainer is somebody else's."""
+    """One program per host of the trainer; a single one, the bridge, for an external trainer."""
     assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
     if external is not None:
         arguments, env = bridge_command(resolved, directory, config)
@@ -210,7 +213,7 @@ def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[Ac
 
 
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
-    """That of rank 0, which is all of it on one host."""
+    """The program of rank 0, which is the whole trainer on one host."""
     return trainer_actors(resolved, directory, config)[0]
 
 
@@ -233,7 +236,7 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
 
 
 def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
-    """How the plan's engine is started where it is vLLM's."""
+    """The vLLM command of a planned engine."""
     return vllm_command(
         resolved.cluster.engines.vllm.model_copy(update={"dtype": vllm_dtype(resolved)}),
         role=assignment.role,
@@ -245,7 +248,7 @@ def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
 
 
 def required_vllm_options(resolved: Resolved, assignment: Assignment) -> VllmOptions:
-    """What a server that runs already must have been started with to be the plan's engine."""
+    """Options that an attached server must have been started with to serve as the planned engine."""
     spec = resolved.cluster.engines.vllm
     return VllmOptions(
         context=resolved.run.model.context,
@@ -258,12 +261,12 @@ def required_vllm_options(resolved: Resolved, assignment: Assignment) -> VllmOpt
 
 
 def engine_tolerance(resolved: Resolved) -> float:
-    """How far vLLM engines may be from the trainer's log-probabilities."""
+    """Largest accepted difference between log-probabilities of vLLM engines and of the trainer."""
     return probe_tolerance(resolved, torch_device(resolved, resolved.plan.of(Role.TRAINER)[0]))
 
 
 def attached_urls(resolved: Resolved) -> dict[str, str]:
-    """URLs of the servers that run already, by the name of the engine that each is."""
+    """URLs of attached servers, by engine name."""
     names = [a.name for role in SERVING_ROLES for a in resolved.plan.of(role)]
     return dict(zip(names, resolved.cluster.engines.attach, strict=False))
 
@@ -286,8 +289,8 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
 
 
 def _visible_devices(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
-    """Which of this machine's GPUs a pool's `devices` are: pools take them one after the other, of those that this
-    process was given (by a job queue, say). SpecError if it was given fewer."""
+    """The GPUs of this machine behind a pool's `devices`, as CUDA_VISIBLE_DEVICES: pools take GPUs in order, out of the
+    GPUs visible to this process (given by a job queue, for example). SpecError if too few are visible."""
     before = itertools.takewhile(lambda other: other.name != pool.name, resolved.cluster.pools)
     first = sum(other.count for other in before if resource_kind(resolved, other) == "GPU")
     numbers, given = [first + number for number in devices], os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -304,7 +307,7 @@ def _visible_devices(resolved: Resolved, pool: PoolSpec, devices: Sequence[int])
 
 
 def _devices_by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]]:
-    """The trainer's devices in hosts' worths, where no single host of the pool has as many."""
+    """The trainer's devices, split by host if no single host of the pool has enough."""
     size, devices = _pool(resolved, assignment).devices_per_host, assignment.devices
     spread = resolved.cluster.runtime.backend != "local" and resolved.cluster.trainer.external is None
     if not spread or size is None or len(devices) <= size:
@@ -332,7 +335,7 @@ def _program(
     processes: int = 1,
     called: str = "",
 ) -> ActorSpec:
-    """`together`: the program can use several GPUs. `called`: its name, if not the assignment's."""
+    """`together`: the program can use several GPUs. `called`: the actor's name, if it is not the assignment's."""
     name, devices = called or assignment.name, len(assignment.devices)
     pool, (room, labels) = _pool(resolved, assignment), part_resources(resolved, assignment)
     kind = resource_kind(resolved, pool)
@@ -346,7 +349,7 @@ def _program(
                 "parallelism)",
                 remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
-        if not on_ray:  # which sets it to the devices that it grants
+        if not on_ray:  # Ray sets the variable to the devices that it grants
             env["CUDA_VISIBLE_DEVICES"] = _visible_devices(resolved, pool, assignment.devices)
     spec = ActorSpec(
         name=name,

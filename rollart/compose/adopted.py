@@ -1,4 +1,4 @@
-"""What a run starts from: its specs' plan, or on a resume the plan that it had moved to."""
+"""The initial plan of a run: the specs' plan, or on a resume the last plan that the run adopted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ __all__ = ["RunStart", "resolve_start"]
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """A resolved run as it starts. `roles` of engines that were given another since they were named; `names` that parts
-    of earlier lives had. `moved`: its plan is one that the run moved to; `why_not`: why it is not, though it did."""
+    """A resolved run at its start. `roles`: engines whose role has changed since they were named. `names`: parts of
+    earlier lives of the run. `moved`: the plan is an adopted one; `why_not`: the reason why an adopted plan is not
+    used."""
 
     resolved: Resolved
     roles: Mapping[str, EngineRole] = field(default_factory=dict)
@@ -45,12 +46,12 @@ class _AdoptedEngine:
 
 
 def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
-    """For a resume: the engines of the plan that was adopted last, under their names, if the specs that it came from
-    still hold and their devices are there; else what the specs say."""
+    """On a resume, the last adopted plan with its engine names, if the specs behind it still hold and its devices
+    exist; else the specs' plan."""
     try:
         reader = LedgerReader(directory)
     except UsageError:
-        return RunStart(resolved)  # it never came to a ledger
+        return RunStart(resolved)  # the run never wrote a ledger
     with reader:
         names = frozenset(event.subject for event in reader.events(RESOURCE_OPENED))
         adopted = reader.events(ADOPTED)
@@ -71,7 +72,7 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
 
 
 def _changed_section(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The part of the specs that a plan depends on and that is not as it was; '' if all are."""
+    """The first section of the specs that a plan depends on and that has changed; '' if none has."""
     parts = {"cluster": before.get("cluster") != now["cluster"]}
     for key in ("placement", "hw_affinity", "model"):
         parts[key] = before.get("run", {}).get(key) != now["run"][key]
@@ -81,8 +82,8 @@ def _changed_section(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _with_engines(
     resolved: Resolved, engines: Sequence[_AdoptedEngine], work: Mapping[str, DomainWork]
 ) -> Resolved | str:
-    """The run with these engines instead of its plan's, for the work that was measured; why not, in words, if they
-    cannot be."""
+    """The run with these engines in place of its plan's, solved for the measured work; the reason as text if that is
+    infeasible."""
     from placement.solve import solve
 
     plan, problem = resolved.plan, resolved.problem
@@ -122,7 +123,8 @@ def _with_engines(
 def _assign_devices(
     pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Sequence[_AdoptedEngine]
 ) -> list[Assignment] | str:
-    """Devices for engines beside the other parts, the largest first; which one has none, if they do not fit."""
+    """Devices for the engines beside the other parts, largest engine first; an error text that names an engine which
+    does not fit."""
     taken: dict[str, set[int]] = {name: set() for name in pools}
     for part in others:
         taken[part.pool].update(part.devices)

@@ -1,7 +1,8 @@
-"""What the trainer says of a fixed probe, written beside each version: engines are held to it once they have loaded it.
+"""The trainer's log-probabilities of a fixed probe, written beside each version. Engines compare theirs after they load
+it.
 
-An update may go wrong without an error: a head that keeps its packed copy, KV that stays, a share of one rank. Log-
-probabilities of a few tokens that every layer takes part in show it.
+An update can go wrong without an error: an output head that keeps its packed copy, stale KV, a missing share of one
+rank. Log-probabilities of a few tokens depend on every layer and reveal it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from rollart.spec.resolve import Resolved
 __all__ = ["agreement_sample", "write_agreement", "probe_logprobs"]
 
 PROBE_TOKENS = 48
-"""Of the probe: enough for positions to matter, and nothing beside a step."""
+"""Length of the probe: enough for positions to matter, negligible beside a training step."""
 
 PROBE_VOCABULARY = 30
-"""Token ids that it is made of: any vocabulary that is worth training has them."""
+"""Distinct token ids in the probe: few enough for any vocabulary that is worth training."""
 
 
 def agreement_sample(resolved: Resolved) -> TrainSample | None:
-    """The probe; None where engines are not held to it. The trainer's log-probabilities are at the temperature of the
-    run and vLLM's of a prompt at 1."""
+    """The probe; None where engines are not compared. The trainer scores at the run's temperature and vLLM scores
+    prompts at 1, so the temperature must be 1."""
     run, engines = resolved.run, resolved.cluster.engines
     if engines.kind != "vllm" or engines.vllm.probe == 0 or run.domains[0].temperature != 1.0:
         return None
@@ -49,14 +50,14 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
 
 
 async def probe_logprobs(trainer: HttpTrainer, sample: TrainSample) -> tuple[float, ...]:
-    """Of the weights that the trainer has now."""
+    """Log-probabilities of the probe under the trainer's current weights."""
     (found,) = await trainer.logprobs([sample])
     return found
 
 
 def write_agreement(weights: WeightsRef, sample: TrainSample, found: Sequence[float]) -> None:
-    """Beside the version that the trainer had when it said so."""
+    """Write the probe's log-probabilities beside the version that the trainer had when it computed them."""
     text = json.dumps({"token_ids": sample.token_ids, "logprobs": found[1:]})
     beside = Path(weights.path) / f".{PROBE_FILE}"
     beside.write_text(text)
-    beside.replace(Path(weights.path) / PROBE_FILE)  # engines never see half of it
+    beside.replace(Path(weights.path) / PROBE_FILE)  # engines never see a partial file

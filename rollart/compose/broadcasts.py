@@ -1,4 +1,5 @@
-"""A run's versions by broadcast: from the trainer's memory into that of every engine, while they go on generating."""
+"""Weight broadcasts: each version goes from the trainer's memory into that of every engine, while engines keep
+generating."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from rollart.spec.resolve import Resolved
 __all__ = ["WeightBroadcaster", "collective_backend", "weight_broadcaster"]
 
 JOIN_TIMEOUT_S = 10.0
-"""An engine says at once that it takes part; one that has not within these seconds is left out."""
+"""Engines confirm at once that they take part; an engine that has not within this many seconds is left out."""
 
 
 def weight_broadcaster(resolved: Resolved, leases: Leases, recorder: Recorder) -> WeightBroadcaster | None:
-    """None: engines read files."""
+    """The run's broadcaster; None if engines read version files."""
     spec = resolved.run.weights.collective
     if spec is None:
         return None
@@ -41,7 +42,7 @@ def weight_broadcaster(resolved: Resolved, leases: Leases, recorder: Recorder) -
 
 
 def collective_backend(resolved: Resolved) -> str:
-    """NCCL between GPUs, gloo where any part computes on cores. SpecError for NCCL without GPUs."""
+    """NCCL between GPUs, gloo where any part computes on CPU cores. SpecError for NCCL without GPUs."""
     spec, plan = resolved.run.weights.collective, resolved.plan
     assert spec is not None, "asked of runs that broadcast"
     cores = [a for role in (Role.TRAINER, *SERVING_ROLES) for a in plan.of(role) if torch_device(resolved, a) == "cpu"]
@@ -58,14 +59,15 @@ def collective_backend(resolved: Resolved) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _BroadcastGroup:
-    """Who meets: made anew whenever that changes, and after a broadcast that somebody missed."""
+    """The members of a broadcast. A new group is formed when the members change, and after a broadcast that a member
+    missed."""
 
     name: str
     trainer: HttpTrainer
     address: str
     lanes: int
     members: tuple[tuple[HttpEngine, int, int], ...]
-    """Each engine with the number of its first worker and how many it has."""
+    """Each engine with the number of its first worker and its number of workers."""
 
     def is_of(self, trainer: HttpTrainer, engines: Sequence[HttpEngine]) -> bool:
         return self.trainer is trainer and [engine for engine, *_ in self.members] == list(engines)
@@ -76,11 +78,11 @@ class _BroadcastGroup:
 
 
 class WeightBroadcaster:
-    """Called by the engines' parts (`join`, `leave`) and by the trainer's (`send`, one at a time, beside the write of
-    the same version). Nobody waits for an engine: who does not take part, dies or hangs meanwhile, or gets something
-    wrong loads the version from files as it would without this, and the next broadcast is among those that are there.
+    """Broadcasts versions to the engines that take part. Engine parts call `join` and `leave`; the trainer's part calls
+    `send`, once at a time, while the same version is written to disk. An engine that does not take part, dies, hangs or
+    receives damaged data loads the version from files instead, and the broadcast after it includes only live engines.
 
-    `send` waits for the members, until each has the version or is given up: by its rank 0, or with the lease.
+    `send` waits until each member has the version or is given up, by the trainer's rank 0 or when the lease expires.
     """
 
     def __init__(self, leases: Leases, recorder: Recorder, *, backend: str, bucket_bytes: int, send_s: float) -> None:
@@ -91,18 +93,18 @@ class WeightBroadcaster:
 
     @property
     def any(self) -> bool:
-        """Whether there is an engine to send to."""
+        """True if there is an engine to send to."""
         return bool(self._engines)
 
     def join(self, engine: HttpEngine) -> None:
-        """It runs, from now on."""
+        """Add a running engine."""
         self._engines[engine.id] = engine
 
     def leave(self, engine: EngineId) -> None:
         self._engines.pop(engine, None)
 
     async def send(self, trainer: HttpTrainer, version: int) -> None:
-        """The version that was staged to be sent. Raises nothing: what was missed is an event."""
+        """Send the staged version. Raises nothing: a missed version is recorded as an event."""
         if not self._engines:
             return
         for engine in self._engines.values():
@@ -120,7 +122,7 @@ class WeightBroadcaster:
             self._group = None
             self._event("weights_not_sent", f"v{version}", why=error.message)
             return
-        except asyncio.CancelledError:  # the trainer goes on with it, and nobody hears who has it
+        except asyncio.CancelledError:  # the trainer goes on sending, and its result is lost
             self._group = None
             raise
         if not self._received(group, version, stamp, sent):
@@ -132,7 +134,8 @@ class WeightBroadcaster:
             self._event("weights_sent", f"v{version}", bytes=sent.bytes, engines=len(group.members), seconds=seconds)
 
     async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _BroadcastGroup | None:
-        """All who take part have been told to; who did not say so is left out."""
+        """A group whose members have all confirmed that they take part; engines that do not confirm are left out. None
+        without engines."""
         engines = list(self._engines.values())
         while engines:
             group, missing = self._group, dict[HttpEngine, str]()
@@ -168,7 +171,7 @@ class WeightBroadcaster:
         return _BroadcastGroup(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
 
     def _order(self, group: _BroadcastGroup, version: int, stamp: str, first: int) -> dict[str, object]:
-        """`rollart.collective.Order`, which is not imported here: it loads torch."""
+        """The fields of `rollart.collective.Order`, which is not imported here because it loads torch."""
         return {
             "address": group.address,
             "group": group.name,
@@ -182,7 +185,7 @@ class WeightBroadcaster:
         }
 
     def _received(self, group: _BroadcastGroup, version: int, stamp: str, sent: BroadcastResult) -> bool:
-        """Whether every engine has it, all of its workers."""
+        """Record the result of each engine; True if all workers of all engines have the version."""
         whole = 0 not in sent.errors
         for engine, first, workers in group.members:
             numbers = range(first, first + workers)
@@ -206,7 +209,7 @@ class WeightBroadcaster:
 
 
 async def _call_all(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
-    """All at once; who failed, or did not answer in time, and why."""
+    """Run all calls at once; the engines that failed or did not answer in time, with the reasons."""
     missing: dict[HttpEngine, str] = {}
 
     async def one(engine: HttpEngine, call: Coroutine[Any, Any, None]) -> None:

@@ -1,8 +1,8 @@
-"""Measure this machine, write it down, and predict runs on it that were never run.
+"""Measure this machine, save the result, and predict runs that were never run on it.
 
-A small cluster in one machine is bound by things that no datasheet has: two cores shared by an engine, a trainer, the
-controller and function workers. `calibrate` measures the engine and the trainer alone (`probe`) and everything else in
-short real runs (`measure`). `rollart.compose.predict` says what follows from it.
+A small cluster on one machine is bound by effects that no datasheet lists: an engine, a trainer, the controller and
+function workers share two cores. `calibrate` measures the engine and the trainer alone (`probe`) and everything else in
+short real runs (`measure`). `rollart.compose.predict` computes predictions from the result.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ __all__ = ["Machine", "SteadyStateMeasurement", "calibrate", "fit_machine", "mix
 SCHEMA = 1
 
 WARMUP_STEPS = 3
-"""Steps at the start of a run that its rate leaves out: engines, workers and caches warm up, the pipeline fills."""
+"""Steps at the start of a run that its rate excludes: engines, workers and caches warm up, and the pipeline fills."""
 
 CONTROLLER_PRIOR = (4e-4, 1.6e-4, 3e-6)
-"""Seconds of the controller per trajectory, turn and sampled token, as measured on an idle machine of two cores (games
-of 5 turns alone: 1.2 ms, words of 20 tokens alone: 0.57 ms). Only their proportions are used."""
+"""Controller seconds per trajectory, turn and sampled token, measured on an idle machine of two cores (games of 5 turns
+alone: 1.2 ms, words of 20 tokens alone: 0.57 ms). Only the proportions are used."""
 
 PRIOR_WEIGHT = 0.1
-"""Of a measurement, where it is believed to 7 % and the prior to a factor of two."""
+"""Weight of the prior relative to a measurement: a measurement is trusted to 7 %, the prior to a factor of two."""
 
 FITTED_CONSTANTS = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
 
 INITIAL_CONSTANTS = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
 )
-"""Where the fit begins: the order of magnitude of one server core under PyTorch with a model of 0.2 M parameters."""
+"""Initial values of the fit: the order of magnitude of one server core under PyTorch with a model of 0.2 M
+parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyStateMeasurement:
-    """A real run in its steady state. Rates in trained trajectories/s, CPU in core-seconds per trained trajectory by
-    part, the rest in means per training step.
+    """A real run in its steady state. Rates are in trained trajectories/s, CPU in core-seconds per trained trajectory
+    by part, the rest are means per training step.
 
-    `publish_s` is the trainer's and the engines' time for a publish, `handover_s` what training takes beside the
-    trainer's CPU time: samples on their way, and waiting for a core.
+    `publish_s` is the time of the trainer and the engines for a publish. `handover_s` is the time of training beyond
+    the trainer's CPU time: sample transfer, and waiting for a core.
     """
 
     rate: float
@@ -78,12 +79,13 @@ class SteadyStateMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of this machine, for one model. CPU-seconds, but `publish_s` and `reward_latency_s` of the clock.
+    """The calibration of this machine for one model. Costs are in CPU-seconds, except `publish_s` and
+    `reward_latency_s`, which are wall-clock seconds.
 
-    Trainer: per epoch `update_s` per mini-batch, `token_s` per token and `action_s` more per sampled one. Controller:
-    `trajectory_s`, `turn_s` per turn and `said_s` per sampled token. `queue`: how long the hand-over of a batch to
-    the trainer takes, as a share of the controller's time for a batch: its loop is busy with the trajectories that the
-    last publish let in.
+    Trainer: per epoch `update_s` per mini-batch, `token_s` per token and `action_s` in addition per sampled token.
+    Controller: `trajectory_s`, `turn_s` per turn and `said_s` per sampled token. `queue`: duration of the hand-over of
+    a batch to the trainer, as a share of the controller's time for a batch, since the controller's loop is busy with
+    trajectories admitted by the last publish.
     """
 
     engine: Fit
@@ -100,13 +102,13 @@ class Machine:
     cores: int
 
     def to_dict(self) -> dict[str, object]:
-        """Only JSON types."""
+        """JSON types only."""
         rest = {k: v for k, v in asdict(self).items() if k != "engine"}
         return {"schema_version": SCHEMA, "engine": self.engine.to_dict(), **rest}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Machine:
-        """ValueError for anything that `to_dict` would not write."""
+        """ValueError for data that `to_dict` would not write."""
         if data.get("schema_version") != SCHEMA:
             raise ValueError(f"machine: schema_version is {data.get('schema_version')!r} (rule: {SCHEMA})")
         values: dict[str, Any] = {k: v for k, v in data.items() if k not in ("schema_version", "engine")}
@@ -119,7 +121,7 @@ class Machine:
             raise ValueError(f"machine: fields are missing or unknown: {error}") from None
 
     def controller_s(self, domains: Sequence[DomainProfile]) -> float:
-        """CPU-seconds of the controller for a trajectory of the mix."""
+        """CPU-seconds of the controller per trajectory of the mix."""
         return sum(
             w * f
             for w, f in zip((self.trajectory_s, self.turn_s, self.said_s), controller_features(domains), strict=True)
@@ -131,8 +133,8 @@ def calibrate(
 ) -> tuple[Machine, list[SteadyStateMeasurement]]:
     """Probe the parts of `probed`, run the `references`, fit, and write the machine to `out` as JSON.
 
-    References are short runs of the same model, with different turns and lengths, bound by their trainer; three tell
-    the controller's costs apart. Takes about 30 s and 12 s per reference. Errors are those of a run.
+    References are short runs of the same model with different turns and lengths, bound by their trainer; three are
+    needed to separate the controller's costs. Takes about 30 s, and 12 s per reference. Errors are those of a run.
     """
     if len(references) < 3:
         raise UsageError("calibration needs three reference runs (rule: of different turns and output lengths)")
@@ -146,7 +148,7 @@ def calibrate(
 
 
 def measure(resolved: Resolved, run_dir: str | Path | None = None) -> SteadyStateMeasurement:
-    """Run to the end, in `run_dir` or in a temporary directory, and look at the steady part."""
+    """Run to the end, in `run_dir` or a temporary directory, and measure the steady part."""
     if run_dir is None:
         with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
             return measure(resolved, Path(directory) / "run")
@@ -163,7 +165,7 @@ def measure(resolved: Resolved, run_dir: str | Path | None = None) -> SteadyStat
 def fit_machine(
     probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainingMeasurement], runs: Sequence[SteadyStateMeasurement]
 ) -> Machine:
-    """The machine that explains what was measured. Deterministic."""
+    """The machine that fits the measurements best. Deterministic."""
     problem = problem_of(probed.run, probed.cluster, probed.prices, base=probed.base)
     devices = {pool.device.name: pool.device for pool in problem.pools}
     shape = run_shape(probed.run, probed.base, probed.cluster.engines.dtype)
@@ -202,8 +204,8 @@ def fit_machine(
 def _measure_steady_state(
     resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]
 ) -> SteadyStateMeasurement:
-    """What a finished run did between its first `WARMUP_STEPS` steps and those that admission had begun to run dry
-    for."""
+    """Measure a finished run after its first `WARMUP_STEPS` steps and before the final steps, in which admission runs
+    dry."""
     last = len(marks) - 1 - (resolved.run.staleness + 1)
     if last <= WARMUP_STEPS:
         raise UsageError(f"{len(marks)} steps are too few to measure (rule: more than {WARMUP_STEPS + 2} + staleness)")
@@ -245,7 +247,7 @@ def _measure_steady_state(
 
 
 def _cpu_by_part() -> dict[str, float]:
-    """CPU-seconds so far of this process and of all that it started, by what they are."""
+    """CPU-seconds so far of this process and all its descendants, by part."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -264,7 +266,7 @@ def _cpu_by_part() -> dict[str, float]:
             except OSError:
                 continue
             part = next((p for p, mark in COMMAND_MARKS.items() if mark in command), "functions")
-            # Function workers come and go: what those did that have ended is their zygote's.
+            # Function workers come and go: the CPU time of ended workers is accounted to their zygote.
             own = process_cpu_s(pid) + (reaped_children_cpu_s(pid) if part == "functions" else 0.0)
             spent[part] = spent.get(part, 0.0) + own
     return spent
@@ -276,8 +278,8 @@ COMMAND_MARKS = {"engine": b"rollart.engine", "trainer": b"rollart.train"}
 def _fit_weights(
     features: Sequence[Sequence[float]], seconds: Sequence[float], *, prior: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Non-negative weights of the features that explain the seconds best, relative errors counting alike. With a
-    `prior`, of which only the proportions count, what the rows do not tell apart stays near it."""
+    """Non-negative weights of the features that fit the seconds best, by relative error. A `prior`, of which only the
+    proportions count, determines directions that the rows leave open."""
     from scipy.optimize import nnls
 
     target = np.asarray(seconds, dtype=np.float64)
@@ -297,13 +299,14 @@ def _predicted_cpu_s(weights: Sequence[float], row: TrainingMeasurement) -> floa
 
 
 def controller_features(profiles: Sequence[DomainProfile]) -> tuple[float, float, float]:
-    """What the controller's work grows with: one per trajectory, its turns, its sampled tokens. Means over the mix."""
+    """Features that the controller's work is linear in, as means over the mix: one per trajectory, its turns, its
+    sampled tokens."""
     turns = mix_mean(profiles, lambda p: p.turns.mean)
     return 1.0, turns, mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean)
 
 
 def mix_mean(profiles: Sequence[DomainProfile], of: Callable[[DomainProfile], float]) -> float:
-    """Mean over the mix."""
+    """Weighted mean over the mix."""
     total = sum(p.weight for p in profiles)
     return float(sum(p.weight * of(p) for p in profiles) / total)
 

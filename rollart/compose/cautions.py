@@ -1,4 +1,5 @@
-"""Warnings of `rollart validate`, `launch --dry-run` and `launch`: a run can start so, and its user has to know it."""
+"""Warnings of `rollart validate`, `launch --dry-run` and `launch` about runs that can start and about which the user
+has to know something."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ LAMBDA_PACKAGE_MB = 250
 """Unpacked size of a function's zip on AWS Lambda."""
 
 LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
-"""Distributions that alone are larger than that."""
+"""Distributions larger than that by themselves."""
 
 LONG_RUN_STEPS = 200
-"""Steps past which a run is worth more than its two last versions. A guess: hours on GPUs, minutes here."""
+"""Steps from which a run is worth more than its last two versions. A guess: hours on GPUs, minutes on cores."""
 
 ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
 def launch_warnings(specs: Resolved | Specs) -> list[str]:
-    """One line each; none of a run that has no use for them."""
+    """The warnings, one line each."""
     found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
-    with contextlib.suppress(RollartError):  # what cannot be packed is refused elsewhere
+    with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
         for package in function_packages(specs, {}):
             found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
     return found
@@ -99,7 +100,7 @@ def _syntax_trees(package: Package) -> Iterator[ast.Module]:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Top-level names of modules, of imports within functions as well."""
+    """Top-level names of imported modules, imports inside functions included."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

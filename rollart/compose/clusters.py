@@ -1,4 +1,4 @@
-"""Which runtime starts the parts: this machine's, or Ray's."""
+"""The cluster runtime: processes of this machine, or Ray."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from rollart.spec.resolve import Resolved
 __all__ = ["exit_cause", "plan_bundles", "join_commands", "open_cluster", "place_actor", "record_cluster_events"]
 
 NODE_POLL_S = 0.25
-"""Seconds between two looks whether the nodes of the plan have joined."""
+"""Seconds between two checks for nodes of the plan."""
 
 PLACEMENT_S = 60.0
-"""Seconds, beside `runtime.wait_s`, that a part may wait for its place: Ray starts a process for it."""
+"""Seconds, in addition to `runtime.wait_s`, that the placement of a part may take: Ray starts a process for it."""
 
 LEDGER_EVENTS = {
     "node_up": "node_joined",
@@ -45,15 +45,15 @@ LEDGER_EVENTS = {
     "actor_started": "actor_placed",
     "actor_restarted": "actor_placed",
 }
-"""Events of a cluster that go to the ledger, by their names there."""
+"""Cluster events that are recorded, with their names in the ledger."""
 
 
 @contextlib.asynccontextmanager
 async def open_cluster(
     resolved: Resolved, directory: Path, progress: Callable[[RunEvent], None] = lambda _: None
 ) -> AsyncIterator[tuple[Runtime, Resolved]]:
-    """The cluster's runtime, started, and the run as it can begin on the nodes that are there, with room for every part
-    of its plan reserved; at the end all of it stops."""
+    """Start the cluster's runtime and reserve resources for every part of the plan. Yields the runtime, and the run
+    reduced to the nodes that are present. Everything stops at exit."""
     async with contextlib.AsyncExitStack() as stack:
         spec = resolved.cluster.runtime
         runtime: Runtime
@@ -72,8 +72,8 @@ async def open_cluster(
 
 
 def plan_bundles(resolved: Resolved) -> list[BundleGroup]:
-    """What the plan's parts take, one group each: all of it is reserved before the first of them starts. Servers that
-    run already take nothing."""
+    """The bundles of the plan's parts, one group each; all are reserved before the first part starts. Attached servers
+    need none."""
     there = attached_urls(resolved)
     groups = []
     for a in resolved.plan.assignments:
@@ -88,14 +88,15 @@ def plan_bundles(resolved: Resolved) -> list[BundleGroup]:
 
 
 async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:
-    """The part's actor, in the room that is reserved by its name; where none is, once there is some. `UsageError` if
-    there is none in time: what others hold of a shared cluster may stay held, and what is free may lie on too many
-    nodes. Whoever ends the actor for good gives its room back: `runtime.release`. A part that takes no device needs no
-    room: it runs beside what does, on a node that the plan itself may not wait for."""
+    """Start the part's actor on the resources reserved under its name; without a reservation, reserve them first.
+    `UsageError` if resources do not become free in time: other users of a shared cluster may keep theirs, and free ones
+    may be spread over too many nodes. The caller that ends the actor for good releases its resources with
+    `runtime.release`. A part without devices reserves nothing: it runs beside other parts, on a node that the plan
+    itself may not wait for."""
     limit = resolved.cluster.runtime.wait_s + PLACEMENT_S
     light = not any(spec.resources.values())
     if light:
-        with contextlib.suppress(TimeoutError):  # then the runtime says which nodes there are
+        with contextlib.suppress(TimeoutError):  # the error of `spawn` then lists the nodes
             async with asyncio.timeout(resolved.cluster.runtime.wait_s):
                 while not any(matches(spec.labels, node.labels) for node in runtime.nodes()):
                     await asyncio.sleep(NODE_POLL_S)
@@ -118,15 +119,15 @@ async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> 
 
 
 async def exit_cause(program: Handle) -> str:
-    """The cause, in words, once a `Program` actor's program ended."""
+    """Wait for the exit of a `Program` actor's program; the cause as text."""
     try:
         return str(await program.call("wait"))
-    except PartDied as error:  # not the program alone, but the actor that held it, or its node
+    except PartDied as error:  # the actor of the program, or its node, died as well
         return error.message
 
 
 async def record_cluster_events(runtime: Runtime, say: Callable[..., None]) -> None:
-    """What happens to the cluster, for the ledger and for whoever watches; for as long as it runs."""
+    """Record cluster events while the runtime runs."""
     async for event in runtime.events():
         if event.kind in LEDGER_EVENTS:
             node = {"node": event.detail} if event.detail else {}
@@ -158,8 +159,8 @@ async def _ray_runtime(
 
 
 def join_commands(resolved: Resolved, address: str, token: Path) -> list[tuple[str, str]]:
-    """For each pool how many hosts should join, in words, and the command that each of them runs. A host that has no
-    shared directory needs a copy of the token's file."""
+    """For each pool the number of hosts that should join, as text, and the command for each of them. A host without the
+    shared directory needs a copy of the token file."""
     found: Counter[tuple[str, str]] = Counter()
     by_host = {f"{pool.name}-": pool for pool in resolved.cluster.pools}
     for host in host_nodes(resolved):
@@ -174,7 +175,7 @@ def join_commands(resolved: Resolved, address: str, token: Path) -> list[tuple[s
 
 @contextlib.asynccontextmanager
 async def _requested_capacity(resolved: Resolved, runtime: Runtime) -> AsyncIterator[None]:
-    """Where nodes are lacking, an autoscaler hears of them until the plan has its room."""
+    """Announce the plan's bundles to an autoscaler while nodes are missing, until the body ends."""
     if resolved.cluster.runtime.backend != "ray" or not _missing_capacity(resolved, runtime):
         yield
         return
@@ -189,7 +190,7 @@ async def _requested_capacity(resolved: Resolved, runtime: Runtime) -> AsyncIter
 
 
 async def _wait_for_nodes(resolved: Resolved, runtime: Runtime) -> None:
-    """Wait until the nodes that are there have the devices of the plan. `UsageError` names the pool that lacks some."""
+    """Wait until the present nodes have the devices of the plan. `UsageError` names the pool that lacks devices."""
     limit = resolved.cluster.runtime.wait_s
     try:
         async with asyncio.timeout(limit):

@@ -1,4 +1,4 @@
-"""Which of a run's hosts follow nodes that come and go, and how many of them there should be."""
+"""Host autoscaling: fleets whose number of hosts follows the cluster's nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def host_count_keepers(
     functions: FunctionFleet | None,
     recorder: Recorder,
 ) -> list[CrewKeeper]:
-    """None where nodes do not come and go. `wanted`: the run with all of its plan."""
+    """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
     found = []
     if nodes is not None and environments is not None:
         count = functools.partial(host_count, wanted)

@@ -1,5 +1,5 @@
-"""What `launch --dry-run` says beyond the specs: how engines that are not ours would be started, what parts on GPUs
-would compute with, how weights would move, and where function workers would live."""
+"""Lines that `launch --dry-run` adds to the specs: commands of vLLM engines, number formats of parts on GPUs, the
+weight path, and the placement of function workers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["dry_run_lines"]
 
 
 def dry_run_lines(resolved: Resolved) -> Iterator[str]:
-    """A line per engine and one of the trainer; none for parts of ours in float32 on cores. One of broadcasts, and one
-    per host of function workers."""
+    """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
+    one per host of function workers."""
     ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
     for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
         if ours:

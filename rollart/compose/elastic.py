@@ -1,4 +1,5 @@
-"""A plan that follows nodes: what there is of each pool, what fits at the start, and given engines as nodes come."""
+"""Elastic plans: devices per pool on the present nodes, the part of the plan that fits at the start, and engines for
+new nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def elastic_nodes(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
-    """None where the plan does not follow nodes."""
+    """The run's node tracker; None for a static cluster."""
     spec = resolved.cluster.runtime.elastic
     if spec is None:
         return None
@@ -48,7 +49,7 @@ def elastic_nodes(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]
 
 
 def node_devices(resolved: Resolved, node: Node) -> dict[str, int]:
-    """Devices that a node has, by pool."""
+    """A node's devices by pool."""
     found = {
         pool.name: int(node.total.get(resource_kind(resolved, pool), 0.0))
         for pool in resolved.cluster.pools
@@ -58,7 +59,7 @@ def node_devices(resolved: Resolved, node: Node) -> dict[str, int]:
 
 
 def devices_by_pool(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]:
-    """Devices by pool, at most as many as the spec gives it."""
+    """Devices by pool on the nodes, at most the pool's count in the spec."""
     total: Counter[str] = Counter()
     for node in nodes:
         total.update(node_devices(resolved, node))
@@ -66,7 +67,7 @@ def devices_by_pool(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]
 
 
 async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
-    """Tell what happens to nodes, for as long as the runtime runs."""
+    """Report node events to `nodes` while the runtime runs."""
     nodes.found((n.id, node_devices(resolved, n)) for n in runtime.nodes())
     async for event in runtime.events():
         here = {node.id: node for node in runtime.nodes()}
@@ -74,13 +75,13 @@ async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> No
             nodes.joined(event.subject, node_devices(resolved, here[event.subject]))
         elif event.kind == "node_leaving":
             nodes.leaving(event.subject)
-        elif event.kind == "node_down":  # another one of its name may be there by now, which is told next
+        elif event.kind == "node_down":  # a new node of the same name may be up by now; its event comes next
             nodes.lost(event.subject)
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
 
 
 def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> Nodes | None:
-    """The same over modelled machines, which tell the recorder too."""
+    """The node tracker over simulated machines, whose events are recorded too."""
     now = asyncio.get_running_loop().time
     machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
     machines.nodes = nodes = elastic_nodes(resolved, machines.where)
@@ -90,21 +91,21 @@ def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Re
 
 
 def present_devices(resolved: Resolved, runtime: Runtime) -> dict[str, int] | None:
-    """By pool, on the nodes that are there; None where these do not come and go."""
+    """Devices by pool on the present nodes; None for a static cluster."""
     if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
         return None
     return devices_by_pool(resolved, runtime.nodes())
 
 
 def fit_to_nodes(resolved: Resolved, runtime: Runtime) -> Resolved:
-    """The run as it can begin on the nodes that are there."""
+    """The run reduced to the nodes that are present."""
     devices = present_devices(resolved, runtime)
     return resolved if devices is None else fit_to_devices(resolved, devices)
 
 
 def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
-    """The run with those parts of its plan that so many devices hold: first those that must be there, then environment
-    hosts and engines in their order. `UsageError` if no engine fits."""
+    """The run reduced to the parts of its plan that fit on these devices: mandatory parts first, then environment hosts
+    and engines in plan order. `UsageError` if no engine fits."""
     left, kept = dict(devices), list[Assignment]()
     later = (Role.ENVIRONMENT, *SERVING_ROLES)
     parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in SERVING_ROLES))  # stable
@@ -136,7 +137,8 @@ def _plan_with(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
 
 
 def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:
-    """Who plans for a run: `wanted` is what its specs ask for, `running` what of it fits on the nodes at the start."""
+    """The planner of a run. `wanted`: the run with its whole plan; `running`: the part that fits on the nodes at the
+    start."""
     inner = placement_planner(running)
     if wanted.cluster.runtime.elastic is None or not wanted.cluster.engines.fixed:
         return inner
@@ -144,9 +146,9 @@ def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:
 
 
 class FixedCountPlanner:
-    """Implements `Planner` where the spec gives the numbers of engines: as many of them as the nodes hold. Those that
-    serve stay where they are, missing ones go to the pools with the most free devices (ties: the first named). Prices
-    and flows are `inner`'s, if there is one. One caller at a time: the rebalancer."""
+    """Implements `Planner` for a spec that fixes the number of engines: starts as many of them as the nodes can hold.
+    Serving engines stay in place; missing ones go to the pools with the most free devices (ties: the pool named first).
+    Prices and flows come from `inner`, if present. Single caller: the rebalancer."""
 
     def __init__(self, wanted: Resolved, inner: PlacementPlanner | None) -> None:
         self._inner = inner
@@ -159,7 +161,7 @@ class FixedCountPlanner:
         device = {p.name: p.device for p in wanted.cluster.pools}
         types = {device[a.pool] for a in parts if a.role in SERVING_ROLES}
         self._serve = [p.name for p in self._pools if device[p.name] in types]
-        """Pools of the device types that the spec's plan puts engines on."""
+        """Pools with the device types of the plan's engines."""
 
     async def reprice(self, observed: FleetObservation) -> Routes:
         return Routes() if self._inner is None else await self._inner.reprice(observed)
@@ -190,7 +192,7 @@ class FixedCountPlanner:
         return {p.name: min(p.count, there.get(p.name, 0)) - self._others[p.name] for p in self._pools}
 
     def _filled(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
-        """What serves, a role that nobody has taken over from the one that has most, and then what is missing."""
+        """Serving engines; if a role has none, one reassigned from the largest role; then the missing engines."""
         want, left = Counter(have), dict(devices)
         for kind, count in have.items():
             left[kind.pool] = left.get(kind.pool, 0) - kind.tp * count
@@ -208,14 +210,14 @@ class FixedCountPlanner:
         return +want
 
     def _rate(self, engines: Counter[EngineKind]) -> float:
-        """Nothing is known of rates: engines count alike, and without one of each role nothing is done."""
+        """Rates are unknown: engines count alike, and the rate is 0 if a role has no engine."""
         if any(not any(n for kind, n in engines.items() if kind.role == EngineRole(role)) for role in self._wanted):
             return 0.0
         return float(sum(engines.values()))
 
 
 def _reassign_engine(engines: Counter[EngineKind], role: EngineRole) -> None:
-    """One engine of the role that has the most, if it has two."""
+    """Reassign one engine of the largest role to `role`, if that role has at least two."""
     most = max(engines, key=lambda kind: (engines[kind], kind), default=None)
     if most is not None and sum(n for kind, n in engines.items() if kind.role is most.role) > 1:
         engines[most] -= 1

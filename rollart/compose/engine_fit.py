@@ -1,4 +1,4 @@
-"""Constants of plans from a finished run: of its engines by type of device, of its trainer, and of its versions."""
+"""Planning constants fitted to a finished run: of its engines by device type, of its trainer, and of its publishes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rollart.spec.resolve import Resolved
 __all__ = ["fit_engines", "fit_publish", "fit_training"]
 
 MIN_ROWS = 4
-"""Of a device: of fewer, none could be held out."""
+"""Minimum rows per device: with fewer, none could be held out."""
 
 
 def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
-    """One per type of device that has enough intervals. UsageError if none has."""
+    """One fit per device type with enough intervals. UsageError if there is none."""
     pools = {pool.name: pool.device for pool in problem_of(resolved.run, resolved.cluster, resolved.prices).pools}
     placed = {
         a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in SERVING_ROLES
@@ -61,8 +61,8 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
 
 
 def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | None:
-    """The trainer's constants from the seconds of its steps and, on GPUs, the memory that it reached. None where no
-    data sheet states its device, or where it took no step."""
+    """The trainer's constants, from the duration of its steps and, on GPUs, its peak memory. None if no data sheet
+    lists its device, or if it took no step."""
     problem = problem_of(resolved.run, resolved.cluster, resolved.prices, base=resolved.base)
     trainer = next((a for a in resolved.plan.assignments if a.role is Role.TRAINER), None)
     if trainer is None or problem.train is None:
@@ -83,7 +83,7 @@ def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | Non
 
 
 def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
-    """Medians over a run's versions. A pull that goes on beside its push is no faster than that."""
+    """Medians over the versions of a run. A pull concurrent with its push is no faster than the push."""
     engines = resolved.cluster.engines
     gb = run_shape(resolved.run, resolved.base, engines.dtype).weight_bytes / 1e9
     with LedgerReader(directory) as reader:

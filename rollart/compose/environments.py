@@ -1,4 +1,4 @@
-"""Environment hosts as programs that the runtime starts, and the fleet of a run."""
+"""Environment hosts as programs on the cluster, and the run's fleet of them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ ROLE = "environment"
 HOST_MODULE = "rollart.adapters.envs.host"
 
 MEMORY_POLL_S = 5.0
-"""Between two looks at the controller's memory."""
+"""Seconds between checks of the controller's memory."""
 
 PROGRAM_CALLS = 4
-"""Calls that a host's actor has at a time: its start, the wait for its end, a kill, a stop."""
+"""Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
 
 
 def environment_fleet(
@@ -78,9 +78,9 @@ def environment_fleet(
     used: frozenset[str],
     wanted: Resolved | None = None,
 ) -> HostFleet | None:
-    """The run's environment hosts, not started; None where environments live in the controller. `used`: names of parts
-    of earlier lives of the run, which no host gets. `wanted`: the run with all of its plan, if only some of that fits
-    on the nodes of the start."""
+    """The run's environment hosts, not started; None if environments live in the controller. `used`: part names of
+    earlier lives of the run, which new hosts do not reuse. `wanted`: the run with its whole plan, if only a part fits
+    on the initial nodes."""
     spec, waits, count = resolved.cluster.environments, resolved.run.leases, host_count(resolved)
     if not count:
         return None
@@ -118,7 +118,7 @@ def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
 
 
 async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None:
-    """Where environments live in the controller: say when it has grown by a host's bound, and at each doubling."""
+    """For environments in the controller: report when its memory has grown by a host's bound, and at each doubling."""
     rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
     bound = rules.bound(machine, 1)
     while True:
@@ -137,10 +137,11 @@ async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None
 
 
 class HostAssignments:
-    """What the plan gave to environments, for the hosts of a run as they come: each has its own, or none."""
+    """Assigns the plan's environment devices to hosts as they start: each host has one assignment of its own, or
+    none."""
 
     def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
-        """`wanted`: the run with all of its plan, `resolved` with what of it fits on the nodes of the start."""
+        """`wanted`: the run with its whole plan; `resolved`: the part that fits on the initial nodes."""
         self._wanted = wanted
         self._plan = wanted.plan.of(Role.ENVIRONMENT)
         begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
@@ -157,8 +158,8 @@ class HostAssignments:
     def given(
         self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
     ) -> Iterator[Assignment | None]:
-        """While the host looks for its place: what is there, of so many devices by pool, and none has of the hosts that
-        stay. First to the one of its name."""
+        """The host's assignment while the host is being placed: one that fits on the `devices` by pool and that no host
+        in `staying` has. The assignment of the host's own name comes first. None if none is free."""
         there = self._coming.union(staying)
         free = [a for a in self._open if self._of.get(a.name, "") not in there]
         found = None
@@ -173,13 +174,13 @@ class HostAssignments:
 
 
 def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
-    """Hosts at the start of a run, or for so many devices by pool; 0 where environments live in the controller. It
-    never falls when devices are added."""
+    """Hosts at the start of a run, or for the given devices by pool; 0 if environments live in the controller.
+    Monotonic in the devices."""
     spec, run, given = resolved.cluster.environments, resolved.run, len(resolved.plan.of(Role.ENVIRONMENT))
-    if spec.workers == UNLESS_QUICK:  # not decided: no run
+    if spec.workers == UNLESS_QUICK:  # still undecided: only a run decides
         return 0
     here = given if devices is None else fitting_hosts(resolved, devices)
-    if spec.workers != "auto":  # those whose cores of the plan are not there are left out
+    if spec.workers != "auto":  # without the hosts whose planned cores are absent
         return min(spec.workers, max(1, spec.workers - max(0, min(given, spec.workers) - here)))
     pool = _pool(resolved)
     cores = pool.count if devices is None else devices.get(pool.name, 0)
@@ -192,8 +193,8 @@ def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> 
 
 
 def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
-    """How many of those that the plan gives cores have theirs on so many devices by pool, after its other parts but
-    engines; all of them where nodes do not come and go."""
+    """Number of planned environment hosts whose cores exist, given devices by pool and after all other parts except
+    engines; all of them for a static cluster."""
     given = resolved.plan.of(Role.ENVIRONMENT)
     if devices is None:
         return len(given)
@@ -209,13 +210,13 @@ def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
 
 
 def environment_host_names(resolved: Resolved) -> frozenset[str]:
-    """The plan's parts that are environment hosts, whose time these account for."""
+    """Names of the plan's parts that run as environment hosts, which keep their own billing clocks."""
     count = host_count(resolved)
     return frozenset(a.name for a in resolved.plan.of(Role.ENVIRONMENT) if a.replica < count)
 
 
 def _expected_busy_cores(resolved: Resolved) -> float:
-    """Cores that environments keep busy at the rate that is predicted; 0 where nothing says so."""
+    """Cores that environments keep busy at the predicted rate; 0 without a prediction."""
     rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
     if resolved.problem is None:
         return 0.0
@@ -227,17 +228,17 @@ def _expected_busy_cores(resolved: Resolved) -> float:
 
 
 def worked_example_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
-    """What gives a domain's worked examples as episodes where environments live on hosts."""
+    """Factories of a domain's worked examples, as episodes on environment hosts; None without hosts."""
     return None if fleet is None else lambda domain: fleet.environment(worked_example_domain(domain.name))
 
 
 def hosted_environment_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
-    """What gives a domain its environments where they live on hosts."""
+    """Factories of a domain's environments on hosts; None without hosts."""
     return None if fleet is None else lambda domain: fleet.environment(domain.name)
 
 
 def hosted_domains(run: RunSpec) -> dict[str, Any]:
-    """What hosts can make: nothing else can be asked of them."""
+    """The domains that hosts can create environments for, with their arguments."""
     return {
         d.name: {"environment": d.environment, "arguments": dict(d.environment_args)}
         for d in run.domains
@@ -246,7 +247,7 @@ def hosted_domains(run: RunSpec) -> dict[str, Any]:
 
 
 def write_domains(resolved: Resolved, directory: Path) -> Path:
-    """The file that says so, with the worked examples that a warm start asks for."""
+    """Write the hosts' domain file, including the worked examples of the warm start."""
     path, domains = directory / "environments.json", hosted_domains(resolved.run)
     warm = resolved.run.warm_start
     worked = {
@@ -259,12 +260,12 @@ def write_domains(resolved: Resolved, directory: Path) -> Path:
 
 
 def worked_example_domain(domain: str) -> str:
-    """What hosts know a domain's worked examples by: no domain's own name has a space."""
+    """The domain name under which hosts serve worked examples. No real domain name contains a space."""
     return f"worked examples of {domain}"
 
 
 def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
-    """What brings images on hosts, as they are told of it."""
+    """The image hook's configuration, as hosts receive it."""
     if spec.images is None:
         return None
     most = None if spec.images_gb is None else int(spec.images_gb * 1e9)
@@ -272,8 +273,8 @@ def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
 
 
 def import_paths(specs: Resolved | Specs) -> list[str]:
-    """Where hosts import environments from: beside the run spec and, under the controller's own interpreter, wherever
-    the controller imports from (the directory of a script that launches, PYTHONPATH), except installed packages."""
+    """Import paths of environments on hosts: the run spec's directory and, under the controller's own interpreter, the
+    controller's import paths (the directory of a launching script, PYTHONPATH) without installed packages."""
     if specs.cluster.environments.python:
         return [specs.base]
     packages = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -284,7 +285,7 @@ def import_paths(specs: Resolved | Specs) -> list[str]:
 def host_actor(
     resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
 ) -> ActorSpec:
-    """In the room that the plan gave it, or beside what others hold."""
+    """The actor of a host: on the planned resources, or without any, beside other parts."""
     on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
     room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
     return ActorSpec(
@@ -335,7 +336,7 @@ class HostProgram:
         return self._program.node
 
     async def start(self) -> EnvironmentHost:
-        await self._program.call("kill")  # at once: one that is left from before hangs
+        await self._program.call("kill")  # without a grace period: a leftover process hangs
         try:
             address = str(await self._program.call("start", []))
         except OSError as error:
@@ -367,13 +368,13 @@ def _warm_arguments(resolved: Resolved) -> list[str]:
 
 
 def _pool(resolved: Resolved) -> PoolSpec:
-    """Where hosts run beside others."""
+    """The pool of hosts without planned devices."""
     return cpu_pool(resolved, resolved.cluster.environments.pool)
 
 
 def _clock(resolved: Resolved, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
-    """A host that has a core of the plan pays for it; one that shares its machine's with what holds them costs nothing
-    more."""
+    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
+    extra."""
     now = asyncio.get_running_loop().time
     if given is None:
         return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now)

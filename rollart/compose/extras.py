@@ -1,4 +1,4 @@
-"""What a run needs beside rollart itself, by what its spec asks for; said before anything is made or started."""
+"""Optional dependencies of a run, by the features in its spec; checked before any part is made or started."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ENVIRONMENT_MODULES = {
     "rollart.adapters.envs.gymnasium": "gymnasium",
     "rollart.adapters.envs.reasoning_gym": "reasoning_gym",
 }
-"""Modules that our own environments import when they are made."""
+"""Modules that the shipped environments import when they are created."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Has torch without CUDA, which PyPI has not for Linux."""
+"""An index with CPU builds of torch for Linux, which PyPI lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A module, the extra that installs it, and what in the spec asks for it. Without those that are not `needed`
-    some runs like it start all the same."""
+    """A module, the extra that installs it, and the setting that requires it. Without a module that is not `needed`,
+    some runs with this setting still start."""
 
     module: str
     extra: str
@@ -47,7 +47,7 @@ class Requirement:
 
 
 def requirements(resolved: Resolved | Specs) -> Iterator[Requirement]:
-    """Of the interpreter that rollart runs in. A module may be asked for more than once."""
+    """Requirements on rollart's own interpreter. A module may appear more than once."""
     run, cluster = resolved.run, resolved.cluster
     if cluster.trainer.external is None:
         yield Requirement("torch", "local", "the embedded trainer")
@@ -70,8 +70,7 @@ def requirements(resolved: Resolved | Specs) -> Iterator[Requirement]:
 
 
 def refuse_missing(resolved: Resolved | Specs) -> None:
-    """`SpecError` for the first that is not here, or a token that is not. What runs on machines of a cluster of others
-    is theirs to have."""
+    """`SpecError` for the first missing module or token. Machines of an external cluster are not checked."""
     runtime = resolved.cluster.runtime
     elsewhere = runtime.backend == "ray" and runtime.address != "local"
     for need in requirements(resolved):
@@ -81,8 +80,8 @@ def refuse_missing(resolved: Resolved | Specs) -> None:
 
 
 def torch_build() -> str:
-    """What the installed torch was built for: `cpu`, `cuda`, or '' where neither its version nor its requirements say,
-    or torch is not here. torch is not imported."""
+    """The build of the installed torch: `cpu`, `cuda`, or '' if unknown or if torch is not installed. Read from the
+    package metadata, without importing torch."""
     try:
         build = importlib.metadata.version("torch").partition("+")[2]
         required = importlib.metadata.requires("torch") or []
@@ -93,7 +92,7 @@ def torch_build() -> str:
 
 
 def refuse_without_cuda(part: str) -> None:
-    """`SpecError` for a part on a GPU of this machine, where torch is built for cores alone."""
+    """`SpecError` for a part on a GPU of this machine if torch is a CPU build."""
     if torch_build() == "cpu":
         raise SpecError(
             f"{part} computes on a GPU, and the torch that is installed here is built for CPU cores alone",

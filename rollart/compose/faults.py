@@ -1,4 +1,4 @@
-"""A fault plan brought upon a simulation: its names become parts of the world, and what it cost is counted."""
+"""Applies a fault plan to a simulation: resolves its names to simulated parts, and counts the losses."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 
 
 def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
-    """What of a run can die, by name: each part is itself, a machine all parts that are on it. Where the cluster has no
-    hosts of environments, they are the fault plan's own. Where the plan follows nodes, every machine is there, and
-    takes the trainer with it."""
+    """Names that faults can address, each with its parts: a part is itself, a machine has all parts on it. A cluster
+    without environment hosts has those of the fault plan. In an elastic cluster every machine is addressable, and the
+    trainer dies with its machine."""
     found: dict[str, tuple[str, ...]] = {}
     machines: dict[str, list[str]] = {}
     per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
@@ -64,13 +64,13 @@ def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
 
 
 def environment_hosts(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
-    """Hosts of environments: as a launched run calls them where the cluster has some, else those of the fault plan."""
+    """Names of environment hosts: those of a launched run if the cluster has hosts, else those of the fault plan."""
     count = host_count(resolved)
     return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
 
 
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
-    """Pools between which KV is handed over, each pair sorted."""
+    """Pairs of pools with KV hand-offs, each pair sorted."""
     plan = resolved.plan
     return sorted(
         {(min(p.pool, d.pool), max(p.pool, d.pool)) for p in plan.of(Role.PREFILL) for d in plan.of(Role.DECODE)}
@@ -78,8 +78,8 @@ def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
 
 
 def cluster_machines(resolved: Resolved) -> dict[str, SimulatedMachine]:
-    """Every machine of each pool, all up; a pool that knows no hosts is one. What environment hosts have, they take
-    themselves."""
+    """All machines of each pool, up; a pool without `devices_per_host` is a single machine. Environment hosts take
+    their devices themselves."""
     found = {}
     for pool in resolved.cluster.pools:
         size = min(pool.devices_per_host or pool.count, pool.count)
@@ -93,14 +93,14 @@ def cluster_machines(resolved: Resolved) -> dict[str, SimulatedMachine]:
 
 
 def machine_name(resolved: Resolved, pool: str, device: int) -> str:
-    """The machine of a device of the plan."""
+    """Name of the machine that holds a device of the plan."""
     of = next(p for p in resolved.cluster.pools if p.name == pool)
     return f"machine-{pool}-{device // min(of.devices_per_host or of.count, of.count)}"
 
 
 class SimulationFaults:
-    """The fault plan of one simulation. `hosts` and `resets` are for its environments; `begin` once the run is made;
-    `seen` when it is over."""
+    """The fault plan of one simulation. `hosts` and `resets` configure its environments. Call `begin` once the run is
+    made, and `seen` after it."""
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
         self._plan, self._resolved = plan, resolved
@@ -117,7 +117,7 @@ class SimulationFaults:
 
     @property
     def of_hosts(self) -> bool:
-        """Whether anything is to happen to hosts of environments, or may: there are several."""
+        """True if faults may hit environment hosts, or if there are several hosts."""
         names = [h.name for h in self.hosts]
         entries: Sequence[OutageSpec | RateSpec] = [*self._plan.outages, *self._plan.rates]
         return len(names) > 1 or any(matching_names(pattern, names) for entry in entries for pattern in entry.parts)
@@ -147,13 +147,13 @@ class SimulationFaults:
         narrow: dict[str, _DegradedLink] = {name: _DegradedLink(of) for name, of in links.items()}
 
         def named(entry: OutageSpec | RateSpec) -> list[tuple[str, ...]]:
-            """The subjects of an entry; a link that keeps a share of its bandwidth is one for each share."""
+            """The subjects of an entry; a link has one subject for each share of bandwidth that a fault leaves."""
             found: dict[tuple[str, ...], None] = {}
             for pattern in entry.parts:
                 for name in matching_names(pattern, members):
                     if name.startswith(LINK):
                         if name not in narrow:
-                            continue  # of a replay, whose publishes were recorded
+                            continue  # a replay uses recorded publishes, without links
                         subject = f"{name} at {entry.left:g}" if entry.left else name
                         subjects[subject] = narrow[name].subject(entry.left)
                         found[(subject,)] = None
@@ -173,7 +173,7 @@ class SimulationFaults:
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
 
     def seen(self, run: ModelledRun) -> ObservedFaults | None:
-        """None where nothing was planned."""
+        """The counted losses; None for an empty fault plan."""
         plan = self._plan
         if not (plan.outages or plan.rates or plan.resets or plan.functions):
             return None
@@ -198,7 +198,7 @@ class SimulationFaults:
 
 
 class _DegradedLink:
-    """A link under several troubles at a time: it has what the worst of them leaves."""
+    """A link under concurrent faults: the lowest remaining share applies."""
 
     def __init__(self, of: SharedLink) -> None:
         self._of = of
@@ -217,7 +217,7 @@ class _DegradedLink:
 
 
 def fault_seed(plan: int, seed: int) -> int:
-    """A seed of both: simulations of several seeds under one plan meet different deaths."""
+    """A seed from both: simulations with different seeds under one plan get different faults."""
     return plan * 1_000_003 + seed
 
 

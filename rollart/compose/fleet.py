@@ -1,4 +1,4 @@
-"""Engines on the cluster's devices: who holds which, what that costs, and their processes."""
+"""Engines on the cluster's devices: device assignment, billing, and processes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ class _PlacedEngine:
 
 
 class ClusterEngineSite:
-    """Implements `EngineSite`. Owns engines, their clocks, and a clock per pool for devices that nothing runs on and
-    that are paid.
+    """Implements `EngineSite`. Owns the engines, their clocks, and one clock per pool for paid devices that are idle.
 
-    Called by the fleet, which makes one change at a time. Invariant: no two parts hold the same device, and the devices
-    of a pool that is not rented are billed to somebody at any time.
+    Called by the fleet, one change at a time. Invariant: no two parts hold the same device, and every device of a pool
+    that is not rented is billed at any time.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class ClusterEngineSite:
         broadcasts: WeightBroadcaster | None = None,
         began: float | None = None,
     ) -> None:
-        """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
-        `stored`: by which engines get their weights; None: from the run's directory. `broadcasts`: by which they get
-        new ones sooner. `began`: since when devices of pools that are not rented are paid; from now on if not given."""
+        """`names`: names of parts in earlier lives of the run, not reused for new engines. `stored`: the weight store
+        that engines pull from; None: engines read the run's directory. `broadcasts`: sends new versions to engines
+        earlier. `began`: start of billing for pools that are not rented; now by default."""
         self._starting = StartWatcher(engine_start_limits(resolved), ledger)
         self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
@@ -78,7 +77,7 @@ class ClusterEngineSite:
         self._runtime = runtime
         self._pools = {pool.name: pool for pool in pools_of(resolved.cluster, resolved.prices)}
         self._sizes = {name: pool.count for name, pool in self._pools.items()}
-        """Devices that are there, by pool."""
+        """Present devices by pool."""
         self._resized = False
         self._held = {a.name: a for a in resolved.plan.assignments}
         self._engines: dict[EngineId, _PlacedEngine] = {}
@@ -94,7 +93,7 @@ class ClusterEngineSite:
         self.shares: dict[EngineId, EngineShares] = {}
 
     async def open(self) -> None:
-        """Make the plan's engines, by role; nothing is started yet."""
+        """Create the plan's engines by role, without starting them."""
         for role in SERVING_ROLES:
             for assignment in self._resolved.plan.of(role):
                 await self._make(assignment)
@@ -107,14 +106,14 @@ class ClusterEngineSite:
 
     @property
     def clocks(self) -> list[ResourceClock]:
-        """Of engines and of unused devices, those that are open."""
+        """Open clocks, of engines and of idle devices."""
         return [*(engine.clock for engine in self._engines.values()), *self._unused.values()]
 
     def free(self) -> Mapping[str, int]:
         return {name: size - len(self._taken(name)) for name, size in self._sizes.items()}
 
     def where(self) -> Mapping[EngineId, str]:
-        """The node of each engine, '' of those that have none."""
+        """The node of each engine; '' for an engine without a node."""
         return {e: "" if engine.program is None else engine.program.node for e, engine in self._engines.items()}
 
     def resize(self, devices: Mapping[str, int]) -> None:
@@ -127,7 +126,7 @@ class ClusterEngineSite:
     async def place(self, kind: EngineKind) -> Placed:
         taken = self._taken(kind.pool)
         pool, free = self._pools[kind.pool], self.free()[kind.pool]
-        if self._resized:  # the pool is not whole: which nodes have room is for the runtime to say
+        if self._resized:  # the pool is partial: the runtime knows which nodes have free devices
             pool = replace(pool, device=replace(pool.device, devices_per_host=None))
         devices = free_devices(pool, taken, kind.tp) if kind.tp <= free else None
         if devices is None:
@@ -159,7 +158,7 @@ class ClusterEngineSite:
             self._rebill(pool)
 
     async def close(self) -> None:
-        """The run is over: let go of the engines, whose processes the runtime stops, and bill nothing any more."""
+        """End of the run: release the engines, whose processes the runtime stops, and end all billing."""
         for engine in self._engines.values():
             await engine.part.close()
             if engine.host is not None:
@@ -168,7 +167,7 @@ class ClusterEngineSite:
             clock.close()
 
     def spent_usd(self) -> float:
-        """Dollars that the cluster's devices have cost since the run's process began, whatever they did."""
+        """Dollars for the cluster's devices since the run's process began, busy or idle."""
         now = asyncio.get_running_loop().time()
         return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
 
@@ -204,7 +203,8 @@ class ClusterEngineSite:
         return part
 
     def _pulled_by(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
-        """By whom new versions are pulled ahead of the engine, and where one is once it asks."""
+        """Register the program that pulls new versions ahead of the engine; returns the lookup of a version's local
+        path."""
         assert self._stored is not None, "there is a store"
         self._stored.join(program)
         return functools.partial(self._stored.local, program)
@@ -213,7 +213,7 @@ class ClusterEngineSite:
         return {device for a in self._held.values() if a.pool == pool for device in a.devices}
 
     def _settle(self) -> None:
-        """Count what was spent at the rate of until now: who holds what changes."""
+        """Accumulate the cost at the current rate, before assignments change."""
         self._usd, self._usd_at = self.spent_usd(), asyncio.get_running_loop().time()
 
     def _usd_per_hour(self) -> float:
@@ -224,7 +224,7 @@ class ClusterEngineSite:
         )
 
     def _rebill(self, pool: str) -> None:
-        """What is unused in the pool has changed."""
+        """Restart the clock of the pool's idle devices after their number changed."""
         old = self._unused.pop(pool, None)
         if old is not None:
             old.close()

@@ -1,4 +1,4 @@
-"""Where the workers of reward functions live: on the controller's machine, or on hosts that the runtime starts."""
+"""Location of reward function workers: on the controller's machine, or on hosts that the runtime starts."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ROLE = "reward"
 HOST_MODULE = "serverless.backends.worker_host"
 
 PROGRAM_CALLS = 4
-"""Calls that a host's actor has at a time: its start, the wait for its end, a kill, a stop."""
+"""Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
 
 
 def function_fleet(
     resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
 ) -> tuple[FunctionFleet, WorkerHosts] | tuple[None, None]:
-    """What keeps the hosts of the run's function workers, not started, and what starts workers there; none where they
-    are the controller's. `used`: names of parts of earlier lives of the run, which no host gets that comes later."""
+    """The fleet of the run's function hosts, not started, and the registry that starts workers on them; none if workers
+    run on the controller's machine. `used`: part names of earlier lives of the run, which later hosts do not reuse."""
     count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
     if not count:
         return None, None
@@ -72,14 +72,14 @@ def function_fleet(
 
 
 def initial_function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
-    """Names of the hosts at the start of a run; none where workers are the controller's, or there is no function.
-    `profiled`: there are some that only a profile tells of."""
+    """Names of the initial hosts; none if workers run on the controller's machine, or if the run has no function.
+    `profiled`: functions exist that only a profile describes."""
     count = function_host_count(resolved) if profiled or resolved.run.functions else 0
     return tuple(itertools.islice(function_host_names(resolved, frozenset()), count))
 
 
 def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
-    """Those of the plan's parts first; later ones that no part had before."""
+    """Names of the plan's parts first, then new names that no earlier part had."""
     given = [a.name for a in _reward_assignments(resolved)]
     planned = {a.name for a in resolved.plan.of(Role.REWARD)}
     fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
@@ -88,12 +88,13 @@ def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[st
 
 
 def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
-    """The plan's parts that are hosts of function workers, whose time these account for."""
+    """Names of the plan's parts that run as function hosts, which keep their own billing clocks."""
     return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
 
 
 def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
-    """In the room that the plan gave to rewards, as long as there is some; else beside what others hold."""
+    """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
+    other parts."""
     on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
     module, given = "rollart.adapters.clusters", _assignment(resolved, name)
     room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
@@ -116,7 +117,7 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
 
 
 class FunctionProgram:
-    """Implements `initial_function_hosts.FunctionPart` over a `Program` actor."""
+    """Implements `function_hosts.FunctionPart` over a `Program` actor."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class FunctionProgram:
         token: str,
         cores: float,
     ) -> None:
-        """`cores`: how many of it there are for workers, against the other hosts."""
+        """`cores`: the host's cores for workers, as a weight relative to other hosts."""
         self._name = name
         self._program = program
         self._runtime = runtime
@@ -150,7 +151,7 @@ class FunctionProgram:
         return self._program.node
 
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
-        await self._program.call("kill")  # at once: one that is left from before hangs
+        await self._program.call("kill")  # without a grace period: a leftover process hangs
         address = str(await self._program.call("start", []))
         return await FunctionHostConnection.open(
             self._hosts, self._name, address, self._token, weight=self._cores, notify=notify
@@ -165,7 +166,7 @@ class FunctionProgram:
 
 
 def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
-    """Hosts at the start of a run, or for so many devices by pool."""
+    """Hosts at the start of a run, or for the given devices by pool."""
     functions = resolved.cluster.functions
     if "local" not in functions.chain:
         return 0
@@ -182,12 +183,12 @@ def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = 
 
 
 def provider_run_id(directory: Path) -> str:
-    """The run's id at providers of functions: its name, and what no other run of the account has. A resume keeps it."""
+    """The run's id at function providers: its name and a suffix that is unique in the account. A resume keeps it."""
     return run_id(directory, directory / "functions" / "run")
 
 
 def _reward_assignments(resolved: Resolved) -> list[Assignment]:
-    """The plan's parts that score on cores; a reward model on a GPU is none of ours."""
+    """The plan's reward parts on cores. A reward model on a GPU is not run by rollart."""
     pools = {pool.name: pool for pool in resolved.cluster.pools}
     return [a for a in resolved.plan.of(Role.REWARD) if resource_kind(resolved, pools[a.pool]) == "CPU"]
 
@@ -202,13 +203,13 @@ def _cores(resolved: Resolved, name: str) -> float:
 
 
 def _pool(resolved: Resolved) -> PoolSpec:
-    """Where hosts run beside others."""
+    """The pool of hosts without planned cores."""
     return cpu_pool(resolved, resolved.cluster.functions.local.pool)
 
 
 def _clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
-    """A host that has cores of the plan pays for them; one that shares its machine's with what holds them costs nothing
-    more."""
+    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
+    extra."""
     given, now = _assignment(resolved, name), asyncio.get_running_loop().time
     if given is None:
         return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now)

@@ -1,4 +1,4 @@
-"""From specs to rendered infrastructure: what each target needs is read, packed and given to `rollart.infra`."""
+"""From specs to rendered infrastructure: collects the inputs of each target and passes them to `rollart.infra`."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from serverless.deploy.package import Package
 __all__ = ["NAMESPACE", "RAY_VERSION", "TARGETS", "render"]
 
 NODE_TARGETS = ("kuberay", "ray")
-"""Targets that the pools are for; the others are for reward functions."""
+"""Targets that render pools; the others render reward functions."""
 
 PROVIDER_OF_TARGET = {"cfn": "aws_lambda", "sam": "aws_lambda", "terraform": "aws_lambda", "modal": "modal"}
 TARGETS = (*NODE_TARGETS, "cfn", "sam", "modal", "terraform")
 NAMESPACE = "default"
 
 RAY_VERSION = "2.60.0"
-"""What our images have, and what the Ray runtime is tested on."""
+"""The Ray version in the images, which the Ray runtime is tested with."""
 
 ENGINE_IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
-"""As infra/Dockerfile is built, by kind of engine: of hosts that serve."""
+"""Images of engine hosts by kind of engine, as built from infra/Dockerfile."""
 
 HOST_IMAGE, ENVIRONMENT_IMAGE = "rollart", "rollart-environments"
-"""Of other hosts; and of those of environments whose interpreter is the image's `ENVIRONMENT_PYTHON_PREFIX`."""
+"""Images of other hosts, and of environment hosts whose interpreter lies below `ENVIRONMENT_PYTHON_PREFIX`."""
 
 ENVIRONMENT_PYTHON_PREFIX, VLLM_PYTHON = "/opt/environments/", "/opt/vllm/bin/python"
 
 NODE_WAIT_S = 1800
-"""Wait for the nodes of a run whose spec does not say: hosts are rented and images pulled in minutes."""
+"""Default wait for the nodes of a run: hosts are rented and images pulled within minutes."""
 
 
 def render(
@@ -65,8 +65,8 @@ def render(
     images: Sequence[str] = (),
     namespace: str = NAMESPACE,
 ) -> RenderedFiles:
-    """The files of one of `TARGETS`. `images` are IMAGE, or POOL=IMAGE for one pool or `head`. With a run, pools have
-    as many rented hosts as its plan uses. SpecError where a spec has nothing for the target; same specs, same bytes."""
+    """The files of one of `TARGETS`. `images`: IMAGE, or POOL=IMAGE for one pool or `head`. With a run, pools have as
+    many rented hosts as its plan uses. SpecError if the specs contain nothing for the target. Deterministic."""
     specs = read_specs(run, cluster, overrides)
     if target in NODE_TARGETS:
         return _render_nodes(target, specs, run, cluster, overrides, images, namespace)
@@ -85,7 +85,7 @@ def render(
 
 
 def _bucket(specs: Specs) -> str:
-    """The bucket that the run's weights go through; '' for none."""
+    """The bucket for the run's weights; '' for none."""
     store = specs.run.weights.store
     if store is None or store.kind != "s3":
         return ""
@@ -116,7 +116,7 @@ def _render_nodes(
     command = ""
     if run is not None:
         texts = {"run.yaml": _text(run), "cluster.yaml": _text(cluster)}
-        raw = load_cluster(cluster, split_overrides(overrides)[1])  # before its paths were taken to be of this machine
+        raw = load_cluster(cluster, split_overrides(overrides)[1])  # without resolving its paths on this machine
         texts |= spec_files(specs.run, raw, run.parent, cluster.parent)
         command = shlex.join(_head_command(raw, overrides, ours="" not in given))
         pods = replace(pods, specs=texts)
@@ -132,7 +132,7 @@ def _render_nodes(
 
 
 def _head_command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> list[str]:
-    """What the head runs: the same specs, on the cluster that it is in."""
+    """The head's command: the same specs, with the cluster of the head itself."""
     runtime, environments = cluster.runtime, cluster.environments
     here = ["cluster.runtime.backend=ray", "cluster.runtime.address=auto"]
     here += ["cluster.runtime.token="] if runtime.token is not None else []
@@ -151,7 +151,7 @@ def _head_command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool)
 
 
 def _default_images(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[str, str]:
-    """Images of the head and of pools that serve nothing."""
+    """Images of the head and of pools without engines."""
     version = metadata.version("rollart")
     found = {g.name: f"{HOST_IMAGE}:{version}" for g in groups if not hosts_engines(g, groups)}
     if (cluster.environments.python or "").startswith(ENVIRONMENT_PYTHON_PREFIX):
@@ -160,7 +160,7 @@ def _default_images(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[s
 
 
 def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
-    """By pool, `head`, or '' for the others."""
+    """Images by pool, `head`, or '' for all others."""
     found: dict[str, str] = {}
     for one in given:
         where, separator, image = one.rpartition("=")
@@ -187,7 +187,7 @@ def _render_functions(
 
 
 def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
-    """What producers make for a function is made here, as for a run."""
+    """Packages of the run's functions. Producers make their artefacts here, as for a run."""
     with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
         artefacts = asyncio.run(produce_artefacts(specs, Path(directory)))
         found = function_packages(specs, artefacts)

@@ -48,7 +48,7 @@ __all__ = ["launch"]
 ProgressCallback = Callable[[RunEvent], None]
 
 ORPHANS_S = 3.0
-"""Seconds that parts have to end by themselves, and to clean up, once the controller is gone."""
+"""Seconds in which parts can clean up and end by themselves after the controller has died."""
 
 
 def launch(
@@ -59,12 +59,12 @@ def launch(
     on_progress: ProgressCallback | None = None,
     since_s: float = 0.0,
 ) -> None:
-    """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line. The
-    run's ledger begins `since_s` seconds ago: at the start of a process that is there for this run alone.
+    """Run to the end, in this process. Blocks; `on_progress` is called on the loop for each event worth a line. The
+    run's ledger begins `since_s` seconds ago, for example at the start of a process that exists for this run alone.
 
-    Errors: `RollartError` with its exit code; SIGINT, SIGTERM and SIGHUP end as `Interrupted`. Whatever happens, every
-    child process is stopped before it returns, and what was finished is in the run directory. A second signal ends
-    this process at once, and its children with it.
+    Errors: `RollartError` with its exit code; SIGINT, SIGTERM and SIGHUP end as `Interrupted`. In every case all child
+    processes are stopped before it returns, and finished work is in the run directory. A second signal ends this
+    process and its children at once.
     """
     directory = Path(run_dir).resolve()
     try:
@@ -93,7 +93,7 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
     def end(why: str, interrupted: bool) -> NoReturn:
         error = _interrupted(directory) if interrupted else RunFailed(why, remedy="rollart launch --resume continues")
         late = f" ({why})" if interrupted and why else ""
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # stderr may be closed
             os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
         os._exit(error.exit_code)
 
@@ -105,7 +105,7 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
         with watch.watching():
             await _run(resolved, directory, resume, progress, began)
     except BaseException:
-        if stopped.is_set():  # whatever broke while everything was being stopped
+        if stopped.is_set():  # an interrupt takes precedence over errors of the shutdown
             raise _interrupted(directory) from None
         raise
 
@@ -114,7 +114,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     directory.mkdir(parents=True, exist_ok=True)
     kill_at_end(ORPHANS_S)
     if resolved.base not in sys.path:
-        # A spec names the user's environments and functions; they lie beside it.
+        # Environments and functions that a spec names lie in its directory.
         sys.path.insert(0, resolved.base)
     refuse_unlaunchable(resolved)
     resolved = decide_workers(resolved)
@@ -154,7 +154,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 watchers.append(
                     background.create_task(follow_nodes(parts.runtime, resolved, parts.nodes), name="nodes")
                 )
-            # Together: neither waits for the other, and credentials that fail do so before engines have cost much.
+            # Concurrently with the functions: wrong credentials then fail before engines have cost much.
             engines = background.create_task(_start_engines(parts), name="engines")
             async with parts.open_functions(build_rewards(resolved, await artefacts)):
                 await engines
@@ -173,7 +173,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
 async def _resume(
     resolved: Resolved, directory: Path, parts: RunContext, recovered: Recovered
 ) -> tuple[WeightsRef, Recovered]:
-    """The version to go on from, which the trainer has, and engines can have."""
+    """The version to continue from, restored by the trainer and available to engines, and the recovered state."""
     weights, damage = await _restore_newest(directory, parts, recovered)
     if weights.version < recovered.version:
         newest, samples = recovered.version, await parts.ledger.roll_back(weights.version)
@@ -181,7 +181,7 @@ async def _resume(
         assert found is not None, "it was rolled back to a committed version"
         recovered = replace(found, damaged=recovered.damaged)
         parts.say("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
-    if isinstance(parts.weights, SharedWeightStore):  # whose last push may not have ended
+    if isinstance(parts.weights, SharedWeightStore):  # its last push may be incomplete
         async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
             await parts.weights.push(weights)
     for group, why in recovered.damaged.items():
@@ -191,8 +191,8 @@ async def _resume(
 
 
 async def _restore_newest(directory: Path, parts: RunContext, recovered: Recovered) -> tuple[WeightsRef, str]:
-    """The newest version that the trainer can restore, and the damage of the newest one if that is another. Errors
-    leave the ledger as it was."""
+    """The newest version that the trainer can restore, and the damage of the newest version if an older one is used.
+    Errors leave the ledger unchanged."""
     damage = ""
     older = [version for version in parts.weights.versions() if version < recovered.version]
     for version in (recovered.version, *reversed(older)):
@@ -218,7 +218,8 @@ async def _restore_newest(directory: Path, parts: RunContext, recovered: Recover
 
 
 def _refuse_lost_ledger(directory: Path, parts: RunContext) -> None:
-    """A run without a committed version has written version 0 at most: later ones say that its ledger is gone."""
+    """A run without a committed version has written version 0 at most: a later version proves that its ledger was
+    lost."""
     newest = max(parts.weights.versions(), default=0)
     if newest > 0:
         raise StorageFailed(
@@ -259,7 +260,7 @@ def _fleets(parts: RunContext) -> list[HostFleet | FunctionFleet]:
 
 
 async def _start_hosts(parts: RunContext) -> list[CrewKeeper]:
-    """Returns once those of the start serve; who keeps their number from then on, where nodes come and go."""
+    """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
     for fleet in _fleets(parts):
         await fleet.ready()
     return host_count_keepers(parts.wanted, parts.nodes, parts.environments, parts.functions, parts)
@@ -276,7 +277,7 @@ def _interrupted(directory: Path) -> Interrupted:
 
 
 def _user_error(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
-    """The error that a user should see: the first of ours, else the first that is nobody's cancellation."""
+    """The error to show: the first `RollartError`, else the first error that is not a cancellation."""
     leaves = list(_leaves(group))
     for error in leaves:
         if isinstance(error, RollartError):

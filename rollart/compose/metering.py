@@ -1,4 +1,4 @@
-"""From functions to the ledger: the bill of every call, the time of every worker, and what the pipeline did."""
+"""Records functions in the ledger: the bill of every call, the time of every worker, and the pipeline's counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LedgerMeter", "offload_events", "record_offload"]
 
 
 class LedgerWriter(Protocol):
-    """What of a ledger is written here."""
+    """The part of a ledger that receives function records."""
 
     def event(self, event: RunEvent) -> None: ...
 
@@ -30,10 +30,10 @@ class LedgerWriter(Protocol):
 
 
 class LedgerMeter:
-    """`MeterSink` over a ledger. A span with no length tells nothing and is left out.
+    """`MeterSink` over a ledger. Spans of zero length are omitted.
 
-    A ledger that can write no more ends the run by itself (`Ledger.watch`); what is still reported then comes from
-    pools and workers that are being closed, and must not break that.
+    A ledger that can no longer write ends the run by itself (`Ledger.watch`). Later reports come from pools and workers
+    that are being closed, and must not disturb that.
     """
 
     def __init__(self, books: LedgerWriter) -> None:
@@ -54,14 +54,15 @@ class LedgerMeter:
 
 
 def record_offload(books: LedgerWriter, offload: Offload, now: float) -> None:
-    """At the end of a run's life: what every stage did, cost and saved, and how healthy every function was."""
+    """At the end of a run's life, record work, cost and savings of every pipeline stage, and the health of every
+    function."""
     with contextlib.suppress(StorageFailed):
         for event in offload_events(offload, now):
             books.event(event)
 
 
 def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
-    """The same as values. A stage or function that nothing passed through has no event."""
+    """The same records as events. Unused stages and functions have none."""
     for function, stages in offload.stages().items():
         for stage, counts in stages.items():
             fields = {k: v for k, v in asdict(counts).items() if v}

@@ -1,4 +1,4 @@
-"""The clocks of the plan's parts that nothing else keeps: the trainer, and devices of rewards that no host holds."""
+"""Billing clocks of plan parts without a supervisor: the trainer, and reward devices without a host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["unsupervised_clocks"]
 def unsupervised_clocks(
     stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger
 ) -> dict[str, ResourceClock]:
-    """Of the plan's parts that are neither engines nor hosts, which have their own; closed with the stack."""
+    """Clocks of the plan's parts other than engines and hosts, which have their own. Closed with the stack."""
     hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
     others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
     found = {a.name: part_clock(resolved, ledger, a) for a in others}

@@ -1,4 +1,4 @@
-"""A run's trainer that is not ours: how the bridge to it is started."""
+"""External trainers: how the bridge to one is started."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollart.spec.resolve import Resolved, Specs
 __all__ = ["bridge_command", "refuse_missing_token"]
 
 TOKEN_FILE = "service.token"
-"""In the run's directory, mode 600."""
+"""File of the token in the run's directory, mode 600."""
 
 
 def bridge_command(resolved: Resolved, directory: Path, config: Path) -> tuple[list[str], dict[str, str]]:
-    """Arguments of the bridge and what its environment needs. SpecError for a token that is not there."""
+    """The bridge's arguments and environment variables. SpecError for a missing token."""
     trainer = resolved.cluster.trainer
     arguments, variable = ["--config", str(config), "--listen", str(trainer.external)], _variable(resolved)
     if variable:
@@ -26,7 +26,7 @@ def bridge_command(resolved: Resolved, directory: Path, config: Path) -> tuple[l
 
 
 def refuse_missing_token(resolved: Resolved | Specs) -> None:
-    """SpecError where the outside trainer's token is to be in a variable, and is not."""
+    """SpecError if the external trainer's token belongs in an environment variable that is not set."""
     variable = _variable(resolved)
     if resolved.cluster.trainer.external is not None and variable:
         _token(variable)

@@ -1,4 +1,5 @@
-"""The run's changes of tensor parallelism, in the runtime's terms: which sizes a pool can have, what may start."""
+"""Changes of tensor parallelism during a run, as runtime settings: the sizes of each pool, and the engines that may
+start."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ DEFAULT_SIZES = (1, 2, 4, 8)
 
 
 def engines_are_elastic(resolved: Resolved) -> bool:
-    """Whether the run's engines may come and go by themselves."""
+    """True if engines may come and go during the run."""
     return resolved.run.rollout.parallelism is not None or resolved.cluster.runtime.elastic is not None
 
 
 def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
-    """None where the run does not ask for it. A pool has the sizes that the model allows there, each twice the one
-    before, around those of the plan; one with a single size has no rule."""
+    """None if the run does not ask for it. A pool's sizes are the ones that its model permits, each twice the one
+    before, around the sizes of the plan. A pool with a single size has no rule."""
     spec, problem = resolved.run.rollout.parallelism, resolved.problem
     if spec is None or problem is None:
         return None
@@ -68,7 +69,7 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
 
 
 def launch_reshard_settings(resolved: Resolved) -> ReshardSettings | None:
-    """The same for engines that are no simulation: vLLM's take several GPUs each, this package's one."""
+    """The same for real engines: vLLM engines take several GPUs each, embedded engines one."""
     settings = reshard_settings(resolved)
     if settings is None or resolved.cluster.engines.kind == "vllm":
         return settings
@@ -82,7 +83,7 @@ def launch_reshard_settings(resolved: Resolved) -> ReshardSettings | None:
 
 
 def lending_settings(resolved: Resolved) -> LendingSettings | None:
-    """Followed where the trainer can borrow devices."""
+    """Settings of device lending, for trainers that can borrow devices; None if the run does not ask for it."""
     run = resolved.run
     if (spec := run.rollout.lending) is None:
         return None
@@ -97,7 +98,7 @@ def lending_settings(resolved: Resolved) -> LendingSettings | None:
 
 
 def refuse_lending(resolved: Resolved) -> None:
-    """SpecError for a run whose trainer has no use for other devices."""
+    """SpecError for a run whose trainer cannot use borrowed devices."""
     if resolved.run.rollout.lending is not None:
         raise SpecError(
             "rollout.lending is given, and the embedded trainer takes no other devices (rule: in simulations)",
@@ -106,7 +107,7 @@ def refuse_lending(resolved: Resolved) -> None:
 
 
 def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
-    """The longest chain of doublings that has the plan's smallest size in it."""
+    """The longest chain of doublings that contains the plan's smallest size."""
     if not planned:
         return ()
     host = min(pool.device.devices_per_host or pool.count, pool.count)

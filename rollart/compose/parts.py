@@ -1,4 +1,4 @@
-"""Engines and the trainer as programs that the runtime starts, and their clients."""
+"""Engines and the trainer as programs on the cluster, with their clients."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = ["MAX_START_TRIES", "AttachedEngine", "EngineProgram", "TrainerProgram
 T = TypeVar("T")
 
 MAX_START_TRIES = 3
-"""Tries at the trainer's first start: one that ends is bad luck, three are a setting."""
+"""Tries of the trainer's first start: one failure is an accident, three are a wrong setting."""
 
 RETRY_S = 1.0
-"""Between two looks whether a server that is gone is back: starting one takes a minute."""
+"""Seconds between health checks of a lost server: starting one takes a minute."""
 
 
 def engine_client(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
-    """What speaks with a program that serves: (id, url, version) -> Engine."""
+    """Factory of clients for the kind of engine: (id, url, version) -> Engine."""
     return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
 
 
@@ -57,9 +57,9 @@ class EngineProgram:
         broadcasts: WeightBroadcaster | None = None,
         starting: StartWatcher | None = None,
     ) -> None:
-        """`client`: see `engine_client`. `local`: where a version lies on the program's host, once it is there; without
-        it the host can read what was published. `broadcasts`: those it takes part in while it runs. `starting` watches
-        its starts."""
+        """`client`: see `engine_client`. `local`: local path of a version on the program's host, once it is there;
+        without it the host reads published files. `broadcasts`: broadcasts that the running engine takes part in.
+        `starting`: watches its starts."""
         self._broadcasts = broadcasts
         self._starting = starting
         self._id = name
@@ -83,7 +83,7 @@ class EngineProgram:
         return self._client
 
     async def _begun(self, arguments: list[str]) -> str:
-        """The address that it serves at."""
+        """Start the program; its address."""
         if self._starting is None:
             return str(await self._program.call("start", arguments))
         async with first_failure_only(), asyncio.TaskGroup() as tasks:
@@ -104,8 +104,8 @@ class EngineProgram:
 
 
 class AttachedEngine:
-    """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
-    left as it is when the run is over. Its end is found out by those who call it."""
+    """Implements `supervise.EnginePart` over a vLLM server that is not managed by rollart: it loads the run's weights,
+    and keeps running after the run. Failed calls reveal its end."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class AttachedEngine:
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
         broadcasts: WeightBroadcaster | None = None,
     ) -> None:
-        """`needed`: what it must have been started with. `local`: where a version lies on the server's host, once it
-        is there; without it the server can read what was published. `broadcasts`: those it takes part in while it
-        runs."""
+        """`needed`: options that the server must have been started with. `local`: local path of a version on the
+        server's host, once it is there; without it the server reads published files. `broadcasts`: broadcasts that the
+        running engine takes part in."""
         self._local, self._broadcasts = local, broadcasts
         self._id = name
         self._url = url
@@ -138,7 +138,7 @@ class AttachedEngine:
             self._id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
         )
         answers = await self._client.healthy()
-        while self._served and not answers:  # whoever looks after it starts it again; the caller's lease bounds that
+        while self._served and not answers:  # its operator restarts it; the caller's lease bounds the wait
             await asyncio.sleep(RETRY_S)
             answers = await self._client.healthy()
         if not answers:
@@ -153,8 +153,8 @@ class AttachedEngine:
                 remedy="`rollart launch --dry-run` prints those that it needs",
             )
         if self._local is not None:
-            await self._local(weights)  # it comes before anything stands still
-        await self._client.pause(PauseMode.ABORT)  # what is under way there is of an earlier life of the run
+            await self._local(weights)  # pulled before the engine is paused
+        await self._client.pause(PauseMode.ABORT)  # running requests belong to an earlier life of the run
         await self._client.update_weights(weights)
         await self._client.resume()
         await self._client.tried()
@@ -166,7 +166,7 @@ class AttachedEngine:
 
     async def wait(self) -> str:
         assert self._client is not None, "it was started"
-        await self._client.silent.wait()  # its process is not ours
+        await self._client.silent.wait()  # its process cannot be waited for
         return self._client.why
 
     async def close(self) -> None:
@@ -178,11 +178,11 @@ class AttachedEngine:
 
 
 class TrainerProgram:
-    """Implements the `Trainer` port over a `Program` actor, and brings it back when it dies.
+    """Implements the `Trainer` port over a `Program` actor, and restarts it when it dies.
 
-    One caller at a time (training, then publish; a staged version is published beside the next step, and columns are
-    filled beside either). `recover` restarts the process and restores the current version; what the dead process had
-    begun is gone, which is right: nothing of it was committed.
+    One caller at a time: training, then publish. A staged version is published during the next step, and columns are
+    filled during either. `recover` restarts the process and restores the current version. Unfinished work of the dead
+    process is lost, which is correct: none of it was committed.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class TrainerProgram:
         share: Callable[[WeightsRef], Awaitable[None]] | None = None,
         broadcasts: WeightBroadcaster | None = None,
     ) -> None:
-        """`agreement`: what engines are held to once they loaded a version; None: nothing. `share`: brings what was
-        published nearer to them; a version is not published before. `broadcasts`: brings it to them while it is
-        written."""
+        """`agreement`: the probe that engines are compared on after they load a version; None: no comparison. `share`:
+        distributes a published version further; a publish ends after it. `broadcasts`: sends a version to engines while
+        it is written."""
         self._broadcasts = broadcasts
         self._staged = -1
         self._agreement = agreement
@@ -218,7 +218,7 @@ class TrainerProgram:
         self._client: HttpTrainer | None = None
 
     async def start(self) -> None:
-        """The first start, tried up to `MAX_START_TRIES` times. `PartDied` with the cause of the last."""
+        """The first start, with up to `MAX_START_TRIES` tries. `PartDied` with the last cause."""
         for tries in range(1, MAX_START_TRIES + 1):
             try:
                 return await self._start()
@@ -243,7 +243,7 @@ class TrainerProgram:
         self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", fields))
 
     async def recover(self) -> None:
-        """Restart the process and continue from the current version. `TrainerError` past `max_restarts`."""
+        """Restart the process and continue from the current version. `TrainerError` after `max_restarts`."""
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
@@ -253,7 +253,7 @@ class TrainerProgram:
         self._restarted(self._restarts)
         try:
             await self._start()
-        except PartDied:  # its node may have died, and be known as dead only now
+        except PartDied:  # its node may have died unnoticed until now
             await self.recover()
             return
         current = self._current()
@@ -262,7 +262,7 @@ class TrainerProgram:
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         report = await self._live().train(samples, version)
-        self._restarts = 0  # the bound is against crash loops, not against a long life
+        self._restarts = 0  # the bound is on crash loops, not on restarts in a long life
         return report
 
     @property
@@ -293,7 +293,7 @@ class TrainerProgram:
         return await self._live().advantages(samples)
 
     async def stage(self, version: int) -> None:
-        """The step that follows may begin when it returns: what the trainer says of this version, it says before."""
+        """Stage a version. The next step may begin when this returns, so the probe is scored before that."""
         await self._stage(version)
         if self._agreement is not None:
             self._said = version, await probe_logprobs(self._live(), self._agreement)
@@ -302,7 +302,7 @@ class TrainerProgram:
         weights = await self._publish(version)
         if self._agreement is not None:
             staged, found = self._said
-            if staged != version:  # it still has the weights that it has just published
+            if staged != version:  # the trainer still has the published weights
                 found = await probe_logprobs(self._live(), self._agreement)
             write_agreement(weights, self._agreement, found)
         if self._share is not None:
@@ -317,7 +317,7 @@ class TrainerProgram:
         self._staged = version
 
     async def _publish(self, version: int) -> WeightsRef:
-        """Written for whoever needs it later, and in the engines' memory at the same time."""
+        """Write the version to disk, and broadcast it to engines at the same time."""
         live = self._live()
         if self._broadcasts is None or not self._broadcasts.any:
             return await live.publish(version)
@@ -333,20 +333,20 @@ class TrainerProgram:
             await self._live().restore(weights)
 
     async def resume(self, weights: WeightsRef) -> None:
-        """The restore that a run begins with. A trainer that dies, hangs or cannot read in it is restarted,
-        `MAX_START_TRIES` tries in all; `VersionDamaged` where the version is not what was published."""
+        """The restore at the start of a resumed run. If the trainer dies, hangs or cannot read, it is restarted, with
+        `MAX_START_TRIES` tries in all. `VersionDamaged` if the version is not as it was published."""
         await self.supervised(functools.partial(self.restore, weights))
 
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Work of the trainer before training begins. One that dies, hangs or fails in it is restarted and does it
-        again, `MAX_START_TRIES` tries in all."""
+        """Run trainer work before training begins. If the trainer dies, hangs or fails, it is restarted and the work
+        repeated, with `MAX_START_TRIES` tries in all."""
         for _ in range(MAX_START_TRIES - 1):
             try:
                 return await work()
             except TrainerRefused:
                 raise
             except (PartDied, TrainerError, LeaseExpired):
-                with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # that is a try, too
+                with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # a failed recovery counts as a try
                     await self.recover()
         return await work()
 

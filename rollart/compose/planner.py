@@ -1,4 +1,4 @@
-"""The `Planner` of a run: the placer, asked again with what was measured, in a thread of its own."""
+"""The `Planner` of a run: solves the placement again for measured work, in a separate thread."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 MIN_FINISHED = 20
-"""Trajectories of a domain before its means replace the profile: the mean of fewer is off by more than the drift that
-would change a plan."""
+"""Minimum trajectories of a domain before its measured means replace the profile: the mean of fewer errs by more than
+the drift that would change a plan."""
 
 
 STOP_S = 30.0
-"""For the end of a process and of what else a move waits for: several times what it is bounded by."""
+"""Allowance for the end of a process and other waits of a move: several times their own bounds."""
 
 
 def placement_planner(resolved: Resolved) -> PlacementPlanner | None:
-    """None where there is nothing to plan with, or the spec turned rebalancing off."""
+    """None without a computed placement, or if the spec turns rebalancing off."""
     settings = resolved.run.placement.rebalance
     follows = bool(settings.reprice_s or settings.flows_s) or resolved.cluster.runtime.elastic is not None
     if resolved.plan.placement is None or resolved.problem is None or not follows:
@@ -51,8 +51,8 @@ def placement_planner(resolved: Resolved) -> PlacementPlanner | None:
 
 
 def engines_are_movable(resolved: Resolved) -> bool:
-    """Whether the rebalancer may drain and start engines: their numbers were computed, the spec did not turn it off,
-    and does not let them follow preemptions. Where they follow nodes it may anyway."""
+    """True if the rebalancer may drain and start engines: the plan computed their numbers, the spec permits it, and
+    engine sizes do not follow preemptions. Always true in an elastic cluster."""
     run = resolved.run
     if resolved.cluster.runtime.elastic is not None:
         return True
@@ -60,7 +60,7 @@ def engines_are_movable(resolved: Resolved) -> bool:
 
 
 def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
-    """The spec in the rebalancer's terms. What the profiles said is what measured work has to drift from."""
+    """The spec as rebalancer settings. Drift of measured work is relative to the profiles."""
     spec, leases = resolved.run.placement.rebalance, resolved.run.leases
     domains = () if resolved.problem is None else resolved.problem.domains
     whole = sum(d.weight for d in domains)
@@ -81,7 +81,7 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
         flows_s=spec.flows_s,
         drift=spec.drift,
         horizon_s=spec.horizon_s,
-        # It waits for two updates at most, and for a start or for the turns of an engine that drains.
+        # A move waits for at most two updates, and for a start or for the turns of a draining engine.
         move_s=2 * leases.publish_s
         + max(engine_start_limits(resolved).most_s + leases.publish_s, leases.generate_s)
         + STOP_S,
@@ -90,10 +90,11 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
 
 
 class PlacementPlanner:
-    """Implements `Planner` over `placement.solve`. One caller at a time: the rebalancer.
+    """Implements `Planner` over `placement.solve`. Single caller: the rebalancer.
 
-    The plan follows what runs: engines that do not serve are no part of it, and work that was measured replaces what
-    the profiles said. The mix of domains stays that of the batch, which training consumes whatever finishes first.
+    The plan follows the running engines: engines that do not serve are excluded, and measured work replaces the
+    profiles. The mix of domains remains that of the batch, which training consumes independent of the order in which
+    trajectories finish.
     """
 
     def __init__(self, problem: Problem, found: Placement, settings: RebalanceSpec) -> None:
@@ -102,24 +103,23 @@ class PlacementPlanner:
         self._settings = settings
         self._routes = routes_of(problem, found)
         self._proposed: tuple[Proposal, Placement, Routes] | None = None
-        """The last answer of `replan`, until somebody says that it was applied."""
+        """The last result of `replan`, until it is adopted."""
         self._computing: asyncio.Future[Any] | None = None
 
     async def reprice(self, observed: FleetObservation) -> Routes:
-        """The running flows and dual prices, applied at the planned batches whatever is measured. A turn's share of a
-        step falls with the batch: at measured batches the fullest engines would look cheapest, and every trajectory
-        would follow the others into one pool. What differs from the plan is each engine's backlog, and the router
-        adds that itself."""
+        """The current flows and dual prices, always at the planned batches. A turn's share of a step falls with the
+        batch: at measured batches the fullest engines would look cheapest, and every trajectory would follow the others
+        into one pool. The difference from the plan is each engine's backlog, which the router adds itself."""
         return self._routes
 
     def adopt(self, proposal: Proposal) -> None:
-        """Its plan runs now: prices, flows and the next comparison are of that one."""
+        """Make the proposed plan the current one, for prices, flows and the next comparison."""
         if self._proposed is not None and self._proposed[0] is proposal:
             _, self._found, self._routes = self._proposed
         self._proposed = None
 
     async def reflow(self, observed: FleetObservation) -> Routes:
-        """Raises `RunFailed` when what serves now can carry no flow at all."""
+        """Solve the flows of the serving engines. Raises `RunFailed` if they can carry no flow at all."""
         problem = replace(self._updated(observed), fixed=self._serving(observed))
         found = await self._elsewhere(_solve, problem)
         if isinstance(found, Infeasible):
@@ -132,18 +132,18 @@ class PlacementPlanner:
         return None if self._proposed is None else self._proposed[0]
 
     async def _elsewhere(self, compute: Callable[[A], R], argument: A) -> R:
-        """In a thread. `RunFailed` while the one before still computes: whoever gave up on it cannot stop it, and a
-        second one would take its time away from the run too."""
+        """Compute in a thread. `RunFailed` while the previous computation runs: a caller that gave up on it cannot stop
+        it, and a second one would take more CPU time from the run."""
         if self._computing is not None and not self._computing.done():
             raise RunFailed("the planner still computes what it was asked before")
         computing = asyncio.get_running_loop().run_in_executor(None, compute, argument)
-        computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have given up
         self._computing = computing
         return await asyncio.shield(computing)
 
     def _replan(self, observed: FleetObservation) -> tuple[Proposal, Placement, Routes] | None:
-        """The best plan that is reachable: where the caller cannot start engines, other roles for those that serve.
-        None if that is what runs; `RunFailed` if there is none at all."""
+        """The best reachable plan; if the caller cannot start engines, other roles for serving engines. None if it is
+        the running plan; `RunFailed` if there is none at all."""
         problem = self._updated(observed)
         here = {pool.name for pool in problem.pools}
         serving = tuple(d for d in self._serving(observed) if d.pool in here)
@@ -177,7 +177,7 @@ class PlacementPlanner:
         return proposal, best, routes
 
     def _serving(self, observed: FleetObservation) -> tuple[Deployment, ...]:
-        """Engines that serve now, and the plan's other parts: those do not come and go."""
+        """Serving engines, and the plan's other parts, which do not change."""
         engines = [
             Deployment(kind.pool, Role(kind.role), kind.tp, load.healthy)
             for kind, load in sorted(observed.load.items())
@@ -186,7 +186,7 @@ class PlacementPlanner:
         return (*engines, *(d for d in self._found.deployments if d.role not in SERVING_ROLES))
 
     def _updated(self, observed: FleetObservation) -> Problem:
-        """The problem with measured work, training where it is."""
+        """The problem with measured work, and with training in its current place."""
         problem = self._problem
         trainer = next((d for d in self._found.deployments if d.role is Role.TRAINER), None)
         train = problem.train
@@ -197,7 +197,7 @@ class PlacementPlanner:
 
 
 def _restricted_to(problem: Problem, devices: Mapping[str, int]) -> Problem:
-    """The problem on the devices that are there. A domain whose pools are all gone may go to any."""
+    """The problem on the present devices. A domain loses its affinity if all its pools are gone."""
     sizes = {p.name: min(p.count, devices.get(p.name, 0)) for p in problem.pools}
     here = {name for name, size in sizes.items() if size > 0}
     if not here:
@@ -212,13 +212,13 @@ def _restricted_to(problem: Problem, devices: Mapping[str, int]) -> Problem:
 
 
 def _solve(problem: Problem) -> Placement | Infeasible:
-    from placement.solve import solve  # most runs never plan: only those that do pay for numpy and scipy
+    from placement.solve import solve  # imported late: most runs never plan and need neither numpy nor scipy
 
     return solve(problem)
 
 
 def with_measured_work(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
-    """The profiles, those of domains that were seen often enough as they were measured."""
+    """The profiles, with measured work in domains with enough finished trajectories."""
     found = []
     for domain in domains:
         seen = work.get(domain.name)
@@ -241,19 +241,19 @@ def with_measured_work(domains: Sequence[DomainProfile], work: Mapping[str, Doma
 
 
 def _rescaled(before: Quantity, mean: float) -> Quantity:
-    """A mean that was measured, its quantiles as far from it as the profile's: the window waits for the longest."""
+    """A measured mean with quantiles scaled from the profile's: the window waits for the longest trajectories."""
     scale = mean / before.mean if before.mean > 0 else 1.0
     p50, p90 = (None if q is None else q * scale for q in (before.p50, before.p90))
     return Quantity(mean, p50, p90)
 
 
 def _serving_deployments(deployments: Sequence[Deployment]) -> list[Deployment]:
-    """Engines only: the trainer and the other parts stay where they are while a run goes on."""
+    """Engines only: other parts stay in place during a run."""
     return [d for d in deployments if d.role in SERVING_ROLES]
 
 
 def fleet_move(placed: PlacedMove) -> FleetMove:
-    """A move between plans in the fleet's terms."""
+    """A move between plans, as a move of the fleet."""
     return FleetMove(
         FleetMoveKind(placed.kind),
         placed.pool,

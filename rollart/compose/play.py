@@ -1,4 +1,4 @@
-"""The work of a run's domains without its policy: its environments, played at random or by worked examples."""
+"""Profiles of a run's domains without its policy: environments played at random or by worked examples."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rollart.spec.resolve import Resolved
 __all__ = ["profile_by_play"]
 
 EPISODES = 256
-"""Per domain: the mean turns of a game whose length varies as much as its mean are then known to 6 %."""
+"""Per domain. If the number of turns varies as much as its mean, 256 episodes determine the mean to 6 %."""
 
 
 async def profile_by_play(
     resolved: Resolved, directory: Path, *, episodes: int = EPISODES
 ) -> tuple[DomainProfile, ...]:
-    """A profile per domain, `source` "played": every answer one of the legal actions at random, or, where there is no
-    choice, the worked example's. Waits are as long as the environment made them. The policy's own games may be longer
-    or shorter: one that learns to win early has fewer turns. Files are written under `directory`.
+    """A profile per domain, `source` "played": each answer is a random legal action or, without legal actions, the
+    worked example's. Waits are those of the environment. Games of the policy may be longer or shorter: a policy that
+    learns to win early takes fewer turns. Files are written under `directory`.
 
-    SpecError for an environment that offers neither legal actions nor worked examples.
+    SpecError for an environment without legal actions and worked examples.
     """
     tokenizer = HubTokenizer(prepare_tokenizer(resolved, directory))
     estimator = ProfileEstimator()
@@ -94,7 +94,7 @@ def _choose_answer(
     rng: random.Random,
     tokenizer: HubTokenizer,
 ) -> tuple[str, int]:
-    """What to say, and how many tokens that is."""
+    """An answer, and its number of tokens."""
     if actions:
         return rng.choice(actions), 1
     solve = getattr(environment, "worked_example", None)

@@ -1,7 +1,7 @@
-"""What a run will do on a machine that was calibrated.
+"""Predicts a run on a calibrated machine.
 
-The placer's answer with the instances given, and what couples the parts of one small machine: trajectories that wait
-for training or are in it are in flight too (I4), a batch needs its slowest domain, and all parts share the cores.
+Based on the placement of the given instances, with the couplings of the parts of a small machine: trajectories in
+training or waiting for it are in flight too (I4), a batch needs its slowest domain, and all parts share the cores.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from rollart.spec.resolve import Resolved, deployments_of
 __all__ = ["Prediction", "predict"]
 
 BISECTIONS = 10
-"""Halvings of the interval that the rate lies in: a thousandth of it is left."""
+"""Halvings of the interval around the rate: a thousandth of it remains."""
 
 PUBLISH_SPREAD = 0.2
-"""Relative spread of the time between publishes of a run that waits for its environments, as seen in short runs."""
+"""Relative spread of the time between publishes in a run that waits for its environments, as measured in short runs."""
 
 ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Trained trajectories/s, what bounds them, the placement behind it, and CPU-seconds per trajectory by part."""
+    """Trained trajectories/s, the bottleneck, the placement behind it, and CPU-seconds per trajectory by part."""
 
     rate: float
     binds: str
     placement: Placement
     cpu: Mapping[str, float]
     step_s: float
-    """Seconds of a training step with its publish."""
+    """Seconds of a training step including its publish."""
 
 
 def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Machine) -> Prediction:
-    """What a run of these profiles will do here; their weights give way to the run's quotas. SpecError if the placer
-    finds no plan."""
+    """The prediction for a run of these profiles on this machine. The run's quotas override the profiles' weights.
+    SpecError if the placer finds no plan."""
     run = resolved.run
     mix = [replace(p, weight=float(resolved.quotas[p.name])) for p in profiles]
-    # Functions and environments share the cores with everything else: no device is set aside for them. A publish lets
-    # in a whole batch at once, and all of it goes through the controller before the last of it is done.
+    # Functions and environments have no devices of their own: they share the cores with everything else. A publish
+    # admits a whole batch at once, and the controller processes all of it before the last trajectory is done.
     latency = machine.reward_latency_s + run.batch.trajectories * machine.controller_s(mix)
     away = [
         replace(p, reward=None, environment=replace(p.environment, core_s=0.0, reset_s=p.environment.reset_s + latency))
@@ -73,8 +73,8 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
 
 
 def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
-    """The plan whose rate agrees with what is left of the trajectories in flight. Slots (I4) are also held by those in
-    training, by those that wait until their batch is whole, and by those that go stale (I2) and are begun again."""
+    """The plan whose rate is consistent with the trajectories left in flight. Slots (I4) are also held by trajectories
+    in training, by trajectories that wait for a complete batch, and by stale ones (I2) that start again."""
     train = _train(problem)
 
     def at(rate: float) -> Placement:
@@ -94,7 +94,7 @@ def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
     low, high = 0.0, found.rate
     found = at(high)
     if found.rate >= high * (1.0 - 1e-9):
-        return found  # something else binds: what is in flight suffices even at this rate
+        return found  # not bound by slots: they suffice even at this rate
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         found = at(middle)
@@ -103,9 +103,9 @@ def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
 
 
 def _seconds_in_flight(found: Placement, domains: Sequence[DomainProfile]) -> tuple[float, float, float]:
-    """Seconds in flight: of the slowest domain's mean trajectory, of its late ones (90th percentile of turns) beyond
-    that, and of the slowest domain beyond the mean of the mix. Every domain has slots of its own and a quota of every
-    batch, so the slowest sets the pace and the slots of the others stand idle."""
+    """Seconds in flight: of the slowest domain's mean trajectory; in addition, of its late trajectories (90th
+    percentile of turns); and of the slowest domain in excess of the mix. Every domain has its own slots and its quota
+    of every batch, so the slowest domain limits the rate while slots of the others are idle."""
     rate = sum(flow.rate for flow in found.flows)
     mean = sum(flow.rate * flow.seconds for flow in found.flows) / rate
     slowest, late = 0.0, 0.0
@@ -118,8 +118,8 @@ def _seconds_in_flight(found: Placement, domains: Sequence[DomainProfile]) -> tu
 
 
 def _stale_attempts(mean: float, late: float, bound: float) -> float:
-    """Attempts that go stale per one that does not: seconds in flight spread evenly around `mean`, with `late` more at
-    the 90th percentile, against a time until the publish that is one too many of `bound` ± `PUBLISH_SPREAD`."""
+    """Stale attempts per fresh one. Seconds in flight are uniform around `mean`, with `late` more at the 90th
+    percentile; the time until the publish that makes a trajectory stale is `bound` ± `PUBLISH_SPREAD`."""
     width = late / 0.4
     limits = [bound * (1.0 + PUBLISH_SPREAD * (i - 5) / 5) for i in range(11)]
     beyond = [
@@ -137,7 +137,7 @@ def _limit_by_cores(
     train_s: float,
     step_s: float,
 ) -> Prediction:
-    """The rate that the cores have time for: every part's CPU-seconds add up to no more than there are."""
+    """The rate at which all parts' CPU-seconds fit on the available cores."""
     busy = sum(d.utilisation * d.replicas for role in ENGINES for d in found.of(role))
     controller = machine.controller_s(domains)
     cpu = {
@@ -157,7 +157,7 @@ def _limit_by_cores(
 
 
 def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine) -> tuple[float, float]:
-    """CPU-seconds of a training step, and seconds of the clock until its version is published."""
+    """CPU-seconds of a training step, and wall-clock seconds until its version is published."""
     run = resolved.run
     batch, training = run.batch.trajectories, run.training
     one = mix_mean(

@@ -1,10 +1,10 @@
-"""What a launch asks before its first part starts. `validate`, the dry run and the launch ask it by one function.
+"""Checks before the first part of a launch starts. `validate`, the dry run and the launch share one function.
 
-The model's configuration and the headers of its weights are read as the embedded engine reads them, the tokenizer is
-loaded, the reward functions are packed as for their workers, and environments are looked at where they will live: those
-of the controller are made in this process, those of hosts in one process of the hosts' interpreter, once, in a bounded
-time. Then every part's program is described as the launch describes it. What lives on other machines is theirs to have,
-and what only they can answer is asked by the launch alone: `unchecked_remotes` names it.
+The model's configuration and weight headers are read as the embedded engine reads them, the tokenizer is loaded, and
+the reward functions are packed as for their workers. Environments are checked where they will live: the controller's in
+this process, those of hosts once in a process of the hosts' interpreter, with a time limit. Then every part's program
+is described as the launch describes it. Programs and files on other machines are not checked, and only the launch asks
+other machines; `unchecked_remotes` names these questions.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ _launchable: Resolved | None = None
 """The last run that `launchable` returned to a launch."""
 
 _CHECKED: dict[str, bool] = {}
-"""What was looked at in this process and found well, and whether each environment of it declares itself quick: the
-command line looks before it makes a run's directory, and the run looks for those who start it by themselves."""
+"""Environments that passed their check in this process, with True if all of them declare themselves quick. The command
+line checks before it makes a run's directory; the run checks again for direct callers of `launch`."""
 
 SHIPPED_PREFIX = "rollart."
-"""Environments of ours are imported in any process."""
+"""Shipped environments may be imported in any process."""
 
 PARENT_DEATH_MODULE = "rollart.adapters.clusters.pdeathsig"
 """Runs a module that ends with this process."""
 
 PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
-"""Seconds that a port in use is waited for, and between two tries: parts end within 3 s of their controller."""
+"""Seconds to wait for a port in use, and between tries: parts end within 3 s of their controller."""
 
 INSTALL_REMEDY = "install what it needs where environments live: see docs/environments.md"
 
 
 def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
-    """The run that a launch would start. `RollartError` for what a launch would refuse; `where`: the specs' documents,
-    whose lines are named. `others`: ask other machines as well."""
+    """The run that a launch would start. `RollartError` for anything that a launch would refuse. `where`: the spec
+    documents, for line numbers in errors. `others`: ask other machines as well."""
     global _launchable
     refuse_missing(specs)
     refuse_files(specs, where, launch=True)
@@ -93,22 +93,22 @@ def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, oth
 
 
 def refuse_unlaunchable(resolved: Resolved) -> None:
-    """The same. Nothing is asked of a run that `launchable` has just returned."""
+    """The same check, skipped for a run that `launchable` has just returned."""
     if resolved is not _launchable:
         launchable(resolved)
 
 
 def refuse_files(specs: Resolved | Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
-    """SpecError with a line for each thing that is wrong with what the specs name: the model, reward functions,
-    environments, an image hook or interpreter. `launch`: the model must have weights, or be made on the spot; for plans
-    a configuration is enough."""
+    """SpecError with a line per problem in files and code that the specs name: the model, reward functions,
+    environments, an image hook or interpreter. `launch`: the model must have weights or be initialised in place; a
+    configuration suffices for plans."""
     with _spec_directory_on_path(specs.base):
         found = [*model_problems(specs, launch=launch), *function_problems(specs)]
     raise_findings([*found, *environment_problems(specs)], where)
 
 
 def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
-    """What a launch learns from other machines, each as a clause with whether."""
+    """Questions that a launch asks other machines, each as a clause with whether."""
     cluster = resolved.cluster
     if cluster.runtime.backend == "ray" and _runs_remotely(resolved) and cluster.runtime.address != "start":
         yield f"whether a Ray cluster answers at {cluster.runtime.address}, and has nodes for the plan"
@@ -129,7 +129,7 @@ def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
     functions = resolved.cluster.functions
     check_providers(functions, [function.name for function in resolved.run.functions])
     scaling_settings(functions.scaling)
-    if resolved.cluster.engines.kind == "vllm":  # others need not wait for imports
+    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
         from rollart.compose.vllm_home import refuse_dead_servers, refuse_without_vllm
 
         refuse_without_vllm(resolved)
@@ -167,8 +167,8 @@ def _refuse_programs(resolved: Resolved) -> None:
 
 
 def _refuse_unavailable_address(address: str, key: str) -> None:
-    """SpecError for an address of this machine that a server cannot have. A port in use is waited for: the part of a
-    controller that was killed holds it until it ends as well."""
+    """SpecError for a local address that a server cannot bind. A port in use is waited for, since a part of a killed
+    controller keeps its port until it ends as well."""
     for left in reversed(range(round(PORT_WAIT_S / PORT_POLL_S))):
         try:
             with socket.create_server(host_and_port(address)):
@@ -182,12 +182,12 @@ def _refuse_unavailable_address(address: str, key: str) -> None:
 
 
 def is_plan_only(specs: Resolved | Specs) -> bool:
-    """True if the model is for plans alone: a configuration without weights, which no launch starts."""
+    """True for a model that is only good for plans: a configuration without weights, which cannot be launched."""
     return specs.run.model.path is None and specs.run.model.init is None
 
 
 def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
-    """What is wrong with the policy's directory, configuration and tokenizer."""
+    """Problems of the policy's directory, configuration and tokenizer."""
     model, base = specs.run.model, Path(specs.base)
     try:
         if launch or not is_plan_only(specs):
@@ -218,7 +218,7 @@ def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[
 
 
 def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
-    """`vocabulary`: tokens that a model made on the spot has embeddings for."""
+    """`vocabulary`: number of embeddings of a model that is initialised in place."""
     model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
     named = model.tokenizer or model.path
     if named is None:
@@ -248,7 +248,7 @@ def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iter
 
 
 def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFinding]:
-    """Of `model.path`."""
+    """Problems of `model.path`."""
     name, place = specs.run.model.path, ("run", "model", "path")
     if not path.is_dir():
         why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
@@ -265,13 +265,13 @@ def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFin
 
 
 def _remedy_with_vllm(error: RollartError) -> str:
-    """vLLM computes families that the embedded engine does not."""
+    """Add vLLM to the remedy for model families that the embedded engine does not support."""
     unsupported = "not supported" in error.message
     return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
 
 
 def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
-    """What is wrong with the source of a reward function. Artefacts are not there yet, and do not matter here."""
+    """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
     for number, function in enumerate(specs.run.functions):
         try:
             check_function(function, specs)
@@ -280,7 +280,7 @@ def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
 
 
 def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
-    """The same as values, in the order of the domains."""
+    """Problems of the environments, in the order of the domains."""
     asked = _check_key(specs)
     if asked in _CHECKED:
         return []
@@ -298,8 +298,8 @@ def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
 
 
 def decide_workers(resolved: Resolved) -> Resolved:
-    """The run with `environments.workers` decided, where that depends on what its environments declare. SpecError as
-    from `refuse_unlaunchable`."""
+    """The run with `environments.workers` decided if it depends on the environments' declarations. SpecError as from
+    `refuse_unlaunchable`."""
     spec = resolved.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return resolved
@@ -322,7 +322,7 @@ def _check_key(specs: Resolved | Specs) -> str:
 
 
 def _checks_in_process(specs: Resolved | Specs) -> bool:
-    """True if environments are made in this process to be looked at: where they will live here, or are ours."""
+    """True if environments are created in this process for the check: they will live here, or are shipped ones."""
     spec = specs.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return not spec.workers
@@ -331,7 +331,7 @@ def _checks_in_process(specs: Resolved | Specs) -> bool:
 
 
 def _warm_start_domains(specs: Resolved | Specs) -> list[str]:
-    """Domains whose worked examples the run begins with."""
+    """Domains whose worked examples the warm start uses."""
     return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
 
 
@@ -342,7 +342,7 @@ def _runs_remotely(specs: Resolved | Specs) -> bool:
 
 @contextmanager
 def _spec_directory_on_path(base: str) -> Iterator[None]:
-    """A spec names what lies beside it."""
+    """Make modules beside a spec importable."""
     if base in sys.path:
         yield
         return
@@ -361,7 +361,7 @@ def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFindi
 
 
 def _locate_problem(specs: Resolved | Specs, trouble: EnvironmentProblem) -> SpecFinding:
-    """Which key of the specs is to blame."""
+    """The problem, located at the responsible key of the specs."""
     if not trouble.domain:
         at: tuple[str | int, ...] = ("cluster", "environments", "images_args" if trouble.argument else "images")
         message, remedy = f"environments.images: {trouble.message}", ""
@@ -380,7 +380,7 @@ def _locate_problem(specs: Resolved | Specs, trouble: EnvironmentProblem) -> Spe
 
 
 def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
-    """What the hosts' own interpreter says; domains whose environments are quick are added to `quick`."""
+    """Problems in the hosts' own interpreter. Domains with quick environments are added to `quick`."""
     spec = specs.cluster.environments
     python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
     asked = {
@@ -389,7 +389,7 @@ def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iter
         "images": image_hook_config(spec),
         "worked": _warm_start_domains(specs),
     }
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as on hosts
     try:
         done = _run_check(
             [python, "-m", PARENT_DEATH_MODULE, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env
@@ -413,7 +413,7 @@ def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iter
         code = done.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         last = next((line for line in said if line.startswith("Fatal Python error")), said[-1])[:300]
-        if where is None:  # not even begun
+        if where is None:  # the check did not begin
             why = f"environments.python is '{python}', under which no host could run: {last}"
             yield SpecFinding(
                 blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter"
@@ -425,7 +425,8 @@ def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iter
 def _run_check(
     command: Sequence[str], said: str, seconds: float, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Its end alone is waited for: a pipe would stay open as long as anything that an environment has started."""
+    """Run the command to its exit. Output goes to files, since a pipe would stay open as long as any process that an
+    environment has started."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
 
         def text(file: IO[bytes]) -> str:
@@ -444,7 +445,7 @@ def _run_check(
 def _interrupted_check(
     specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]
 ) -> SpecFinding:
-    """What it was at when it ended, or did not end."""
+    """The step at which the check ended or timed out."""
     index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
     if index is not None:
         return SpecFinding(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
@@ -454,12 +455,12 @@ def _interrupted_check(
 
 
 def _parse_check_output(said: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
-    """What was found, and what was looked at last; None if nothing was."""
+    """The problems found, and the last step of the check; None if it did not begin."""
     troubles, where = [], None
     for line in said.splitlines():
         try:
             told: dict[str, Any] = json.loads(line)
-        except ValueError:  # cut off
+        except ValueError:  # a truncated line
             break
         if "trouble" in told:
             troubles.append(EnvironmentProblem(*told["trouble"]))

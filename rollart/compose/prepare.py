@@ -1,4 +1,4 @@
-"""What must exist before parts can start: tokenizer, trainer config, function packages, environments."""
+"""Prerequisites of the parts: tokenizer, trainer config, function packages, environments."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ __all__ = [
 
 
 CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
-"""Worked examples that hosts are asked for at a time, and how often one is: a host may end while it is asked."""
+"""Concurrent requests for worked examples to hosts, and tries for each: a host may end during a request."""
 
 
 @guard
 def import_attribute(path: str, what: str) -> Any:
-    """The object at `package.module:attribute`; `SpecError` names what it was for."""
+    """The object at `package.module:attribute`. `what` names its purpose in the `SpecError`."""
     module, _, name = path.partition(":")
     try:
         with UserCodeGuard():
@@ -68,7 +68,7 @@ def import_attribute(path: str, what: str) -> Any:
             f"{what} '{path}' cannot be imported: {error}",
             remedy="install it, or run from the directory that holds it",
         ) from None
-    except Exception as error:  # a user's module may do anything when it is imported
+    except Exception as error:  # a user's module may raise anything on import
         raise SpecError(f"{what} '{path}' cannot be imported: {one_line(error)}", remedy=f"mend {module}") from None
     if not hasattr(holder, name):
         raise SpecError(f"{what} '{path}': module {module} has no '{name}'")
@@ -76,7 +76,7 @@ def import_attribute(path: str, what: str) -> Any:
 
 
 def refuse_incomplete(model: ModelSpec) -> None:
-    """`SpecError` for a model without weights, which is for plans, or without a tokenizer."""
+    """`SpecError` for a model without weights (good for plans only) or without a tokenizer."""
     if model.path is None and model.init is None:
         raise SpecError(
             "model has neither 'path' nor 'init' (rule: a run needs one; 'config' alone is for plans)",
@@ -87,13 +87,14 @@ def refuse_incomplete(model: ModelSpec) -> None:
 
 
 def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
-    """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
+    """The directory with tokenizer.json: the spec's, the model's, or the one of a producer, written into the run
+    directory."""
     model = resolved.run.model
     refuse_incomplete(model)
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
-            fresh = directory.with_name("tokenizer.new")  # of a producer that is killed, nothing is taken for whole
+            fresh = directory.with_name("tokenizer.new")  # the output of a killed producer is never used
             shutil.rmtree(fresh, ignore_errors=True)
             _write_tokenizer(model.tokenizer, fresh)
             if not (fresh / "tokenizer.json").exists():
@@ -159,13 +160,13 @@ def runtime_domains(
     harnesses: HarnessRunner | None = None,
     hosted: Callable[[DomainSpec], EnvironmentFactory] | None = None,
 ) -> list[Domain]:
-    """The runtime's view of the spec's domains; environments are imported, not made. `harnesses`: where agent programs
-    run, if anything is to be played; `hosted`: environments that live elsewhere."""
+    """The runtime's domains. Environments are imported, not created. `harnesses`: runs agent programs, if episodes are
+    to be played; `hosted`: factories of environments on hosts."""
     return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses, hosted) for spec in resolved.run.domains]
 
 
 def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
-    """Which functions score which domain, and with what weight."""
+    """The functions that score each domain, with their weights."""
     return {
         d.name: DomainRewards(
             tuple(RewardTerm(r.function, r.weight, CreditAssignment(r.pays)) for r in d.rewards), d.env_reward_weight
@@ -175,7 +176,7 @@ def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
 
 
 async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[str, list[str]]:
-    """Artefact paths by function. A producer runs once per run, in a process of its own: it may import torch."""
+    """Artefact paths by function. A producer runs once per run, in a separate process, since it may import torch."""
     found: dict[str, list[str]] = {}
     for function in resolved.run.functions:
         if function.artefact is None:
@@ -200,8 +201,8 @@ async def warm_start_samples(
     hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
     leases: Leases,
 ) -> list[TrainSample]:
-    """Worked examples of the warm start's domains as samples: loss on the answer, none on the prompt. `hosted`: gives
-    them as episodes where environments live elsewhere."""
+    """Worked examples of the warm start's domains as samples, with loss on the answer and none on the prompt. `hosted`:
+    factories of the examples as episodes on hosts."""
     warm = resolved.run.warm_start
     samples = []
     for name in warm.domains if warm is not None else ():
@@ -218,7 +219,7 @@ async def warm_start_samples(
 
 @guard
 def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
-    """By an environment of this process."""
+    """Worked examples from an environment in this process."""
     environment = environment_factory(spec)()
     solve = getattr(environment, METHOD, None)
     if solve is None:
@@ -239,7 +240,7 @@ def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[s
 async def _examples_from_hosts(
     make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
 ) -> list[tuple[str, str]]:
-    """By hosts. One that ends in the middle is asked again, or another is."""
+    """Worked examples from hosts. A request is repeated if its host ends."""
     room = asyncio.Semaphore(CONCURRENT_EXAMPLES)
 
     async def once(seed: int) -> tuple[str, str]:
@@ -305,7 +306,7 @@ def _domain(
 
 
 def stop_token_ids(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
-    """SpecError for a text that is not one token."""
+    """SpecError for a stop text that is not a single token."""
     try:
         return tuple(tokenizer.token_id(text) for text in spec.stop)
     except ValueError as error:

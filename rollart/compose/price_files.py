@@ -1,4 +1,4 @@
-"""Price lists as files: what is in effect for a cluster, reading them in several formats, merging, writing."""
+"""Price lists as files: the effective prices of a cluster, reading several formats, merging, and writing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ COLUMNS = ("name", "unit", "usd", "source", "date")
 
 @dataclass(frozen=True, slots=True)
 class PriceChange:
-    """A price before and after; None: it was not there. `same` if only its source or date changed."""
+    """A price before and after a merge; `before` is None for a new entry. `same`: only the source or the date
+    changed."""
 
     name: str
     unit: str
@@ -38,8 +39,8 @@ class PriceChange:
 
 
 def effective_prices(cluster: Path | None) -> list[PriceEntry]:
-    """Every price that a run on the cluster goes by: those of its list, overridden by its `price_list` and its pools.
-    Without a cluster those that are shipped."""
+    """All effective prices of a cluster: those of its list, overridden by its `price_list` and its pools. The shipped
+    prices without a cluster."""
     listed = base_list(cluster)
     if cluster is None:
         return listed.prices
@@ -59,14 +60,14 @@ def effective_prices(cluster: Path | None) -> list[PriceEntry]:
 
 
 def base_list(cluster: Path | None) -> PriceList:
-    """The list that a cluster spec names, the shipped one if it names none."""
+    """The list that a cluster spec names, by default the shipped one."""
     named = None if cluster is None else load_cluster(cluster).prices
     return load_prices(builtin("prices.yaml") if named is None or cluster is None else cluster.parent / named)
 
 
 def read_prices(path: Path, *, region: str = "") -> list[PriceEntry]:
-    """Entries of a file: a YAML price list, CSV or JSON of name, unit, usd, source and date, or an offer file of AWS
-    (AWSLambda, AmazonEC2). UsageError or SpecError with the place for what cannot be read."""
+    """Entries of a file: a YAML price list, CSV or JSON of name, unit, usd, source and date, or an AWS offer file
+    (AWSLambda, AmazonEC2). UsageError or SpecError with the location of the first problem."""
     try:
         if path.suffix == ".csv":
             return price_list({"prices": _csv(path)}, where=str(path)).prices
@@ -117,14 +118,14 @@ def _json(path: Path, region: str) -> list[PriceEntry]:
 
 
 def price_changes(before: PriceList, new: Iterable[PriceEntry]) -> list[PriceChange]:
-    """What the new entries change, in their order."""
+    """The changes that new entries make, in their order."""
     known = {(p.name, p.unit): p.usd for p in before.prices}
     return [PriceChange(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
 
 
 def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, today: dt.date) -> list[PriceChange]:
-    """Write a price list with the new entries to `path`: over those it has, or over the cluster's list if it is new.
-    UsageError for the shipped list."""
+    """Write a price list with the new entries to `path`, on top of the existing file or, for a new file, of the
+    cluster's list. UsageError for the shipped list."""
     if path.resolve() == builtin("prices.yaml").resolve():
         raise UsageError(f"{path} is the shipped price list (rule: it stays as it is)", remedy="give another --into")
     before = load_prices(path) if path.exists() else base_list(cluster)
@@ -133,7 +134,7 @@ def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, t
 
 
 def write_prices(path: Path, prices: PriceList, *, today: dt.date) -> None:
-    """Replace the file at once. UsageError if it cannot be written."""
+    """Replace the file atomically. UsageError if it cannot be written."""
     lines = [
         f"# Written by `rollart prices` on {today}. Name it in a cluster spec: `prices: {path.name}`.",
         f"currency: {prices.currency}",

@@ -1,7 +1,7 @@
-"""Price lists of providers in their own formats, as entries of ours. Pure: parsed JSON in, `PriceEntry` out.
+"""Providers' own price formats, converted to price entries. Pure: parsed JSON in, `PriceEntry` out.
 
-AWS publishes one offer per service and region ("offer file": AWS Price List API, `offers/v1.0/aws/.../index.json`) and
-answers queries with the same products one by one (`get_products`). Modal gives its workspace's rates by name.
+AWS publishes one offer per service and region ("offer file": AWS Price List API, `offers/v1.0/aws/.../index.json`), and
+returns the same products one by one to queries (`get_products`). Modal returns its workspace's rates by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAMBDA_GROUPS = {
     "AWS-Lambda-Provisioned-Concurrency": ("aws_lambda", "idle-GB-second", 1),
     "AWS-Lambda-Provisioned-Concurrency-ARM": ("aws_lambda-arm", "idle-GB-second", 1),
 }
-"""By the products' group: name and unit of our entry, and how many of AWS's units it counts."""
+"""By product group: name and unit of the price entry, and the number of AWS units in one of its units."""
 
 EC2_FAMILIES = {
     "g4dn": "T4",
@@ -42,14 +42,14 @@ EC2_FAMILIES = {
     "c6i": "cpu",
     "c7i": "cpu",
 }
-"""Device of an instance family. A `cpu` is a physical core: two vCPUs of these families."""
+"""Device by instance family. A `cpu` is a physical core: two vCPUs of these families."""
 
 THREADS_PER_CORE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of an AWS offer: `usd` is the on-demand price of its first tier, None if there is none in dollars."""
+    """A product of an AWS offer. `usd`: the on-demand price of its first tier, None if there is none in dollars."""
 
     sku: str
     family: str
@@ -62,7 +62,7 @@ class Product:
 
 
 def products_of_offer(offer: Mapping[str, Any]) -> tuple[list[Product], dt.date]:
-    """Products of an offer file and the day it was published. UsageError if it is none."""
+    """Products of an offer file, and its publication day. UsageError for another file."""
     try:
         on_demand = offer["terms"].get("OnDemand", {})
         found = [_product(one, on_demand.get(sku, {})) for sku, one in offer["products"].items()]
@@ -72,7 +72,7 @@ def products_of_offer(offer: Mapping[str, Any]) -> tuple[list[Product], dt.date]
 
 
 def products_of(answers: Iterable[Mapping[str, Any]]) -> tuple[list[Product], dt.date]:
-    """The same of the answers of `get_products`; the day is the latest of theirs. UsageError for none."""
+    """Products of `get_products` responses, and their latest day. UsageError without products."""
     found, days = [], []
     try:
         for answer in answers:
@@ -90,7 +90,7 @@ def _product(product: Mapping[str, Any], terms: Mapping[str, Any]) -> Product:
 
 
 def _first_tier(terms: Mapping[str, Any]) -> Decimal | None:
-    """Dollars of the tier that starts at 0, of the term that holds since last."""
+    """Dollars of the tier from 0 on, of the latest term."""
     if not terms:
         return None
     term = max(terms.values(), key=lambda one: str(one.get("effectiveDate", "")))
@@ -101,9 +101,9 @@ def _first_tier(terms: Mapping[str, Any]) -> Decimal | None:
 
 
 def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:
-    """AWS Lambda's prices of a region. UsageError if the products are of several regions and none is named.
+    """AWS Lambda's prices in a region. UsageError if the products span several regions and none is named.
 
-    Of several products of a group the plainest counts: the one with the shortest usage type.
+    Of several products in a group the plainest one counts: the shortest usage type.
     """
     own = _of_region([p for p in products if p.attributes.get("group") in LAMBDA_GROUPS and p.usd], region)
     best: dict[str, Product] = {}
@@ -121,7 +121,8 @@ def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -
 
 
 def ec2_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:
-    """Dollars of a device-hour by Linux on demand on shared hardware; of each device's instances the cheapest share."""
+    """Dollars per device-hour on Linux, on demand, on shared hardware; for each device the cheapest instance per
+    device."""
     offered = []
     for product in products:
         device, devices = _devices(product.attributes)
@@ -139,7 +140,7 @@ def ec2_prices(products: Iterable[Product], day: dt.date, region: str = "") -> l
 
 
 def _devices(attributes: Mapping[str, str]) -> tuple[str, Decimal]:
-    """Which device an instance has and how many, ('', 0) for what is not counted."""
+    """The device type and number of an instance; ('', 0) for instances that do not count."""
     plain = {"operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used"}
     if any(attributes.get(key) != value for key, value in plain.items()):
         return "", Decimal(0)
@@ -150,7 +151,7 @@ def _devices(attributes: Mapping[str, str]) -> tuple[str, Decimal]:
 
 
 def _of_region(products: Sequence[Product], region: str) -> list[Product]:
-    """Those of a region; of the only one there is if none is named."""
+    """Products of a region; without a named one, of the only region present."""
     regions = sorted({p.region for p in products if p.region})
     if not region and len(regions) > 1:
         shown = ", ".join(regions[:5]) + (", ..." if len(regions) > 5 else "")
@@ -164,11 +165,11 @@ SECONDS_PER_UNIT = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 
 
 
 def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -> tuple[list[PriceEntry], list[str]]:
-    """Entries of a workspace's rates, and the names that are of no use.
+    """Entries from a workspace's rates, and the unused names.
 
-    Cores and memory are those of `modal`, busy and idle alike, as a container is billed until it scales down. A
-    device's hour is only replaced where `known` has it from Modal: a rented GPU is another offer. Names with words
-    that are not understood (a region, a surcharge) are left alone.
+    Core and memory prices are those of `modal`, busy and idle alike, since a container is billed until it scales down.
+    A device-hour price is replaced only if the price in `known` is Modal's: a rented GPU is another offer. Names with
+    unknown words (a region, a surcharge) are unused.
     """
     ours = {
         _normalised_name(p.name): p.name

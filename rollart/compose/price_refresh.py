@@ -1,4 +1,4 @@
-"""Today's prices from the providers themselves, with the credentials of the environment."""
+"""Current prices from the providers, with the environment's credentials."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rollart.spec.prices import PriceEntry, PriceList
 __all__ = ["SOURCES", "RefreshedPrices", "refresh_prices"]
 
 SOURCES = ("aws_lambda", "modal")
-"""Providers that tell their prices."""
+"""Providers with a price API."""
 
 DEFAULT_REGION = "us-east-1"
-"""Where no region is set; also where AWS answers questions about prices, those of other regions included."""
+"""The default region, and the region of AWS's price API, which has prices of all regions."""
 
 
 @dataclass(slots=True)
 class RefreshedPrices:
-    """What was learned, what of it is of no use here, and who could not be asked and why."""
+    """New entries, unused names, and errors by provider."""
 
     entries: list[PriceEntry] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -44,9 +44,9 @@ def refresh_prices(
     today: dt.date,
     region: str = "",
 ) -> RefreshedPrices:
-    """Ask each provider. `settings` are those of the cluster spec by provider, `known` the list that is refreshed.
+    """Query each provider. `settings`: those of the cluster spec by provider; `known`: the list to refresh.
 
-    Raises if none of them answered: the error of the only one, or a ProviderError that tells all.
+    Raises if all providers failed: the only error, or a ProviderError that lists all.
     """
     found = RefreshedPrices()
     for provider in providers:
@@ -69,7 +69,7 @@ def refresh_prices(
 
 
 def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
-    """AWS Lambda's prices of the region of the settings (`AWSPriceListService.GetProducts`)."""
+    """AWS Lambda's prices in the settings' region (`AWSPriceListService.GetProducts`)."""
     from serverless.deploy.aws_session import Boto3Clients
     from serverless.deploy.aws_session import translate_errors as asking
     from serverless.deploy.aws_settings import AwsSettings

@@ -1,6 +1,7 @@
-"""The engine and the trainer of a run as processes of this machine, measured on synthetic work, one after the other.
+"""Measures the engine and the trainer of a run as local processes on synthetic work, one after the other.
 
-What is measured is CPU time of the part's own process: other load on the machine stretches the clock, not that.
+The CPU time of the part's own process is measured: other load on the machine stretches wall-clock time but not CPU
+time.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ __all__ = [
 ]
 
 ACTIONS = (10, 11, 12, 13)
-"""Token ids that one-token answers are restricted to, as an agent's legal actions are."""
+"""Token ids that one-token answers are restricted to, like an agent's legal actions."""
 
 PROMPT_TOKEN_RANGE = (10, 60)
-"""Token ids that prompts are drawn from: any vocabulary that is worth training has them."""
+"""Token ids that prompts are drawn from: small enough for any vocabulary that is worth training."""
 
 
 PASSES = 3
-"""How often each rung is measured; the median counts. A pass takes about 5 s."""
+"""Measurements of each load, of which the median counts. A pass takes about 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProbeLoad:
-    """`clients` in a closed loop, `rounds` trajectories each: `turns` turns, `first` tokens of prompt and then `new`
-    per turn, `output` tokens generated in each."""
+    """`clients` in a closed loop with `rounds` trajectories each: `turns` turns, `first` prompt tokens, then `new`
+    tokens per turn, with `output` generated tokens in each."""
 
     clients: int
     turns: int
@@ -81,7 +82,8 @@ ENGINE_LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class TrainerProbeLoad:
-    """`samples` trajectories of `turns` turns: `first` tokens, then `action` sampled and `new` shown per turn."""
+    """`samples` trajectories of `turns` turns: `first` tokens, then per turn `action` sampled and `new` observed
+    tokens."""
 
     samples: int
     first: int
@@ -104,7 +106,7 @@ TRAINING_LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class TrainingMeasurement:
-    """One training step: what went in, and the CPU-seconds that it took."""
+    """One training step: its inputs, and its CPU-seconds."""
 
     tokens: float
     actions: float
@@ -116,9 +118,9 @@ class TrainingMeasurement:
 async def probe(
     resolved: Resolved, directory: Path, *, device: str = "cpu", passes: int = PASSES
 ) -> tuple[list[Row], list[TrainingMeasurement]]:
-    """Start both parts on this machine, under `directory`, and measure them; both are stopped before it returns.
+    """Start both parts on this machine, under `directory`, and measure them. Both are stopped at return.
 
-    Engine rows are of kind `turn`, for `placement.calibrate.fit`, and name the `device`.
+    Engine rows are of kind `turn`, for `placement.calibrate.fit`, and refer to `device`.
     """
     resolved = replace(resolved, cluster=resolved.cluster.model_copy(update={"runtime": RuntimeSpec()}))
     tokenizer = prepare_tokenizer(resolved, directory)
@@ -147,12 +149,12 @@ async def probe(
 
 
 def process_cpu_s(pid: int) -> float:
-    """CPU-seconds of a process so far, all of its threads. 0 for one that is gone."""
+    """CPU-seconds so far of all threads of a process; 0 if it has ended."""
     try:
         threads = [(task / "schedstat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
         return sum(int(text.split()[0]) for text in threads) / 1e9
     except OSError:
-        pass  # a kernel without scheduler statistics: ticks of a hundredth will do
+        pass  # a kernel without scheduler statistics: ticks of 10 ms suffice
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -161,7 +163,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def reaped_children_cpu_s(pid: int) -> float:
-    """CPU-seconds of the children that a process has waited for, in hundredths. 0 for one that is gone."""
+    """CPU-seconds of the children that a process has reaped, in steps of 10 ms; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -173,14 +175,14 @@ async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, 
     pid = int(await part.call("pid"))
     context = resolved.run.model.context
     fitting = [r for r in ENGINE_LOADS if r.first + r.turns * (r.new + r.output) <= context]
-    await _measure_load(engine, pid, fitting[0], device)  # the first steps of a process are slower than all later ones
-    # Passes over all rungs, not repeats of each: whatever disturbs the machine for a second then hits different ones.
+    await _measure_load(engine, pid, fitting[0], device)  # the first steps of a process are slower than later ones
+    # Repeat the whole sequence, not each load: a disturbance of a second then affects different loads.
     seen = [[await _measure_load(engine, pid, rung, device) for rung in fitting] for _ in range(passes)]
     return [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
 
 
 async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad, device: str) -> Row:
-    """One rung: engine CPU-seconds per turn, and what a turn was on average."""
+    """Measure one load: engine CPU-seconds per turn, and the average turn."""
     seen: list[tuple[int, int, int]] = []
 
     async def client(index: int) -> None:
@@ -224,11 +226,11 @@ async def _measure_trainer(trainer: HttpTrainer, resolved: Resolved) -> list[Tra
         spent = median(report.metrics["cpu_seconds"] for report in reports)
         tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
         rows.append(TrainingMeasurement(tokens, actions, run.training.epochs, run.training.minibatches, spent))
-    return rows[1:]  # the first warmed the process up
+    return rows[1:]  # the first is the warm-up
 
 
 def _sample(shape: TrainerProbeLoad, domain: str, index: int) -> TrainSample:
-    """A trajectory of a shape, of about its lengths: real ones vary, and padding depends on it."""
+    """A trajectory of roughly the given lengths: real lengths vary, and padding depends on that."""
     rng = random.Random(index)
     kinds: list[tuple[int, int]] = [(shape.first, -1)]
     for turn in range(max(1, round(shape.turns * rng.uniform(0.6, 1.4)))):

@@ -1,4 +1,4 @@
-"""The fields of the events that people watch a run by."""
+"""Fields of the events that are shown during a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN_METRICS = (
 
 
 def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
-    """One training step: how far, how fast, and how well per domain (`success.lake`, `score.lake`)."""
+    """One training step: progress, speed, and results by domain (`success.lake`, `score.lake`)."""
     fields: EventFields = {
         "step": done.step + 1,
         "steps": steps,
@@ -49,7 +49,7 @@ def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
 
 
 def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> EventFields:
-    """Held-out success per domain at a version."""
+    """Held-out success by domain at a version."""
     fields: EventFields = {"version": version}
     for domain, result in sorted(results.items()):
         fields[f"success.{domain}"] = result.rate
@@ -92,4 +92,4 @@ SHOWN_EVENTS = frozenset(
         "wrong_answer",
     }
 )
-"""Events of parts that a person at the terminal wants to see."""
+"""Part events that are shown at the terminal."""

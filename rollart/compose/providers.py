@@ -1,4 +1,4 @@
-"""Function providers by name: where rewards are deployed to and called, and their errors as the product's."""
+"""Function providers by name: deployment and calls of rewards, with errors translated to the product's."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ __all__ = [
 ]
 
 PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
-"""By the names that the ledger and the price list have."""
+"""Provider names as in the ledger and the price list."""
 
 DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
-"""Those that functions are deployed to; an `http` host has them already."""
+"""Providers that functions are deployed to; an `http` host has its functions already."""
 
 ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
 
 
 def canonical_provider(name: str) -> str:
-    """A provider's name from what people call it. `UsageError` for none that is known."""
+    """A provider's name from a name or alias. `UsageError` for an unknown one."""
     found = ALIASES.get(name, name)
     if found not in PROVIDERS:
         known = [*PROVIDERS, *ALIASES]
@@ -73,7 +73,8 @@ def canonical_provider(name: str) -> str:
 
 @contextlib.contextmanager
 def translated_errors(what: str = "") -> Iterator[None]:
-    """Errors of the function layer as those of the product, by whose they are to mend. `what` goes before them."""
+    """Translate errors of the function layer into the product's, by who has to fix them. `what` is the message's
+    prefix."""
     try:
         yield
     except ServerlessError as error:
@@ -98,9 +99,9 @@ def _translate(error: ServerlessError, what: str) -> RollartError:
 
 
 def packages_in(source: str, *, name: str | None = None, base: Path | None = None) -> list[Package]:
-    """The rewards of `FILE.py`, or the one of `FILE.py:attribute`, packed. Their code is read, not run.
+    """The packed rewards of `FILE.py`, or the one of `FILE.py:attribute`. Their code is read, not run.
 
-    `name` renames a single one. `UsageError` for a file without rewards; errors of packing are translated.
+    `name` renames a single reward. `UsageError` for a file without rewards; packing errors are translated.
     """
     head, _, attribute = source.partition(":")
     with translated_errors():
@@ -161,8 +162,8 @@ def deployer(
     meter: MeterSink | None = None,
     allow_unsafe: bool = False,
 ) -> Deployer:
-    """The control plane of a provider, not open yet. `root` keeps what is deployed locally; `meter` gets the bills of
-    trials; `allow_unsafe` is for local trials. SpecError for settings."""
+    """The control plane of a provider, not open yet. `root`: directory of local deployments; `meter`: receives the
+    bills of trials; `allow_unsafe`: for local trials. SpecError for invalid settings."""
     with translated_errors():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
@@ -183,7 +184,7 @@ def deployer(
 
 @dataclass(frozen=True, slots=True)
 class DeploymentTrial:
-    """What trying a new version cost: a deployment calls it once before it becomes current."""
+    """Cost of the trial of a new version: a deployment calls it once before it becomes current."""
 
     function: str
     provider: str
@@ -192,11 +193,11 @@ class DeploymentTrial:
     memory_mb: int
     usd: float
     billed: bool
-    """False for dollars that the provider's machines would have cost elsewhere."""
+    """False for a provider that sends no bill: the dollars are then an equivalent price."""
 
 
 class TrialMeter(NullMeter):
-    """The meter of a deployer. `bills` are its trials, priced by a list."""
+    """The meter of a deployer. `bills`: its trials, priced by a list."""
 
     def __init__(self, prices: PriceBook) -> None:
         self._prices = prices
@@ -221,9 +222,9 @@ def backend(
     hosts: WorkerHosts | None = None,
     run: str = "",
 ) -> Backend:
-    """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any; `run` is
-    the caller's id, which no other run of the provider's account has; without one, what is deployed to be called does
-    not become current. SpecError for wrong settings."""
+    """The backend for calls, not open yet. `root`: directory for logs of local workers; `hosts`: hosts of local
+    workers, if any; `run`: an id of the caller that is unique in the provider's account; without one, a deployment for
+    calls does not become current. SpecError for invalid settings."""
     with translated_errors():
         if provider == "local":
             return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
@@ -243,7 +244,7 @@ def backend(
 
 
 async def attach_function(place: Backend, provider: str, function: str, *, root: Path) -> None:
-    """Calls of a function go to its current version, which for `local` is below `root`."""
+    """Route calls of a function to its current version, which for `local` is below `root`."""
     from serverless.backends.base import AttachableBackend
     from serverless.deploy.local import LocalDeployer
 
@@ -263,8 +264,8 @@ def _local(
     allow_unsafe: bool,
     hosts: WorkerHosts | None,
 ) -> Backend:
-    """Workers here or on `hosts`, as themselves or as a provider's (`rehearse`): later to start, throttled, with its
-    overhead."""
+    """Workers on this machine or on `hosts`, either plain or in imitation of a provider (`rehearse`), with its start
+    delay, throttling and overhead."""
     from serverless.backends.hosted import HostedBackend
     from serverless.backends.local import LocalBackend
 
@@ -288,9 +289,9 @@ def _local(
 
 
 def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) -> None:
-    """What can be known before anything starts of the providers that a run will call: settings, client libraries,
-    named secrets and the URLs of the run's functions. `SpecError` or `ProviderError`; credentials are only known when a
-    provider is asked."""
+    """Check everything about the run's providers that is known without asking them: settings, client libraries, named
+    secrets, and the URLs of the run's functions. `SpecError` or `ProviderError`. Credentials are tested only when a
+    provider is called."""
     pipeline_settings(functions.pipeline)
     for name in functions.chain:
         backend(name, functions.settings(name))
@@ -310,7 +311,7 @@ _EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
 
 
 def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
-    """SpecError for a stage or constant that is not there."""
+    """SpecError for an unknown stage or constant."""
     try:
         return PipelineSpec.model_validate(given)
     except ValidationError as error:
@@ -318,7 +319,7 @@ def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
 
 
 def function_settings(provider: str, functions: ClusterFunctions) -> Any:
-    """A provider's own settings, checked: `AwsSettings` or `ModalSettings`. SpecError for what is none."""
+    """A provider's own settings, validated: `AwsSettings` or `ModalSettings`. SpecError for invalid ones."""
     return {"aws_lambda": _aws, "modal": _modal}[provider](functions.settings(provider))
 
 
@@ -344,13 +345,13 @@ def _validated(provider: str, model: Any, settings: Mapping[str, Any] | None) ->
 
 
 def _invalid_settings(part: str, error: ValidationError) -> SpecError:
-    """For settings that no file was checked for: those of a library's caller, and of overrides."""
+    """For settings that were not validated with a file: those of library callers and overrides."""
     first = error.errors()[0]
     return SpecError(value_problem(first, ".".join(["functions", part, *map(str, first["loc"])])))
 
 
 def _endpoints(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`{function: {url, token_env | secret_env + key}}`: secrets are named, never written down."""
+    """`{function: {url, token_env | secret_env + key}}`: specs name secrets and never contain them."""
     from serverless.backends.http import Bearer, Endpoint, Signed
 
     try:
@@ -381,7 +382,7 @@ def _secret(function: str, variable: str) -> str:
 def units_by_provider(
     prices: PriceList | None = None, providers: Sequence[str] | None = None
 ) -> dict[str, dict[str, float]]:
-    """Dollars by unit of every provider of functions in a price list."""
+    """Dollars by unit for each function provider in a price list."""
     listed = prices or load_prices(builtin("prices.yaml"))
     found: dict[str, dict[str, float]] = {}
     for entry in listed.prices:

@@ -1,4 +1,4 @@
-"""A proxy of its own, in front of engines that run already."""
+"""The stand-alone proxy in front of running engines, and the run's own proxy for agent programs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rollart.spec.resolve import Resolved
 __all__ = ["SessionLimits", "ProxySettings", "open_harnesses", "serve_app", "serve_proxy"]
 
 SHUTDOWN_S = 2.0
-"""How long answers under way may take once the proxy is told to stop, seconds."""
+"""Seconds for active responses after the proxy is asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """What `rollart proxy` is told."""
+    """Options of `rollart proxy`."""
 
     engines: Sequence[str]
     tokenizer: Path
@@ -46,14 +46,14 @@ class ProxySettings:
 
 @contextlib.asynccontextmanager
 async def serve_proxy(settings: ProxySettings) -> AsyncIterator[str]:
-    """The proxy's URL while the body runs. EngineError for an engine that does not answer."""
+    """Serve while the body runs; yields the proxy's URL. EngineError for an engine that does not answer."""
     for engine in settings.engines:
         if not engine.startswith(("http://", "https://")):
             raise UsageError(f"--engine {engine} (rule: a URL)", remedy="for example http://127.0.0.1:8000")
     form = chat_format(settings.tokenizer, template=settings.template, tools=settings.tools)
     pool = EnginePool(
         [
-            HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # which may be vLLM
+            HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # the engine may be vLLM
             for i, url in enumerate(settings.engines)
         ],
         vocab=vocab_of(settings.tokenizer),
@@ -78,7 +78,8 @@ async def serve_proxy(settings: ProxySettings) -> AsyncIterator[str]:
 
 
 async def open_harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, tokenizer: Path) -> HarnessRunner | None:
-    """Where the run's agent programs ask; None if it has none. It listens for this machine alone."""
+    """The runner of the run's agent programs, with a proxy for their requests that listens on this machine only; None
+    for a run without agent programs."""
     if all(isinstance(d.environment, str) for d in resolved.run.domains):
         return None
     proxy = Proxy(chat_format(tokenizer), model=resolved.run.name)
@@ -88,7 +89,8 @@ async def open_harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, t
 
 @contextlib.asynccontextmanager
 async def serve_app(app: web.Application, *, host: str, port: int) -> AsyncIterator[str]:
-    """Serve until the body ends. A client that goes away cancels its request. UsageError: the address is taken."""
+    """Serve while the body runs; yields the URL. A client that disconnects cancels its request. UsageError if the
+    address is taken."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
@@ -105,7 +107,7 @@ async def serve_app(app: web.Application, *, host: str, port: int) -> AsyncItera
 
 
 def chat_format(directory: Path, *, template: Path | None = None, tools: str | None = None) -> ChatFormat:
-    """SpecError for a directory or a template that cannot be read, or where Jinja is not installed."""
+    """SpecError for an unreadable directory or template, or if Jinja is not installed."""
     try:
         source = None if template is None else template.read_text()
     except OSError as error:

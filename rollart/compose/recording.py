@@ -1,4 +1,4 @@
-"""What a recorded run's ledger says that simulations are made of: trajectories, functions, trainer, times."""
+"""Reads the inputs of a simulation from a recorded run's ledger: trajectories, functions, trainer, times."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 SIMULATED_KEY = "simulated"
-"""Key of a ledger's configuration that says it is a simulation's."""
+"""Configuration key that marks a simulation's ledger."""
 
 MIN_BATCH_SPREAD = 1.3
-"""Largest over smallest batch, in tokens, from which on a line through the steps' times means something."""
+"""Minimum ratio of the largest to the smallest batch, in tokens, for a line through step times to be meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTimings:
-    """What the run's own hardware took, as far as no datasheet has it. `publish_s` is the trainer's part of a publish
-    without the journal's commit, `load_s` that for which engines stood still; `engine_s` busy engine-seconds per
-    finished trajectory."""
+    """Timings of the run's own hardware that no datasheet lists. `publish_s`: the trainer's share of a publish, without
+    the journal's commit; `load_s`: the pause of engines for it; `engine_s`: busy engine-seconds per finished
+    trajectory."""
 
     trainer: MeasuredSpeed
     publish_s: float
@@ -51,8 +51,8 @@ class RecordedTimings:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run that was recorded. `scripts` by domain and group, in the order in which groups began; `functions` by name,
-    with the provider that ran most calls; `lives` counts its starts; `batch` trajectories were trained per step."""
+    """A recorded run. `scripts`: by domain and group, in starting order; `functions`: by name; `provider`: the one with
+    most calls; `lives`: number of starts; `batch`: trained trajectories per step."""
 
     name: str
     scripts: Mapping[str, tuple[tuple[Script, ...], ...]]
@@ -65,7 +65,7 @@ class RecordedRun:
 
 
 def read_recording(directory: Path) -> RecordedRun:
-    """UsageError for a directory without a ledger, a run that trained nothing, and a simulation."""
+    """UsageError for a directory without a ledger, a run without a training step, or a simulation."""
     with LedgerReader(directory) as reader:
         if SIMULATED_KEY in reader.config():
             raise UsageError(
@@ -113,7 +113,7 @@ def read_recording(directory: Path) -> RecordedRun:
 def loop_figures(
     intervals: Sequence[Interval], began: float, ended: float, *, steps: int, waited_s: float, wall_s: float, usd: float
 ) -> RunTotals:
-    """Figures of a training loop between two moments, of a run of `wall_s` seconds and `usd` dollars in all."""
+    """Figures of a training loop between two moments, in a run of `wall_s` seconds and `usd` dollars overall."""
     inside = [i for i in (_clipped(i, began, ended) for i in intervals) if i is not None]
     engines = [i for i in inside if i.role in ENGINE_ROLES]
     outside_usd = math.fsum(i.usd for i in intervals) - math.fsum(i.usd for i in inside)
@@ -131,7 +131,7 @@ def loop_figures(
 
 
 def engine_s_per_trajectory(directory: Path) -> float:
-    """Busy engine-seconds per finished training trajectory of a run."""
+    """Busy engine-seconds per finished training trajectory."""
     with LedgerReader(directory) as reader:
         rows = reader.finished()
     return math.fsum(row.engine_seconds for row in rows) / len(rows)
@@ -151,7 +151,7 @@ def _recorded_timings(
     engines = len({i.resource for i in load}) or 1
     marks = [began, *(e.t for e in done)]
     steps = [_seconds_within(busy, a, b) for a, b in pairwise(marks)]
-    # Under schedules that drain, some publishes also wait for trajectories: the median did not, or not for long.
+    # With draining schedules some publishes also wait for trajectories; the median publish hardly does.
     publishes = sorted(_seconds_within(sync, a, b) for a, b in pairwise(marks))
     load_s = _seconds_within(load, began, marks[-1]) / engines / len(done)
     return RecordedTimings(
@@ -163,8 +163,8 @@ def _recorded_timings(
 
 
 def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpeed:
-    """The line through the times of steps; through the origin where batches are too much alike to show another, or
-    where the line has a negative part. Its sum over the steps is that of the times."""
+    """The line through the step times; through the origin if batch sizes are too similar for another line, or if the
+    line has a negative coefficient. Its sum over the steps equals that of the times."""
     pairs = list(zip(tokens, seconds, strict=False))
     n, total, spent = len(pairs), sum(t for t, _ in pairs), math.fsum(s for _, s in pairs)
     mean_t, mean_s = total / n, spent / n
@@ -179,8 +179,8 @@ def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> Measur
 
 
 def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
-    """How each function behaved, by the means over its calls: what is billed per call, the rest of a warm call's time,
-    and a cold start."""
+    """Timing of each function as means over its calls: billed time per call, the remaining time of a warm call, and a
+    cold start."""
     found = {}
     for name in sorted({c.function for c in calls}):
         own = [c for c in calls if c.function == name and c.status == "ok"]

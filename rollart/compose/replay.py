@@ -1,8 +1,8 @@
-"""Simulating what a recorded run did: on its own hardware, at the speeds that its ledger shows, or on other hardware.
+"""Simulates a recorded run again: on its own hardware at the recorded speeds, or on other hardware.
 
-On its own hardware the parts are modelled as they were seen: the trainer's seconds per step and token, a publish, the
-functions' calls, and engines by the shape of the roofline at a pace of their own: the one at which a trajectory takes
-the engine-seconds that it was charged. What competes for the same cores is part of what was seen.
+On its own hardware the parts have their recorded timings: the trainer's seconds per step and token, a publish, and the
+functions' calls. Engines follow the roofline, scaled by a pace at which a trajectory takes the recorded engine-seconds.
+Competition for the same cores is included in these timings.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from rollart.spec.suggest import did_you_mean
 __all__ = ["PreparedReplay", "check_replay", "prepare_from_run", "prepare_from_spec", "calibrated_replay", "replay_of"]
 
 RESOLVED_FILE = "resolved.yaml"
-"""A run's specs as it was started."""
+"""A run's resolved specs at its start."""
 
 CPU_ENGINE = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
 )
-"""What an engine on a CPU core is scaled from: the order of magnitude of a small model under PyTorch."""
+"""Base constants of an engine on a CPU core: the order of magnitude of a small model under PyTorch."""
 
 FIT_STEPS = 12
-"""Steps that the pace of engines is found on: enough for a mean, few enough to be played several times."""
+"""Steps of the simulations that determine the pace: enough for a mean, few enough for several simulations."""
 
 FIT_ROUNDS = 6
 PACE_TOLERANCE = 0.01
-"""Relative distance to the recorded engine-seconds at which the pace is found; it is enough after so many rounds."""
+"""Relative distance to the recorded engine-seconds at which the search for the pace ends, at the latest after
+`FIT_ROUNDS` rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedReplay:
-    """A run, what it replays, and in words at which speeds."""
+    """A run, its replay, and a note about the speeds."""
 
     resolved: Resolved
     replay: ReplayPlan
@@ -64,8 +65,8 @@ class PreparedReplay:
 def prepare_from_run(
     directory: Path, cluster: Path | None = None, overrides: Sequence[str] = (), *, resample: bool = False
 ) -> PreparedReplay:
-    """A recorded run again: as it was, with other keys, or on another cluster. Errors are those of reading a run and
-    of resolving a spec."""
+    """A recorded run again: unchanged, with overrides, or on another cluster. Errors as from reading a run and
+    resolving a spec."""
     recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
     measured = profiles_of(directory)
     if cluster is None and not overrides:
@@ -78,7 +79,7 @@ def prepare_from_run(
 
 
 def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) -> PreparedReplay:
-    """What was recorded in `directory`, under another spec."""
+    """The recording in `directory`, under another spec."""
     recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
     if not specs.measured:
         specs = replace(specs, measured=profiles_of(directory))
@@ -97,8 +98,8 @@ def _prepared(
 
 
 def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = False) -> ReplayPlan:
-    """The recorded trajectories and functions on whatever `resolved` has. UsageError for a domain that was not
-    recorded."""
+    """The recorded trajectories and functions on the hardware of `resolved`. UsageError for a domain without a
+    recording."""
     known = list(recording.scripts)
     for domain in resolved.run.domains:
         if domain.name not in recording.scripts:
@@ -111,7 +112,7 @@ def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = Fa
 
 
 def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
-    """Whether a run has the model of the recorded one, and engines and a trainer on the same devices."""
+    """True if both runs have the same model, and engines and a trainer on the same devices."""
 
     def parts(of: Resolved) -> list[tuple[str, str, int]]:
         devices = {pool.name: pool.device for pool in of.cluster.pools}
@@ -123,15 +124,15 @@ def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
 def calibrated_replay(
     resolved: Resolved, recording: RecordedRun, directory: Path, *, resample: bool = False
 ) -> tuple[Resolved, ReplayPlan]:
-    """The run with a problem that has its hardware, and a replay at the recorded speeds. `directory` is the recorded
-    run's. Plays up to `FIT_ROUNDS` short simulations."""
+    """The run with a problem for its hardware, and a replay at the recorded speeds. `directory`: the recorded run's.
+    Runs up to `FIT_ROUNDS` short simulations."""
     resolved = _with_problem(resolved, directory)
     replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.machine)
     return resolved, _with_fitted_pace(resolved, replace(replay, resample=False), recording, resample)
 
 
 def check_replay(prepared: PreparedReplay) -> SimulationCheck:
-    """Simulate a recorded run as it was, and lay both beside each other. UsageError for one that was resumed."""
+    """Simulate a recorded run unchanged, and compare the figures. UsageError for a resumed run."""
     resolved, replay = prepared.resolved, prepared.replay
     recording = replay.recording
     if recording.lives > 1:
@@ -162,8 +163,8 @@ def _simulated_figures(done: SimulationResult) -> RunTotals:
 
 
 def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
-    """With a problem even where no datasheet says how fast the devices are: its engines have the right shape, the
-    recording the pace."""
+    """The run with a problem, even if no datasheet has the devices' speeds: the roofline then has the right shape, and
+    the pace comes from the recording."""
     problem = resolved.problem or problem_of(
         resolved.run,
         resolved.cluster,
@@ -184,8 +185,8 @@ def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
 
 
 def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun, resample: bool) -> ReplayPlan:
-    """The pace at which simulated trajectories take the engine-seconds that recorded ones did. Engine time grows with
-    the pace, as a rule in proportion, so each round multiplies by what is missing."""
+    """Find the pace at which simulated trajectories take the recorded engine-seconds. Engine time is roughly
+    proportional to the pace, so each round multiplies the pace by the missing factor."""
     wanted, pace = recording.machine.engine_s, 1.0
     steps = min(FIT_STEPS, recording.seen.steps)
     best = (float("inf"), pace)

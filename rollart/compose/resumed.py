@@ -1,4 +1,4 @@
-"""A resume under other settings than the run was recorded with: which differ, and which may not."""
+"""Resumes with changed settings: the differences, and the settings that must not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.environment": "recorded trajectories are of that environment",
     "training.lora": "the optimizer's state is of those parameters",
 }
-"""Settings that recorded samples, groups or versions depend on, and how."""
+"""Settings that recorded samples, groups or versions depend on, with the reason."""
 
 
 WORKERS_KEY = "cluster.environments.workers"
@@ -35,7 +35,7 @@ WORKERS_KEY = "cluster.environments.workers"
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A key of the run or of the cluster (`cluster.…`), with its value as recorded and as it is now."""
+    """A key of the run or the cluster (`cluster.…`) with its recorded and its current value."""
 
     key: str
     before: object
@@ -46,7 +46,7 @@ class SettingChange:
 
     @property
     def why_fixed(self) -> str:
-        """Why the key may not change; '' if it may."""
+        """The reason why the key must not change; '' if it may."""
         parts = self.key.split(".")
         for pattern, why in FIXED_SETTINGS.items():
             wanted = pattern.split(".")
@@ -56,8 +56,8 @@ class SettingChange:
 
 
 def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
-    """The settings that differ from those of the run's last life. `SpecError` for those that its recorded samples,
-    groups and versions depend on. None of a run that has no ledger yet."""
+    """The settings that differ from the run's last life. `SpecError` for differences that its recorded samples, groups
+    and versions do not permit. Empty for a run without a ledger."""
     try:
         with LedgerReader(directory) as reader:
             before = reader.config()
@@ -74,9 +74,9 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Of two recorded configurations (`Resolved.to_dict`), the keys of run and cluster that differ."""
+    """Differing keys of run and cluster between two recorded configurations (`Resolved.to_dict`)."""
     old, new = _keys(before), _keys(now)
-    if new.get(WORKERS_KEY) == UNLESS_QUICK:  # a run records what was decided
+    if new.get(WORKERS_KEY) == UNLESS_QUICK:  # a run records its decision
         new[WORKERS_KEY] = old.get(WORKERS_KEY, UNLESS_QUICK)
     return [
         SettingChange(key, old.get(key), new.get(key))
@@ -89,14 +89,14 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, model, at in (("run", RunSpec, ()), ("cluster", ClusterSpec, ("cluster",))):
         values = config.get(part, {})
-        with contextlib.suppress(ValidationError):  # an older rollart wrote other spellings and had not all keys
+        with contextlib.suppress(ValidationError):  # older versions used other spellings and lacked some keys
             values = model.model_validate(values).model_dump(mode="json")
         found.update(_flat(values, at))
     return found
 
 
 def _flat(value: Any, at: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys; entries of a list that have names go by them."""
+    """Dotted keys and values. List entries with a name are keyed by it."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from _flat(below, (*at, str(key)))

@@ -1,4 +1,4 @@
-"""A run's rewards: packed for functions, or made here where they keep state."""
+"""A run's rewards: packaged as functions, or imported here if they are stateful."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = ["RunRewards", "check_function", "function_packages", "build_rewards"]
 
 @dataclass(frozen=True, slots=True)
 class RunRewards:
-    """What leaves for functions, and what runs beside the environments because it keeps state (`why`, by name)."""
+    """Packages of stateless rewards, and stateful rewards that run beside the environments, with the reason by name
+    (`why`)."""
 
     packages: tuple[Package, ...]
     beside: Mapping[str, InlineScorer] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class RunRewards:
 
 
 def check_function(function: FunctionEntry, specs: Resolved | Specs) -> None:
-    """Read a function's source before anything is started: `RollartError` for what would be refused later."""
+    """Check a function's source before a start: `RollartError` for anything that would be refused later."""
     functions, base = specs.cluster.functions, Path(specs.base)
     _refuse_artefacts(function, base)
     try:
@@ -53,7 +54,7 @@ def check_function(function: FunctionEntry, specs: Resolved | Specs) -> None:
 
 
 def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
-    """`SpecError` for a file that is not there, or a producer whose module is not."""
+    """`SpecError` for a missing file, or a producer whose module is missing."""
     given = [function.artefact] if isinstance(function.artefact, str) else function.artefact or []
     for artefact in given:
         module, colon, _ = artefact.partition(":")
@@ -65,7 +66,7 @@ def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
 
 
 def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> RunRewards:
-    """Build every function's package; `SpecError` for what is wrong with its source."""
+    """Build the package of every function; `SpecError` for problems in its source."""
     packed, beside, why, base = [], {}, {}, Path(resolved.base)
     for function in resolved.run.functions:
         try:
@@ -77,7 +78,7 @@ def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) ->
 
 
 def function_packages(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
-    """The packages alone, of those that can leave for functions; nothing of the others is looked at or run."""
+    """The packages of functions that can be offloaded. The others are neither checked nor run."""
     found = []
     for function in specs.run.functions:
         with contextlib.suppress(NotOffloadable):
@@ -86,14 +87,14 @@ def function_packages(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[
 
 
 def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> InlineScorer:
-    """A reward in this process. `SpecError` if it is not to be trusted there, or needs an environment's inside."""
+    """A reward in this process. `SpecError` if it is untrusted, or takes an environment."""
     target, spec = _import_stateful(function, base, refused)
     with _in_this_process(function, refused):
         return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
 
 
 def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
-    """What a function's entry names, imported, and its settings. SpecError as from `_inline`."""
+    """The imported object of a function's entry, and its settings. SpecError as from `_inline`."""
     with _in_this_process(function, refused):
         spec = effective_spec(function, base)
         if spec.trust == "untrusted":
@@ -121,7 +122,7 @@ def _directory(artefacts: Sequence[str]) -> Path | None:
 
 
 def _import_handler(function: FunctionEntry, base: Path) -> Any:
-    """Import what a function's entry names: only for those that run here."""
+    """Import the object that a function's entry names, for functions that run here."""
     if not function.source.endswith(".py"):
         return import_attribute(f"{function.source}:{function.handler}", f"function '{function.name}'")
     spec = importlib.util.spec_from_file_location(f"reward_{function.name}", base / function.source)

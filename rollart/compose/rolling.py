@@ -1,4 +1,4 @@
-"""What a run spec asks of rollout, for the control plane."""
+"""Rollout settings of a run spec, for the control plane."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["fairness_settings", "filter_settings"]
 
 
 def fairness_settings(run: RunSpec) -> Fairness | None:
-    """Shares of the domains, where the run asks for them."""
+    """Domain shares, if the run asks for them."""
     if not run.fair:
         return None
     spec = run.rollout.fairness or FairnessSpec()
@@ -24,7 +24,7 @@ def fairness_settings(run: RunSpec) -> Fairness | None:
 
 
 def filter_settings(spec: FilterSpec) -> FilterSettings:
-    """Which groups are left out, and how many more run for them."""
+    """The filter of groups, and the number of additional groups in their place."""
     return FilterSettings(
         spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
     )

@@ -1,4 +1,4 @@
-"""What the router of a run is given: where engines sit, the plan's prices, and predictions to apply them to."""
+"""Inputs of a run's router: engine placements, the plan's prices, and predictions to apply them to."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 SERVING_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-"""Roles of engines, in the order in which they are started."""
+"""Roles of engines, in starting order."""
 
 
 def engine_placements(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> dict[str, EnginePlacement]:
-    """Every engine's seat by its id. `roles`: of engines whose role is another by now than their name says."""
+    """Placement of every engine by id. `roles`: engines whose role has changed since they were named."""
     return {
         a.name: engine_placement(resolved, a, (roles or {}).get(a.name))
         for a in resolved.plan.assignments
@@ -44,7 +44,7 @@ def engine_placements(resolved: Resolved, roles: Mapping[str, EngineRole] | None
 
 
 def engine_placement(resolved: Resolved, assignment: Assignment, role: EngineRole | None = None) -> EnginePlacement:
-    """Where an engine sits; its role is that of the assignment if none is given."""
+    """An engine's placement; by default with the role of its assignment."""
     device = next(pool.device for pool in resolved.cluster.pools if pool.name == assignment.pool)
     return EnginePlacement(
         assignment.pool, device_name(device), role or EngineRole(assignment.role), len(assignment.devices)
@@ -52,7 +52,7 @@ def engine_placement(resolved: Resolved, assignment: Assignment, role: EngineRol
 
 
 def make_router(resolved: Resolved) -> RoutingPolicy:
-    """The run's router. Without a placement it has no prices: load, affinity and the rule's thresholds decide."""
+    """The run's router. Without a placement it has no prices: load, affinity and thresholds decide."""
     found, problem = resolved.plan.placement, resolved.problem
     routes = Routes() if found is None or problem is None else routes_of(problem, found)
     return RoutingPolicy(routes, _affinity(resolved), prefill_rule(resolved.run.placement.router))
@@ -68,8 +68,8 @@ def routes_of(problem: Problem, found: Placement) -> Routes:
 
 
 def concurrency_settings(resolved: Resolved) -> ConcurrencySettings | None:
-    """How engines bound their trajectories; None where they do not, nor by themselves where their size follows
-    preemptions, which this would prevent. Lengths are the profiles', as far as they fit."""
+    """Bounds on trajectories per engine; None if there are none. `auto` bounds nothing if engine sizes follow
+    preemptions, which bounds would prevent. Lengths are those of the profiles, at most the context."""
     rollout = resolved.run.rollout
     spec = rollout.concurrency
     by_itself = resolved.plan.placement is not None and rollout.parallelism is None
@@ -91,8 +91,8 @@ def engine_kind(pool: str, role: Role, tp: int) -> EngineKind:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurnModel:
-    """Implements `TurnModel` with the placer's performance model. `batches`: turns that an engine of a kind generates
-    for at a time; of a kind that is not in it, as many as its pool's others, else one."""
+    """Implements `TurnModel` with the placer's performance model. `batches`: concurrent turns of an engine by kind; for
+    another kind the maximum of its pool, else 1."""
 
     performance: Performance
     devices: Mapping[str, Device]
@@ -103,7 +103,7 @@ class PlannedTurnModel:
 
     @staticmethod
     def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurnModel:
-        from placement.tableau import kv_channels  # only runs with a placement pay for numpy
+        from placement.tableau import kv_channels  # imported late: only runs with a placement need numpy
 
         return PlannedTurnModel(
             problem.performance,
@@ -113,8 +113,7 @@ class PlannedTurnModel:
         )
 
     def prefill_s(self, kind: EngineKind, new: float, cached: float) -> float:
-        """A prefill engine computes alone; another one shares the fixed cost of its steps with those it generates
-        for."""
+        """A prefill engine computes alone; other engines share the fixed cost of a step with their decoding batch."""
         model = self._instance(kind)
         if kind.role is EngineRole.PREFILL:
             return model.prefill_s(new, cached)
@@ -132,7 +131,7 @@ class PlannedTurnModel:
     def handoff_s(self, source: EngineKind, target: EngineKind, tokens: float) -> float:
         link = self.links.get((min(source.pool, target.pool), max(source.pool, target.pool)))
         if link is None:
-            return math.inf  # nothing is said to connect them: no path
+            return math.inf  # no known link
         return transfer_s(self.performance.shape.kv_bytes(tokens), *link)
 
     def kv_gb(self, tokens: float) -> float:
@@ -148,7 +147,7 @@ class PlannedTurnModel:
 
 
 def _shares(found: Placement) -> dict[str, dict[str, float]]:
-    """By domain and pool of the decode engine, 1 in sum."""
+    """By domain and pool of the decode engine, summing to 1."""
     rates: dict[str, dict[str, float]] = {}
     for flow in found.flows:
         pools = rates.setdefault(flow.domain, {})
@@ -161,7 +160,8 @@ def _shares(found: Placement) -> dict[str, dict[str, float]]:
 
 
 def _affinity(resolved: Resolved) -> HardwareAffinity:
-    """What each domain prefers, where this cluster has it. A pool's name as it is, a device type by its own name."""
+    """Preferences of the domains that this cluster can satisfy: pools by their name, device types by their canonical
+    name."""
     run, pools = resolved.run, resolved.cluster.pools
     names = {pool.name for pool in pools}
     types = {device_name(pool.device) for pool in pools}

@@ -1,4 +1,4 @@
-"""Live scaling of a run's functions: what the scheduler knows of the load to come, and what idling and waiting cost."""
+"""Live scaling of a run's functions: expected load from the scheduler, and the cost of idle workers and of waiting."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from serverless.spec import FunctionSpec
 __all__ = ["TrajectoryDemand", "scaling_prices", "make_scaler", "scaling_settings"]
 
 PROVISIONED_FILE = "provisioned.json"
-"""In the run's directory: what was kept ready before the run changed it, until that is set back."""
+"""File in the run's directory with the provisioned levels from before the run changed them, until they are restored."""
 
 
 def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
-    """SpecError for a setting that is not there, or a value that is none."""
+    """SpecError for an unknown setting or an invalid value."""
     try:
         return ScalingSpec.model_validate(given)
     except ValidationError as error:
@@ -38,12 +38,11 @@ def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
 
 
 _BRANCHES = ("float", "constrained-float", "literal['auto']")
-"""What pydantic adds to the place of a value that may be a number or "auto"."""
+"""Location parts that pydantic adds for a value that is a number or "auto"."""
 
 
 class TrajectoryDemand:
-    """Implements `serverless.scaling.DemandSource`: kinds are domains, and a domain's functions are those of its
-    rewards."""
+    """Implements `serverless.scaling.Demand`: kinds are domains, and a domain's functions are those of its rewards."""
 
     def __init__(self, rolling: Rolling, plan: Mapping[str, DomainRewards]) -> None:
         self._rolling = rolling
@@ -63,8 +62,8 @@ class TrajectoryDemand:
 
 
 def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices:
-    """An idle local worker costs a core of the cluster's own `cpu` pool (the dearest, if several), else the listed one;
-    a trajectory that waits, its share of what all devices of the plan cost."""
+    """An idle local worker costs a core of the cluster's own `cpu` pools (the dearest), else the listed price; a
+    waiting trajectory costs its share of all devices of the plan."""
     pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
     hourly = [resolved.usd_per_device_hour[name] for name in pools if name in resolved.usd_per_device_hour]
     listed = [p.usd for p in resolved.prices.prices if (p.name, p.unit) == ("cpu", "device-hour")]
@@ -78,7 +77,7 @@ def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices
 
 
 class RunEventSink(Protocol):
-    """Where changes are told."""
+    """Receiver of scaling events."""
 
     def event(self, event: RunEvent) -> None: ...
 
@@ -95,8 +94,8 @@ def make_scaler(
     events: RunEventSink,
     directory: Path,
 ) -> Scaler:
-    """The run's scaler, not open yet. `live` counts trajectories under way; every change is an event of kind
-    `function_scaled`, and one that a provider refused of kind `function_scaling_failed`."""
+    """The run's scaler, not open yet. `live`: number of live trajectories. Every change is an event of kind
+    `function_scaled`, a change that a provider refused one of kind `function_scaling_failed`."""
 
     def tell(scaled: ScalingDecision) -> None:
         fields: dict[str, str | int | float | bool | None] = {

@@ -1,4 +1,4 @@
-"""AsyncFlow's service interface as a program of its own."""
+"""AsyncFlow's service interface as a stand-alone program."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["serve_service"]
 
 @contextlib.asynccontextmanager
 async def serve_service(*, host: str, port: int, token: str, data: Path | None = None) -> AsyncIterator[str]:
-    """The service's URL while the body runs. With `data` it goes on from what lies there, and keeps it. UsageError: the
-    address is taken, or the directory."""
+    """Serve while the body runs; yields the URL. `data`: directory of the state, recovered at the start. UsageError if
+    the address or the directory is taken."""
     store = None if data is None else ServiceStore(data)
     try:
         desk = None if store is None else ServiceState.recovered(store)

@@ -1,8 +1,8 @@
-"""`rollart simulate`: a resolved run on virtual time, with the plan's parts modelled.
+"""`rollart simulate`: a resolved run on virtual time, with simulated parts.
 
-What decides is the product: the same control plane, reward pipeline and ledger. What takes time is modelled: engines
-by the roofline that the plan was made with, environments and answers by the domains' profiles, training by FLOPs,
-weights and KV by links.
+Decisions are made by the product itself: the same control plane, reward pipeline and ledger. Durations are modelled:
+engines by the roofline behind the plan, environments and answers by the domains' profiles, training by FLOPs, weights
+and KV by links.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ __all__ = ["ReplayPlan", "SimulationResult", "simulate", "workload"]
 
 
 INSTANT_GB_PER_S = 1e9
-"""Of what takes no time: a broadcast leaves nothing to pull."""
+"""Bandwidth of instantaneous transfers: a broadcast leaves nothing to pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """Trajectories and functions of a recorded run in place of the domains' profiles, in their order or `resample`d.
-    With a `machine` the trainer and publishes take what they took there, and engines `pace` times their roofline."""
+    """Trajectories and functions of a recorded run in place of the domains' profiles, in recorded order or `resample`d.
+    With a `machine`, the trainer and publishes have its recorded timings, and engines take `pace` times their
+    roofline."""
 
     recording: RecordedRun
     resample: bool = False
@@ -76,7 +77,7 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What one simulation did. `directory` has its ledger; `trace` is the same for the same spec, schedule and seed."""
+    """The result of one simulation. `directory` has its ledger; `trace` is equal for equal spec, schedule and seed."""
 
     schedule: str
     seed: int
@@ -86,7 +87,7 @@ class SimulationResult:
     moved: tuple[VersionTransfer, ...]
     directory: Path
     trouble: ObservedFaults | None = None
-    """What a fault plan did."""
+    """Losses from the fault plan."""
 
 
 def simulate(
@@ -102,10 +103,10 @@ def simulate(
     on_step: Callable[[StepTrace], None] = lambda _: None,
     on_time: Callable[[float], None] = lambda _: None,
 ) -> SimulationResult:
-    """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant, `replay` repeats
-    what a recorded run did, `faults` says what dies.
+    """Simulate the run; its ledger remains in `directory`. `fuzz`: seed that shuffles events of the same instant;
+    `replay`: a recorded run to repeat; `faults`: the fault plan.
 
-    SpecError for a run or a cluster that cannot be modelled, ValueError for a schedule that is none.
+    SpecError for a run or cluster that cannot be modelled, ValueError for an unknown schedule.
     """
     name = schedule or resolved.run.schedule
     run, left = adapt_to_schedule(resolved.run, name)
@@ -176,7 +177,7 @@ async def _main(
 
 
 class _ModelledCluster:
-    """The plan's parts, modelled."""
+    """The plan's parts as simulated parts."""
 
     def __init__(self, resolved: Resolved, replay: ReplayPlan | None = None) -> None:
         if resolved.problem is None:
@@ -217,7 +218,7 @@ class _ModelledCluster:
         )
 
     def links(self) -> dict[str, SharedLink]:
-        """By the names that fault plans use. None where publishes were recorded: no link has a part in them."""
+        """Links by their names in fault plans. Empty for recorded publishes, which use no links."""
         if self._seen is not None:
             return {}
         found = {f"{LINK}weights": self.transfer.pushed_over}
@@ -229,10 +230,10 @@ class _ModelledCluster:
         return found
 
     def _pull(self, engine: str) -> SharedLink:
-        """Over which the engine's host gets its copies."""
+        """The link over which an engine's host pulls weights."""
         if engine not in self._pulls:
             problem = self._resolved.problem
-            assert problem is not None, "what has no problem is not simulated"
+            assert problem is not None, "a run without a problem is not simulated"
             path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
             self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
         return self._pulls[engine]
@@ -241,7 +242,7 @@ class _ModelledCluster:
         return [self._place(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
 
     def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
-        """The devices of the plan's engines and of nobody, for a run whose engines come and go."""
+        """Devices of the plan's engines and idle devices, for a run with elastic engines."""
         resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
         for assignment in resolved.plan.assignments:
             if assignment.role in SERVING_ROLES:
@@ -287,7 +288,7 @@ class _ModelledCluster:
         return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)
 
     def _mfu(self) -> float:
-        """The share of peak that the plan gives its trainer: communication and recomputation are the same in both."""
+        """The share of peak in the plan's trainer model: both have the same communication and recomputation."""
         problem, run = self._resolved.problem, self._resolved.run
         if problem is None or problem.train is None:
             return run.placement.train.mfu or TrainingConstants().mfu
@@ -296,7 +297,7 @@ class _ModelledCluster:
         return training_mfu(problem, pool, train)
 
     def help(self, seat: EnginePlacement) -> float:
-        """How fast an engine's devices train beside the trainer's."""
+        """Training speed of an engine's devices relative to the trainer's."""
         own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
         return (self._devices[seat.pool].tflops_bf16 or 0.0) * seat.tp / own if own else 0.0
 
@@ -304,7 +305,7 @@ class _ModelledCluster:
         return self._billed(self._train)
 
     def unused(self) -> list[BilledDevices]:
-        """Devices that are paid and that nothing runs on."""
+        """Idle devices that are paid."""
         rented = {p.name for p in self._resolved.cluster.pools if p.rented}
         price = self._resolved.usd_per_device_hour
         return [
@@ -341,7 +342,7 @@ class _ModelledCluster:
         return self._models[pool, tp]
 
     def _link(self, source: str, target: str) -> SharedLink:
-        """Between the pools of two engines; all their hand-offs share it."""
+        """The link between the pools of two engines, shared by all their hand-offs."""
         return self._between(*sorted((self._pool_of[source], self._pool_of[target])))
 
     def _between(self, a: str, b: str) -> SharedLink:
@@ -407,8 +408,7 @@ def workload(resolved: Resolved, name: str, seed: int, replay: ReplayPlan | None
 
 
 def workload_shape(profile: DomainProfile, context: int) -> WorkloadShape:
-    """A profile as distributions: log-normal through the median and 90th percentile where these are known, else the
-    mean for all."""
+    """A profile as distributions: log-normal with the known median and 90th percentile, else constant at the mean."""
     output = profile.output_tokens
     median, sigma = log_normal(output)
     return WorkloadShape(

@@ -1,4 +1,4 @@
-"""Reward functions on virtual time: the product's pipeline over modelled workers."""
+"""Reward functions on virtual time: the product's pipeline over simulated workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 COLD_START_S = 0.5
-"""Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
+"""Start time of a function worker: between the local pool's milliseconds and Modal's seconds, like Lambda with
+Python."""
 
 PLANNED_FAULT_KINDS = (
     FaultKind.THROTTLED,
@@ -37,14 +38,14 @@ PLANNED_FAULT_KINDS = (
     FaultKind.TIMEOUT,
     FaultKind.UNAVAILABLE,
 )
-"""Kinds of faults that a fault plan gives probabilities of, by the names of its keys."""
+"""Kinds of faults with a probability in fault plans, named like its keys."""
 
 SCORE_SOURCE = "rollart.sim.scoring:score"
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionBehaviour:
-    """A function, how it behaves, and the domains that it scores."""
+    """A function, its timing, and the domains that it scores."""
 
     spec: FunctionSpec
     profile: Profile
@@ -52,8 +53,8 @@ class FunctionBehaviour:
 
 
 def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> list[FunctionBehaviour]:
-    """The functions of a run: those of a recording with what their calls took there, else one per domain whose profile
-    has a reward. Cold starts of another provider than the recorded one are `COLD_START_S`."""
+    """The functions of a run: recorded ones with their recorded call times, else one per domain whose profile has a
+    reward. Cold starts on another provider than the recorded one take `COLD_START_S`."""
     if recording is None:
         assert resolved.problem is not None
         costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
@@ -85,7 +86,7 @@ def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> li
 
 
 def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec | None) -> list[FunctionBehaviour]:
-    """The functions as a fault plan has them: of several entries that name one, the first."""
+    """The functions with the faults of a plan; the first of several entries for a function counts."""
     found = []
     for one in known:
         entries = () if plan is None else plan.functions
@@ -107,7 +108,7 @@ def _with_faults(one: FunctionBehaviour, entry: FunctionTroubleSpec) -> Function
 
 
 def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
-    """Hosts of function workers, to which something may happen; none where another provider has the workers."""
+    """Hosts of function workers, which faults can hit; none if workers are another provider's."""
     if _provider(resolved) != "local":
         return ()
     domains = () if resolved.problem is None else resolved.problem.domains
@@ -120,8 +121,8 @@ def _provider(resolved: Resolved) -> str:
 
 
 class SimulatedFunctions:
-    """Open it for the run's rewarder. A domain without a function is paid by its environment. `machines` are the hosts
-    of its workers, None where nothing can happen to these."""
+    """Context manager of the run's rewarder. A domain without a function takes its environment's reward. `machines`:
+    the hosts of its workers, None if faults cannot hit them."""
 
     def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
         names = simulated_function_hosts(resolved)

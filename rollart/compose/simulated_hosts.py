@@ -1,4 +1,5 @@
-"""Environment hosts of a simulation, kept by the product's own fleet; where the plan follows nodes, on machines."""
+"""Environment hosts of a simulation, managed by the product's own fleet; on simulated machines in an elastic
+cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from rollart.spec.resolve import Resolved
 __all__ = ["simulated_environment_hosts"]
 
 UNLIMITED_EPISODES = 1_000_000
-"""Episodes of a host that only a fault plan names: nobody said how many it has room for."""
+"""Capacity of a host that exists only in a fault plan, in episodes: unlimited."""
 
 
 def simulated_environment_hosts(
     resolved: Resolved, trouble: SimulationFaults, wanted: Resolved
 ) -> ModelledHosts | None:
-    """None where environments live in the controller and nothing can happen to them there. `wanted`: the run with all
-    of its plan. Hosts that only a fault plan names are on no machine."""
+    """None if environments live in the controller and faults cannot hit them. `wanted`: the run with its whole plan.
+    Hosts that exist only in a fault plan are on no machine."""
     spec, some = resolved.cluster.environments, host_count(resolved)
     if not some and not trouble.of_hosts:
         return None
@@ -43,7 +44,7 @@ def simulated_environment_hosts(
 
 
 def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
-    """They are placed as real ones are: with the cores that the plan gave them, or beside what holds those."""
+    """Place hosts as in a real run: on the cores of their assignment, or without any, beside other parts."""
     rooms, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
     beside = cpu_pool(resolved, resolved.cluster.environments.pool).name
 

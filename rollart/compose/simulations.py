@@ -1,4 +1,4 @@
-"""Several simulations of one run: schedules beside each other, seeds as processes."""
+"""Several simulations of one run: schedules in comparison, seeds in parallel processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["TaskProgress", "SimulationTask", "simulation_finding", "simulate_all
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """How far a simulation is: which of the tasks, steps trained, and virtual seconds."""
+    """Progress of a simulation: number of its task, trained steps, and virtual seconds."""
 
     task: int
     steps: int
@@ -47,7 +47,7 @@ ProgressWatcher = Callable[[TaskProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class SimulationTask:
-    """One simulation: its ledger stays in `keep`, or is removed if that is None."""
+    """One simulation. Its ledger remains in `keep`, or is removed if that is None."""
 
     resolved: Resolved
     schedule: str
@@ -56,7 +56,7 @@ class SimulationTask:
     keep: Path | None = None
     fuzz: int | None = None
     timeline: bool = False
-    """Whether its finding says who did what when."""
+    """Include a timeline in the finding."""
     replay: ReplayPlan | None = None
     faults: FaultPlanSpec | None = None
 
@@ -68,11 +68,11 @@ def simulate_all(
     on_done: Callable[[SimulationFigures], None] = lambda _: None,
     on_progress: ProgressWatcher = lambda _: None,
 ) -> list[SimulationFigures]:
-    """Findings in the order of the tasks; `workers` processes, as many as there are cores if None. `on_progress` is
-    called on another thread where there are several.
+    """Findings in the order of the tasks, computed by `workers` processes (one per core if None). With several
+    processes `on_progress` is called on another thread.
 
-    The first error ends all of them, and is raised; so does an interrupt, or SIGTERM as SystemExit. Nothing is left
-    running, nor on disk but what is to be kept.
+    The first error ends all simulations and is raised; so do an interrupt, and SIGTERM as SystemExit. No process is
+    left running, and no file is left except kept ledgers.
     """
     count = min(len(tasks), workers or os.cpu_count() or 1)
     with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
@@ -88,7 +88,7 @@ def simulate_all(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends what goes on as an interrupt does, so that processes and scratch files go too; SystemExit then."""
+    """Treat SIGTERM like an interrupt, so that processes and scratch files are removed as well; raises SystemExit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -97,7 +97,7 @@ def _terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         told.append(number)
         interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):  # in the background of a shell it is ignored
+        if not callable(interrupt):  # ignored in a shell's background job
             sys.exit(128 + number)
         interrupt(signal.SIGINT, frame)
 
@@ -139,20 +139,20 @@ def _run_in_processes(
         finally:
             told.cancel_join_thread()
             told.put(None)
-            watcher.join(JOIN_S)  # a process that was killed while it wrote leaves the queue half read
+            watcher.join(JOIN_S)  # a process killed during a write leaves the queue half read
     return [by_task[n] for n in range(len(placed))]
 
 
 JOIN_S = 1.0
-"""Longest wait for the last words of processes that are gone."""
+"""Longest wait for final messages of processes that have ended."""
 
 _progress_queue: Queue[TaskProgress | None] | None = None
-"""In a simulation's process: where it says how far it is."""
+"""In a simulation's process: the queue for progress."""
 
 
 def _init_worker(told: Queue[TaskProgress | None]) -> None:
     global _progress_queue
-    # An interrupt at the terminal reaches every process: the one that started them alone answers it.
+    # An interrupt at the terminal reaches every process; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told.cancel_join_thread()
     _progress_queue = told
@@ -169,7 +169,7 @@ def _report_progress(said: TaskProgress) -> None:
 
 
 def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -> SimulationFigures:
-    """The figures of a simulation from its ledger."""
+    """A simulation's figures, from its ledger."""
     with LedgerReader(done.directory) as reader:
         rows = collect(reader, done.directory.name)
         faults = None
@@ -196,11 +196,11 @@ def _run_task(
         on_progress(TaskProgress(number, steps, seen.ended))
 
     gc.freeze()
-    gc.set_threshold(200_000, 50, 1000)  # a world of long-lived objects: full collections find nothing and cost a third
+    gc.set_threshold(200_000, 50, 1000)  # objects are long-lived: full collections find nothing and cost a third
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if task.keep is not None:
-            (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # what makes it a run for reports
+            (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # reports require it in a run's directory
         return simulation_finding(
             simulate(
                 task.resolved,
@@ -221,7 +221,7 @@ def _run_task(
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of what ended a simulation, the product's own error; it crosses processes as itself."""
+    """The first product error of the group, which survives pickling between processes."""
     ours = group.subgroup(RollartError)
     error: BaseException = group if ours is None else ours
     while isinstance(error, BaseExceptionGroup):

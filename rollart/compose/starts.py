@@ -1,4 +1,4 @@
-"""How long an engine or the trainer may take to start, and what is said of it meanwhile."""
+"""Time limits for starts of engines and the trainer, and progress events during a start."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from rollart.spec.resolve import Resolved
 __all__ = ["STARTING_EVENT", "StartLimits", "StartWatcher", "engine_start_limits", "trainer_start_s"]
 
 STARTING_EVENT = "engine_starting"
-"""The event of an engine that is not there yet: seconds so far, and the last line of its log."""
+"""Event of an engine that is starting: seconds so far, and the last line of its log."""
 
 START_S, VLLM_START_S = 120.0, 300.0
-"""For a program without weights to speak of. vLLM compiles kernels and captures graphs: one to four minutes."""
+"""For a program with negligible weights. vLLM compiles kernels and captures graphs, which takes one to four minutes."""
 
 BYTES_PER_PARAMETER, BYTES_PER_S = 4.0, 0.5e9
-"""What is read of a model at most, and how fast at least: a network file system in use, or a disk."""
+"""Upper bound on the bytes to read per parameter, and lower bound on the read speed: a busy network file system, or a
+disk."""
 
 VLLM_START_FACTOR = 4.0
-"""A vLLM server that goes on telling what it does gets so many times its time in all."""
+"""Total time of a vLLM server that keeps logging, as a multiple of its normal time."""
 
 LOG_SILENCE_S = 120.0
-"""Seconds without a new line after which one that is late is given up. The longest silences are compilations."""
+"""Seconds without a new log line after which a late server is given up. The longest silences are compilations."""
 
 DEADLINE_SHARE = 0.99
-"""Share of its longest time after which it is given up with its last line: the lease that ends it then has none."""
+"""Share of the longest time at which a start is given up with its last log line, before its lease ends it without
+one."""
 
 LOG_POLL_S = 10.0
-"""Between two looks at its log. The embedded engine is there before the first."""
+"""Seconds between reads of the log. The embedded engine has started before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartLimits:
-    """A start may take `seconds`; one whose log grows `most_s`."""
+    """A start may take `seconds`, and up to `most_s` while its log grows."""
 
     seconds: float
     most_s: float
 
 
 def engine_start_limits(resolved: Resolved) -> StartLimits:
-    """What `leases.engine_start_s` says; with `auto` by the kind of engine and the size of the model."""
+    """Limits by `leases.engine_start_s`; with `auto` by the kind of engine and the size of the model."""
     given, vllm = resolved.run.leases.engine_start_s, resolved.cluster.engines.kind == "vllm"
     if given != "auto":
         return StartLimits(given, given)
@@ -53,19 +55,19 @@ def engine_start_limits(resolved: Resolved) -> StartLimits:
 
 
 def trainer_start_s(resolved: Resolved) -> float:
-    """Seconds, and as many for a version that it restores."""
+    """Seconds for a start, and the same again for the restore of a version."""
     given = resolved.run.leases.engine_start_s
     return START_S + _reading_s(resolved) if given == "auto" else given
 
 
 class StartWatcher:
-    """Watches one start of a program: tells what its log says, and gives it up."""
+    """Watches one start of a program: records its log lines, and gives up a late start."""
 
     def __init__(self, limits: StartLimits, recorder: Recorder) -> None:
         self._limits, self._recorder = limits, recorder
 
     async def watch(self, program: Handle) -> None:
-        """Until it is cancelled. `PartDied` for one that has had its time, with the last line that it said."""
+        """Runs until cancelled. `PartDied` for a start that exceeds its limits, with its last log line."""
         loop = asyncio.get_running_loop()
         began = news = loop.time()
         last, size = began + DEADLINE_SHARE * self._limits.most_s, 0
@@ -88,7 +90,7 @@ class StartWatcher:
 
 
 def _reading_s(resolved: Resolved) -> float:
-    """Whole seconds to read the model; 0 of one whose shape nobody knows."""
+    """Whole seconds to read the model; 0 if its shape is unknown."""
     with contextlib.suppress(SpecError):
         return float(run_shape(resolved.run, resolved.base).parameters * BYTES_PER_PARAMETER // BYTES_PER_S)
     return 0.0

@@ -1,4 +1,5 @@
-"""A run's versions by way of a store: pushed once after they are published, pulled by the hosts of the engines."""
+"""Weight distribution through a store: versions are pushed once after they are published, and pulled by engine
+hosts."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from rollart.spec.resolve import Resolved
 __all__ = ["SharedWeightStore", "weight_store_location", "run_id", "weight_store"]
 
 STORE_NAME_FILE = "weight-store"
-"""In the run's directory: its name in a store that other runs use as well, whatever their directories are called."""
+"""File in the run's directory with the run's unique name in a store that other runs use as well."""
 
 
 def run_id(directory: Path, file: Path) -> str:
-    """The run's id among others that share a provider's account or a store, kept in `file`. It is written whole or not
-    at all: an empty one would be the id of every run that was killed at that moment."""
+    """The run's id in a shared provider account or store, kept in `file`. The file is written atomically: an empty one
+    would be the id of every run that was killed at that moment."""
     known = file.read_text().strip() if file.exists() else ""
     if not known:
         known, fresh = f"{directory.name}-{secrets.token_hex(4)}", file.with_name(f"{file.name}.new")
@@ -39,7 +40,7 @@ def run_id(directory: Path, file: Path) -> str:
 
 
 def weight_store_location(resolved: Resolved, directory: Path) -> WeightStoreLocation | None:
-    """Where the run's versions go; None: engines read the run's directory."""
+    """Location of the run's versions in the store; None if engines read the run's directory."""
     spec = resolved.run.weights.store
     if spec is None:
         return None
@@ -50,7 +51,7 @@ def weight_store_location(resolved: Resolved, directory: Path) -> WeightStoreLoc
 
 
 def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: Recorder) -> DirectoryWeightStore:
-    """What the trainer publishes into, and whether that is shared further."""
+    """The store that the trainer publishes into, with or without distribution."""
     spec, place, root = resolved.run.weights.store, weight_store_location(resolved, directory), directory / "weights"
     if spec is None or place is None:
         return DirectoryWeightStore(root)
@@ -66,14 +67,14 @@ def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: 
 
 
 PULL_STALL_S = 10.0
-"""A host that says nothing for so long hangs, seconds."""
+"""Seconds without a response after which a host counts as hung."""
 
 SLOWEST_BUCKET_FACTOR = 8.0
-"""So many times the longest bucket of any host: links differ, and many buckets share one."""
+"""Multiple of the longest bucket time of any host: links differ, and many buckets share one."""
 
 
 class WeightPullProgram(Protocol):
-    """An engine's program on its host, or what stands for one that was attached: it has `pull`, `arrived` and
+    """An engine's program on its host, or the stand-in for an attached engine, with the calls `pull`, `arrived` and
     `pulling` of `clusters.program.Program`."""
 
     @property
@@ -83,12 +84,12 @@ class WeightPullProgram(Protocol):
 
 
 class SharedWeightStore(DirectoryWeightStore):
-    """Implements `WeightStore` over the run's directory, as without a store: trainer and resume read it there.
+    """Implements `WeightStore` over the run's directory, which the trainer and resumes read as without a store.
 
-    `push` is the publish's, one at a time: it returns when the store has the version, and, with `ahead`, when every
-    engine's host that could has pulled it, bucket by bucket while they are pushed and the rollout goes on. `local` is
-    the engines': it returns when the version is on the host of the program that is asked. A host that hangs is given up
-    (`_watch`). Nothing is collected before `prune` has said what is needed.
+    `push` is called by publishes, one at a time. It returns when the store has the version and, with `ahead`, when
+    every engine host has pulled it if it could: bucket by bucket during the push, while the rollout goes on. `local` is
+    called by engines; it returns when the version is on the program's host. A hung host is given up (`_watch`).
+    Versions are collected only after a call of `prune`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class SharedWeightStore(DirectoryWeightStore):
         self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
         self._programs: dict[str, WeightPullProgram] = {}
         self._longest_s = 0.0
-        """Seconds that the slowest bucket took so far, to any host."""
+        """Seconds of the slowest bucket so far, of all hosts."""
         self._keep: tuple[int, ...] = ()
         self._stamps: dict[int, str] = {}
 
@@ -120,14 +121,14 @@ class SharedWeightStore(DirectoryWeightStore):
         self._stamps = {v: stamp for v, stamp in self._stamps.items() if v in keep or v > max(keep)}
 
     def join(self, program: WeightPullProgram) -> None:
-        """An engine's program: its host has new versions before the engine asks."""
+        """Add an engine's program: its host receives new versions ahead of the engine."""
         self._programs[program.name] = program
 
     def leave(self, name: str) -> None:
         self._programs.pop(name, None)
 
     async def push(self, weights: WeightsRef) -> None:
-        """`StorageFailed` if the store does not take it: nobody could load it."""
+        """`StorageFailed` if the store does not accept the version, since no engine could load it."""
         arrivals = await self._pusher.prepare(weights.version, weights.path)
         self._stamps[weights.version] = arrivals.manifest.stamp
         pushed: PushResult | StorageFailed
@@ -137,7 +138,7 @@ class SharedWeightStore(DirectoryWeightStore):
                 pulls.create_task(early, name=f"v{weights.version} to {program.name}")
             try:
                 pushed = await self._pusher.push(weights.path, arrivals)
-            except StorageFailed as error:  # hosts are told, and give it up
+            except StorageFailed as error:  # the arrivals report it to hosts, which give up
                 pushed = error
         if isinstance(pushed, StorageFailed):
             raise pushed
@@ -152,7 +153,7 @@ class SharedWeightStore(DirectoryWeightStore):
             await self._pusher.collect([*self._keep, weights.version])
 
     async def local(self, program: WeightPullProgram, weights: WeightsRef) -> str:
-        """The version's directory on the program's host. `EngineError`: it could not be pulled, or not in time."""
+        """The version's directory on the program's host. `EngineError` if the pull fails or takes too long."""
         return await self._pull(program, weights, None)
 
     async def _pull(self, program: WeightPullProgram, weights: WeightsRef, coming: bytes | None) -> str:
@@ -174,8 +175,8 @@ class SharedWeightStore(DirectoryWeightStore):
         return str(path)
 
     async def _watch(self, program: WeightPullProgram) -> None:
-        """Until it is cancelled. `StorageFailed` for a host that answers no more, or to which no bucket comes though it
-        asked for some, for much longer than buckets take."""
+        """Runs until cancelled. `StorageFailed` for a host that no longer answers, or that has received no requested
+        bucket for much longer than buckets take."""
         loop = asyncio.get_running_loop()
         buckets, since = -1, loop.time()
         while True:
@@ -198,14 +199,14 @@ class SharedWeightStore(DirectoryWeightStore):
         await self._objects.aclose()
 
     async def _early(self, program: WeightPullProgram, weights: WeightsRef, arrivals: BucketArrivals) -> None:
-        """Ahead of the engine, bucket by bucket as they are pushed."""
+        """Pull ahead of the engine, bucket by bucket as they are pushed."""
         manifest = arrivals.manifest.encode()
         try:
             async with first_failure_only(), asyncio.TaskGroup() as tasks:
                 telling = tasks.create_task(self._tell(program, manifest, arrivals), name=f"buckets for {program.name}")
                 await self._pull(program, weights, manifest)
                 telling.cancel()
-        except EngineError as error:  # it will ask again when it loads, and then it matters
+        except EngineError as error:  # not fatal: the engine pulls again when it loads
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
 
     async def _tell(self, program: WeightPullProgram, manifest: bytes, arrivals: BucketArrivals) -> None:
@@ -215,7 +216,7 @@ class SharedWeightStore(DirectoryWeightStore):
             await arrivals.more(len(told))
             fresh, over = arrivals.there - told, arrivals.over
             told |= fresh
-            with contextlib.suppress(PartDied, StorageFailed):  # the pull will say so
+            with contextlib.suppress(PartDied, StorageFailed):  # the pull itself reports it
                 await program.call("arrived", self.place, manifest, sorted(fresh), over, arrivals.whole)
 
     def _pulled(self, name: str, pulled: PullResult) -> None:

@@ -1,4 +1,4 @@
-"""The embedded trainer with ranks on several hosts: one program on each, which meet where the first one says."""
+"""The embedded trainer with ranks on several hosts: one program per host, with the rendezvous at the first one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rollart.spec.resolve import Resolved
 __all__ = ["MultiHostTrainer", "place_trainer"]
 
 STOP_S = 15.0
-"""Seconds that a host may take to stop its program, which gets 5 before it is killed. The actor of a host that is gone
-may be on its way back for ever: with room again, its next start ends what is left."""
+"""Seconds for a host to stop its program, which is killed after 5. The actor of a lost host may wait for resources
+indefinitely; its next start ends leftover processes."""
 
 
 async def place_trainer(
     stack: contextlib.AsyncExitStack, resolved: Resolved, runtime: Runtime, directory: Path, config: Path
 ) -> Handle | MultiHostTrainer:
-    """The trainer's program, where the plan puts it; nothing of it runs yet."""
+    """Place the trainer's actors as planned; no program is started yet."""
     handles = [await place_actor(resolved, runtime, actor) for actor in trainer_actors(resolved, directory, config)]
     if len(handles) == 1:
         return handles[0]
@@ -35,21 +35,21 @@ async def place_trainer(
 
 
 class MultiHostTrainer:
-    """Programs that are one: started together, lost together. Has the one call of a `Handle` that `TrainerProgram`
+    """Programs of one trainer, started together and lost together. Provides the one `Handle` call that `TrainerProgram`
     makes.
 
-    Owns a task that waits for the end of every host but the first, whose end callers notice by themselves, and tells
-    the first one why: it answers whoever waits with that, at once.
+    Owns a task that waits for the exit of every host except the first, whose exit callers notice themselves. It reports
+    the cause to the first host, which fails all pending requests with it at once.
     """
 
     def __init__(self, hosts: Sequence[Handle]) -> None:
-        """`hosts`: actors of `Program`, that of rank 0 first."""
+        """`hosts`: actors of `Program`, rank 0's first."""
         self._leader, *self._others = hosts
         self._watching: asyncio.Task[None] | None = None
 
     async def call(self, method: str, extra: list[str]) -> Any:
-        """`start`: the address that the trainer serves at. `PartDied` as the first host that ends before all are ready;
-        then none is left running."""
+        """`start`: the trainer's address. `PartDied` of the first host that ends before all are ready; no host is left
+        running then."""
         assert method == "start"
         await self._forget()
         meet = str(await self._leader.call("begin", [*extra, "--meet", ":0"]))
@@ -64,7 +64,7 @@ class MultiHostTrainer:
                 raise error.exceptions[0] from None
             raise
         address = str(ready.result())
-        # It outlives this call; the next start ends it, or `aclose`.
+        # The task outlives this call; the next start or `aclose` ends it.
         self._watching = asyncio.get_running_loop().create_task(self._watch(address), name="hosts of the trainer")
         return address
 
@@ -84,7 +84,7 @@ class MultiHostTrainer:
         trainer = HttpTrainer(address)
         try:
             await trainer.lost(f"the trainer's host {number}: {cause}")
-        except RollartError:  # the first host is gone as well
+        except RollartError:  # the first host has ended as well
             pass
         finally:
             await trainer.aclose()

@@ -1,4 +1,4 @@
-"""The one translation of a plan's engine into vLLM's command line. Pure: nothing is looked up or started here."""
+"""The only translation of a planned engine into vLLM's command line. Pure: no lookups and no starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["CONNECTOR", "KV_LEASE_S", "VllmCommand", "vllm_command"]
 CONNECTOR = "NixlConnector"
 
 KV_LEASE_S = 10
-"""How long a prefill engine keeps KV that nobody pulls, seconds; one that decodes renews it while its request waits.
-An update of the weights waits as long for KV whose decode engine died, so it is shorter than vLLM's 30 s."""
+"""Seconds for which a prefill engine keeps KV without a pull; a decode engine renews the lease while its request waits.
+A weight update waits as long for KV of a dead decode engine, so it is shorter than vLLM's 30 s."""
 
 GB = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCommand:
-    """Arguments of `vllm serve` and its environment, without model, host and ports."""
+    """Arguments and environment of `vllm serve`, without model, host and ports."""
 
     args: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -31,9 +31,9 @@ class VllmCommand:
 def vllm_command(
     spec: VllmSpec, *, role: Role = Role.ENGINE, devices: int = 1, cpu: bool = False, context: int, slots: int
 ) -> VllmCommand:
-    """For an engine of `devices` cores or GPUs that serves contexts of `context` tokens, `slots` at a time."""
+    """The command of an engine on `devices` cores or GPUs, for `slots` concurrent contexts of `context` tokens."""
     env = {
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates are there with it alone
+        "VLLM_SERVER_DEV_MODE": "1",  # enables pause, resume and weight updates
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -46,9 +46,9 @@ def vllm_command(
         spec.dtype,
         "--skip-tokenizer-init",  # token in, token out
         "--enable-scale-out",  # /inference/v1/generate
-        "--enable-prompt-tokens-details",  # how many tokens were cached
+        "--enable-prompt-tokens-details",  # number of cached tokens
         "--logprobs-mode",
-        "processed_logprobs",  # after temperature and legal actions: what a loss forms ratios of
+        "processed_logprobs",  # after temperature and legal actions, as importance ratios need them
         "--weight-transfer-config",
         json.dumps({"backend": "rollart"}),
         "--disable-uvicorn-access-log",
@@ -69,14 +69,14 @@ def vllm_command(
 
 
 CPU_ARGS = ("--enforce-eager", "--distributed-executor-backend", "uni", "--no-enable-chunked-prefill")
-"""Compiling takes a minute at every start; the worker needs no process of its own; and a request with a seed whose
-prompt is computed in two steps ends vLLM 0.32 ("CPU Generator does not use offset")."""
+"""Compilation takes a minute at every start; the worker needs no separate process; and a request with a seed whose
+prompt is computed in two steps crashes vLLM 0.32 ("CPU Generator does not use offset")."""
 
 CPU_STEP_TOKENS = 2048
-"""Tokens of a step at least. Without chunks it is also the longest prompt."""
+"""Minimum tokens per step. Without chunked prefill it also bounds the prompt."""
 
 CPU_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets `uni` stand; the engine core has its process all the same
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps `uni`; the engine core still has a separate process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default all engines of a host share core 0
     "TORCH_COMPILE_DISABLE": "1",  # the first log-probability would be compiled, eager or not
 }
@@ -87,7 +87,7 @@ def _kv_transfer_config(cpu: bool) -> dict[str, object]:
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",  # roles are the router's, and may flip
         "kv_buffer_device": "cpu" if cpu else "cuda",
-        "kv_load_failure_policy": "fail",  # the gateway prefills where it decodes, and says so
-        # Not `bidirectional_kv_xfer`: an update of the weights would wait for every KV that was offered back.
+        "kv_load_failure_policy": "fail",  # the gateway then prefills on the decode engine, and records it
+        # Without `bidirectional_kv_xfer`: a weight update would wait for all KV offered back to prefill engines.
         "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": KV_LEASE_S},
     }

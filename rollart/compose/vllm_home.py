@@ -1,4 +1,4 @@
-"""Where vLLM is installed on this machine, and whether what engines need of it is there. vLLM is not imported."""
+"""The vLLM installation on this machine, and checks of the packages that engines need. vLLM is not imported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
-"""Names the interpreter of vLLM's environment where the cluster spec does not."""
+"""Environment variable with the interpreter of vLLM's environment, if the cluster spec names none."""
 
 INTERPRETER_TIMEOUT_S = 60.0
-"""For an interpreter that looks at its packages: a fraction of a second, unless its disk is far away."""
+"""Timeout of an interpreter that lists its packages: a fraction of a second, unless its disk is slow."""
 
 SERVER_TIMEOUT_S = 10.0
-"""For a server that serves: it answers from its loop, whatever it computes."""
+"""Timeout of a running server, which answers from its event loop under any load."""
 
 ARCHITECTURE_KEYS = (
     "hidden_size",
@@ -41,7 +41,7 @@ ARCHITECTURE_KEYS = (
     "intermediate_size",
     "vocab_size",
 )
-"""Keys of a model's configuration that its weights' shapes follow from."""
+"""Configuration keys that determine the shapes of a model's weights."""
 
 PLUGIN_REMEDY = "pip install integrations/vllm into vLLM's environment"
 
@@ -57,7 +57,7 @@ print(json.dumps([version, plugin, u.find_spec("nixl") is not None]))
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """An environment's packages: the version of vLLM ('' if it is not there), rollart's plugin, NIXL."""
+    """Packages of an environment: vLLM's version ('' if not installed), rollart's plugin, NIXL."""
 
     version: str
     plugin: bool
@@ -65,7 +65,7 @@ class VllmInstallation:
 
 
 def vllm_python(resolved: Resolved) -> str:
-    """The interpreter that the cluster spec or the environment names. SpecError if neither does."""
+    """The interpreter from the cluster spec or the environment. SpecError if neither names one."""
     python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON_VARIABLE)
     if not python:
         raise SpecError(
@@ -77,8 +77,8 @@ def vllm_python(resolved: Resolved) -> str:
 
 
 def vllm_home(python: str) -> VllmInstallation:
-    """What an interpreter of this machine finds. `UsageError` if it cannot be run."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of ours, not of vLLM's
+    """The packages that an interpreter of this machine finds. `UsageError` if it cannot be run."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the controller's, not vLLM's
     try:
         found = subprocess.run(
             [python, "-c", _PACKAGES_SCRIPT], capture_output=True, text=True, timeout=INTERPRETER_TIMEOUT_S, env=env
@@ -99,15 +99,15 @@ def vllm_home(python: str) -> VllmInstallation:
 
 
 def refuse_dead_servers(resolved: Resolved) -> None:
-    """`UsageError` for a server of `engines.attach` that does not answer, or serves another model."""
+    """`UsageError` for a server of `engines.attach` that does not answer, or that serves another model."""
     for url in resolved.cluster.engines.attach:
         _get(url, "/health")
         _refuse_another_model(resolved, url)
 
 
 def refuse_without_vllm(resolved: Resolved) -> None:
-    """`UsageError` for a run whose vLLM servers could not start here. On Ray the interpreter is one of other machines;
-    there it only must have a name."""
+    """`UsageError` for a run whose vLLM servers could not start here. On Ray the interpreter belongs to other machines,
+    and only has to be named."""
     if resolved.cluster.engines.attach:
         return
     python = vllm_python(resolved)
@@ -126,14 +126,14 @@ def refuse_without_vllm(resolved: Resolved) -> None:
 
 
 def _refuse_another_model(resolved: Resolved, url: str) -> None:
-    """`UsageError` for a server whose model has other sizes than the run's, as far as its directory can be read here:
-    a publish into it would fail after the trainer's start."""
+    """`UsageError` for a server whose model has other sizes than the run's, if its directory is readable here: a
+    publish into it would fail after the trainer's start."""
     try:
         served = Path(json.loads(_get(url, "/v1/models"))["data"][0]["root"])
         theirs = json.loads((served / "config.json").read_text())
     except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
         return  # a name of the Hub, or another machine's directory: the first publish compares the weights
-    trained = resolved.run.model.model_copy(update={"config": None})  # `config` is what plans are computed for
+    trained = resolved.run.model.model_copy(update={"config": None})  # plans are computed for `config`
     ours = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
     for key in ("architectures", *ARCHITECTURE_KEYS):
         if key in ours and key in theirs and ours[key] != theirs[key]:

@@ -1,4 +1,4 @@
-"""How engines follow a version, and how long that and all else may take: the run spec's words as a policy."""
+"""Update policies of engines, and time limits of waits, from the run spec."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ STALL_S = 600.0
 """Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
 
 DELAYED_UPDATE_S = 120.0
-"""As long as a turn's generation may take by default: most iterations end by themselves."""
+"""Default limit of a turn's generation: most iterations end before it."""
 
 
 def update_policy(resolved: Resolved) -> UpdatePolicy | None:
-    """None: all engines at once."""
+    """None if all engines update at once."""
     weights = resolved.run.weights
     match weights.update:
         case "delayed":
@@ -31,19 +31,19 @@ def update_policy(resolved: Resolved) -> UpdatePolicy | None:
 
 
 def engine_wait_s(resolved: Resolved) -> float:
-    """How much longer a turn may have to wait for an engine than a restart and an update take, seconds."""
+    """Additional seconds that a turn may wait for an engine, beyond a restart and an update."""
     policy = update_policy(resolved)
     return (policy.longest_s if isinstance(policy, Delayed) else 0.0) + node_wait_s(resolved)
 
 
 def node_wait_s(resolved: Resolved) -> float:
-    """How long the run waits for a node when no engine is left, seconds."""
+    """Seconds that the run waits for a node when no engine is left."""
     elastic = resolved.cluster.runtime.elastic
     return 0.0 if elastic is None else elastic.wait_s
 
 
 def stall_limit_s(resolved: Resolved) -> float:
-    """Longer than any wait that ends by itself: no lease expires after it."""
+    """Longer than any wait that ends by itself: no lease expires later."""
     leases, hosts = resolved.run.leases, resolved.cluster.environments
     longest = max(
         hosts.start_s if hosts.workers else 0.0,

@@ -1,4 +1,5 @@
-"""What the window of a run sustains under its plan: `placement.window` with its groups and its publish time."""
+"""The throughput that a run's window sustains under its plan: `placement.window` with the run's groups and publish
+time."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ __all__ = [
 ]
 
 WINDOW_TOLERANCE = 0.01
-"""A plan is within its window up to so much."""
+"""Relative tolerance of a plan against its window."""
 SUFFICIENT_RATE_SHARE = 0.9
-"""Share of the best rate at any staleness that a recommended one reaches: each version of lag costs samples to learn
-from (docs/training.md), so that the last tenth of the rate is not worth several of them."""
+"""Share of the best rate over all staleness values that a recommended one reaches: each version of lag costs samples to
+learn from (docs/training.md), so the last tenth of the rate is not worth several versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreshGroupShare:
-    """`share` of a domain's groups ends within the run's staleness bound, at the rate of the plan."""
+    """The `share` of a domain's groups that end within the run's staleness bound, at the rate of the plan."""
 
     domain: str
     share: float
@@ -43,8 +44,9 @@ class FreshGroupShare:
 
 @dataclass(frozen=True, slots=True)
 class RecommendedStaleness:
-    """The least `staleness` at which a plan whose batches wait for their longest groups yields `rate` trajectories/s,
-    `SUFFICIENT_RATE_SHARE` of the `best` at any staleness. The run's own staleness has no part in it."""
+    """The smallest `staleness` at which a plan whose batches wait for their longest groups yields `rate`
+    trajectories/s, at least `SUFFICIENT_RATE_SHARE` of `best`, the rate at the largest staleness. Independent of the
+    run's own staleness."""
 
     staleness: int
     rate: float
@@ -52,7 +54,7 @@ class RecommendedStaleness:
 
 
 def sustained_slots(resolved: Resolved) -> tuple[DomainWindow, ...]:
-    """Every domain's slots; none without a computed plan of the whole loop."""
+    """The slots of every domain; empty without a computed plan of the whole loop."""
     found, problem, run = resolved.plan.placement, resolved.problem, resolved.run
     trained = resolved.plan.of(Role.TRAINER)
     if found is None or problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
@@ -61,9 +63,9 @@ def sustained_slots(resolved: Resolved) -> tuple[DomainWindow, ...]:
 
 
 def fresh_group_shares(resolved: Resolved) -> tuple[FreshGroupShare, ...]:
-    """By domain, what the staleness bound keeps of its lengths at the planned rate.
+    """By domain, the share of groups that the staleness bound keeps at the planned rate.
 
-    A group that starts at a publish can take (alpha + 1) steps less training and publish until its last batch is taken.
+    A group that starts at a publish has (alpha + 1) steps, minus training and publish, until its last batch is taken.
     """
     problem, run, found = resolved.problem, resolved.run, []
     if run.schedule in LAG or problem is None or problem.train is None or resolved.plan.placement is None:
@@ -80,10 +82,11 @@ def fresh_group_shares(resolved: Resolved) -> tuple[FreshGroupShare, ...]:
 
 
 def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
-    """The staleness that the lengths of the domains ask for; None where no window of groups is planned.
+    """The staleness that the domains' lengths require; None if no window of groups is planned.
 
-    Each staleness is judged by the plan that is made for it: a plan for a longer window has slower engines, whose
-    groups take longer. So no plan asks for another staleness than the one that it was made for."""
+    Each staleness is judged by a plan made for it: a plan for a longer window has slower engines, whose groups take
+    longer. So no plan demands another staleness than its own.
+    """
     problem, run = resolved.problem, resolved.run
     if run.schedule in LAG or not sustained_slots(resolved):
         return None
@@ -109,7 +112,7 @@ def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
 
 
 def publish_paths(resolved: Resolved) -> dict[str, PublishPath]:
-    """By pool with engines, how a version gets there; none where nothing is planned or trained."""
+    """By pool with engines, the path of a version to it; empty without a plan or a trainer."""
     problem, trained = resolved.problem, resolved.plan.of(Role.TRAINER)
     if problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
         return {}

@@ -1,4 +1,4 @@
-"""Which concrete part stands behind which port, and how they are connected."""
+"""Chooses the concrete part behind each port, and connects them."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ __all__ = ["RunContext", "open_run"]
 
 
 NOTABLE_PAUSE_S = 5.0
-"""Pauses of the controller's loop that are worth a line, seconds."""
+"""Pauses of the controller's loop from which on they are shown, seconds."""
 
 
 @dataclass(slots=True)
 class RunContext:
-    """Everything of one run, made but not started. `begin` and `open_functions` complete it in this order."""
+    """All parts of one run, created but not started. `begin` and then `open_functions` complete it."""
 
-    resolved: Resolved  # what of `wanted`, which the specs ask for, fits on the nodes that there were at the start
+    resolved: Resolved  # the part of `wanted`, the run of the specs, that fits on the initial nodes
     wanted: Resolved
     roles: Mapping[str, EngineRole]
     directory: Path
@@ -113,15 +113,15 @@ class RunContext:
     rewarder: OffloadRewarder = field(init=False)
 
     def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
-        """An event for the ledger and for whoever watches."""
+        """Record an event in the ledger and show it."""
         self.said += 1
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
-        if kind not in SHOWN_EVENTS:  # others the ledger shows
+        if kind not in SHOWN_EVENTS:  # the ledger itself shows those in the set
             self.progress(event)
 
     def paused(self, seconds: float) -> None:
-        """The controller's loop did not run for so long: no wait expires because of it."""
+        """The controller's loop was paused for `seconds`: extend all leases, so that none expires because of it."""
         self.leases.moved(seconds)
         event = RunEvent(asyncio.get_running_loop().time(), "controller_paused", "run", {"seconds": round(seconds, 3)})
         self.ledger.event(event)
@@ -129,7 +129,7 @@ class RunContext:
             self.progress(event)
 
     def begin(self, weights: WeightsRef) -> None:
-        """The version that engines start with is known: the control plane can be made."""
+        """Create the control plane, with the version that engines start with."""
         self.current = weights
         self.control = ControlPlane(
             self.domains,
@@ -174,7 +174,7 @@ class RunContext:
 
     @contextlib.asynccontextmanager
     async def open_functions(self, rewards: RunRewards) -> AsyncIterator[None]:
-        """The reward functions are deployed while the body runs."""
+        """Deploy the reward functions while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
         meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
         at = functools.partial(
@@ -217,7 +217,7 @@ class RunContext:
                 await stack.enter_async_context(scaling)
                 try:
                     yield
-                finally:  # of a run that fails on its functions' faults above all
+                finally:  # most useful for a run that fails on function faults
                     record_offload(self.ledger, offload, asyncio.get_running_loop().time())
 
     def session(self) -> Session:
@@ -225,7 +225,7 @@ class RunContext:
         return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
     def watchdog(self) -> Watchdog:
-        """Looks after everything from the first part's start on."""
+        """Monitors the run from the first part's start on."""
         budget = self.resolved.run.budget
         return Watchdog(
             self.leases,
@@ -240,7 +240,7 @@ class RunContext:
         )
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
-        """`Rewarder`: the functions are opened after this object is made."""
+        """`Rewarder`: the functions are opened after this object is created."""
         return await self.rewarder.score(trajectory, deadline_s)
 
     def interval(self, interval: object) -> None:
@@ -254,7 +254,7 @@ class RunContext:
         self.ledger.charge(charge)
 
     def _progress(self) -> int:
-        """What only grows while something gets done: parts started, turns generated, versions published."""
+        """A counter that grows while work gets done: started parts, generated turns, published versions."""
         if self.current is None:
             return self.said
         gateway = self.control.gateway
@@ -289,21 +289,21 @@ class RunContext:
         self.progress(event)
 
     async def _look(self) -> None:
-        """Once a second: the open intervals, so that a report of a live run is current."""
+        """Once a second: flush open intervals, so that reports of a live run are current."""
         hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
         for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
 
     def _spent(self) -> float:
-        """Dollars billed so far, over all lives of the run: every device while a part holds it, whatever it does, those
-        of pools that are not rented always, and calls of functions whose provider sends a bill."""
+        """Dollars so far over all lives of the run: every device while a part holds it, busy or idle; all devices of
+        pools that are not rented; and calls of functions whose provider sends a bill."""
         return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
 
 
 def control_settings(
     resolved: Resolved, roles: Mapping[str, EngineRole] | None = None, vocab: int | None = None
 ) -> ControlSettings:
-    """The run spec for the control plane. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
+    """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
     run, leases = resolved.run, resolved.run.leases
     tail = run.rollout.tail_batching
     return ControlSettings(
@@ -374,8 +374,8 @@ def prefetch_settings(rollout: RolloutSpec) -> PrefetchSettings | None:
 async def open_run(
     start: RunStart, directory: Path, progress: Callable[[RunEvent], None], *, began: float
 ) -> AsyncIterator[RunContext]:
-    """Make every part of the run; at the end stop what was started, in reverse order. `began`: the loop's second at
-    which the run's process began."""
+    """Create every part of the run; stop all started parts at exit, in reverse order. `began`: the loop time at which
+    the run's process began."""
     resolved = start.resolved
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
@@ -459,8 +459,7 @@ async def open_run(
 
 
 def _owned_resources(resolved: Resolved) -> set[str]:
-    """The resources of the plan on pools that are not rented: somebody pays for them whether the run uses them or
-    not."""
+    """The plan's resources in pools that are not rented: their cost accrues whether the run uses them or not."""
     owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}
     parts = {a.name for a in resolved.plan.assignments if a.pool in owned}
     return parts | {f"unused-{pool}" for pool in owned if resolved.plan.idle.get(pool)}

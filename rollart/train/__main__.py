@@ -1,13 +1,13 @@
 """`python -m rollart.train --config trainer.json`: prints `ready http://host:port` on stdout once it serves.
 
 With `parallel.ranks` above 1 in the config, this process is rank 0 and starts the others beside it. With `--meet` the
-ranks are on several hosts, or started by somebody else: one process per host, told its first rank (`--rank`) and how
-many are there (`--here`). Rank 0 opens the meeting point, at any port with `--meet :0`, and prints `meet HOST:PORT`
-before it waits there. The ranks of a host have a GPU each: those that are visible, in order.
+ranks are on several hosts, or started by an external launcher: one process per host, with its first rank (`--rank`)
+and the number of ranks on its host (`--here`). Rank 0 opens the rendezvous, at any port with `--meet :0`, and prints
+`meet HOST:PORT` before it waits there. The ranks of a host have one GPU each, in the order of the visible ones.
 
-Ends with its parent and on SIGTERM, at once: a publish is atomic, so nothing is lost that was promised.
-Exit codes: 0 told to stop, 1 a rank ended before all were ready, 2 the config, the model or the port is wrong (one line
-on stderr).
+Ends at once with its parent and on SIGTERM: a publish is atomic, so no confirmed version is lost.
+Exit codes: 0 stopped, 1 a rank ended before all were ready, 2 the config, the model or the port is wrong (one line on
+stderr).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 
 from rollart.lifeline import die_with_parent
 
-if TYPE_CHECKING:  # torch takes seconds to load, and a port that is taken is told before
+if TYPE_CHECKING:  # torch takes seconds to load: a port in use is reported first
     from rollart.learning import TrainerConfig
     from rollart.train.followers import LocalRankProcesses
     from rollart.train.server import TrainerService
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 TRIM_THRESHOLD_BYTES = 1 << 30
-"""glibc gives large blocks back to the kernel at once and faults them in again at the next micro-batch: 8,000 to 20,000
-page faults and 4–7 % of a step's CPU time at 120 tokens a sample. Below this size memory is kept instead."""
+"""glibc returns large blocks to the kernel at once and faults them in again at the next micro-batch: 8,000 to 20,000
+page faults and 4–7 % of a step's CPU time at 120 tokens per sample. Blocks below this size are kept instead."""
 
 
 def main() -> int:
@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=0, help="number of this rank, if somebody else starts the ranks")
+    parser.add_argument(
+        "--rank", type=int, default=0, help="number of this rank, if an external launcher starts the ranks"
+    )
     parser.add_argument("--meet", metavar="[HOST]:PORT", help="where the ranks meet; rank 0 opens it (host: --host)")
     parser.add_argument("--here", type=int, help="ranks on this host, this one first (default: all; with --meet 1)")
     parser.add_argument("--local", type=int, default=0, help="number of this rank on its host, and of its GPU")
@@ -71,13 +73,13 @@ def main() -> int:
         return 0
     asyncio.run(_serve(service, listener, followers))
     followers.stop()
-    # A step may still be running in the worker thread; nobody waits for its answer any more.
+    # A step may still be running in the worker thread, without a client that waits for it.
     sys.stdout.flush()
     os._exit(0)
 
 
 def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: LocalRankProcesses) -> TrainerService:
-    """The learner, ready, after all ranks have met. `UsageError` as its parts."""
+    """The trainer service, after all ranks have met. `UsageError` from its parts."""
     import torch
 
     from rollart.errors import UsageError
@@ -118,7 +120,7 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Lo
 
 
 def _parse_address(text: str) -> tuple[str, int]:
-    """The host may be left out."""
+    """The host may be omitted."""
     from rollart.errors import UsageError
 
     host, colon, port = text.rpartition(":")
@@ -132,7 +134,7 @@ def _exit_before_start(reason: str) -> None:
 
 
 def _exit_as_follower(reason: str) -> None:
-    """On a host without rank 0: whoever started this process sees it end, and why."""
+    """On a host without rank 0: the launcher of this process sees its exit and the reason."""
     _exit_with(reason)
 
 

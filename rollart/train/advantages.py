@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MIN_STD = 1e-6
-"""A smaller spread counts as none: dividing rounding noise by it would invent a signal."""
+"""A smaller standard deviation counts as none: dividing rounding noise by it would invent a signal."""
 
 
 def batch_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> FloatArray:
@@ -59,9 +59,9 @@ def batch_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) ->
 
 
 def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
-    """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 where it carries no loss: what does
-    not wait for the rest of the batch. `by_id`: samples of a group add up in the order of their ids, as in a streamed
-    step. `ValueError` for a domain whose baseline is of the whole batch."""
+    """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 for tokens without loss: the part
+    that does not depend on the rest of the batch. `by_id`: add up samples of a group in the order of their ids, as a
+    streamed step does. `ValueError` for a domain whose baseline is of the whole batch."""
     out = np.zeros(len(batch.tokens), np.float64)
     for name, _ in _by_domain(batch, domains):
         if domains[name].advantage.baseline == "domain":
@@ -79,8 +79,8 @@ def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *,
 
 
 def domain_advantages(config: AdvantageSpec, batch: TrainingBatch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Advantages before `normalize: batch` of some loss tokens [N] of one domain, whole samples, and of their credit
-    units [U]: computed, or read where the batch brings them."""
+    """Advantages before `normalize: batch` of some loss tokens [N] of one domain (whole samples), and of their credit
+    units [U]; computed, or taken from the batch if it contains them."""
     sample, at = batch.loss.sample[pick], batch.loss.position[pick]
     if batch.advantage is None:
         return centred_advantages(
@@ -93,7 +93,7 @@ def domain_advantages(config: AdvantageSpec, batch: TrainingBatch, pick: IntArra
 
 
 def _by_domain(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> Iterator[tuple[str, IntArray]]:
-    """Domains with loss, and their loss tokens."""
+    """Domains with loss, with their loss tokens."""
     owner = batch.loss.sample
     for index, name in enumerate(batch.domains):
         domain_credit(domains, name)
@@ -111,7 +111,7 @@ def advantages(
 
 
 def domain_credit(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
-    """`ValueError` for a domain that is not configured."""
+    """The domain's settings. `ValueError` for a domain that is not configured."""
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none"
         raise ValueError(f"domain {name!r} is not configured, the trainer knows {listed}")
@@ -119,7 +119,7 @@ def domain_credit(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
 
 
 def normalisation_divisor(units: FloatArray) -> float:
-    """The divisor of `normalize`: the sample standard deviation of credit units [U], 1 if it is next to nothing."""
+    """The divisor of `normalize`: the sample standard deviation of credit units [U], or 1 if that is negligible."""
     std = float(units.std(ddof=1)) if len(units) > 1 else 0.0
     return std if std > MIN_STD else 1.0
 
@@ -127,7 +127,7 @@ def normalisation_divisor(units: FloatArray) -> float:
 def centred_advantages(
     config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Advantages before `normalize: batch`: of each loss token [N], and of each credit unit [U]."""
+    """Advantages before `normalize: batch` of each loss token [N] and of each credit unit [U]."""
     unit = credit_units(config.level, sample, turn)
     present, row = np.unique(sample, return_inverse=True)
     reward = np.zeros((len(present), int(unit.max()) + 1), np.float64)
@@ -175,13 +175,13 @@ def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
 
 
 def _mean(value: FloatArray, index: IntArray) -> FloatArray:
-    """The mean over the rows with the same number in `index` [samples]. [samples, 1] -> [samples, 1]."""
+    """Mean over the rows with equal `index` [samples]. [samples, 1] -> [samples, 1]."""
     return (np.bincount(index, value[:, 0]) / np.bincount(index))[index, None]
 
 
 def _mean_of_others(value: FloatArray, reached: BoolArray, index: IntArray) -> FloatArray:
-    """For each unit of a row, the mean over the *other* rows with the same number in `index` [samples] that reach it;
-    if none does, over all of them at their last unit; the row's own value if it is alone. All [samples, units]."""
+    """For each unit of a row, the mean over the *other* rows with equal `index` [samples] that reach it; if there are
+    none, the mean of all others at their last unit; for a single row its own value. All [samples, units]."""
     shape = (int(index.max()) + 1, value.shape[1])
     count, total = np.zeros(shape), np.zeros(shape)
     np.add.at(count, index, reached.astype(np.float64))

@@ -41,7 +41,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 
 
 class InvalidSamples(ValueError):
-    """Samples that cannot be trained on: `samples` has the ids of all of them, the message one with its rule."""
+    """Samples that cannot be trained on. `samples` has all their ids, the message one id with the violated rule."""
 
     def __init__(self, message: str, samples: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -50,8 +50,8 @@ class InvalidSamples(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LegalSets:
-    """The distinct legal-action sets of a batch, padded to the largest: `ids` and `valid` are [sets + 1, widest].
-    Row 0 stands for "unrestricted" and is empty."""
+    """The distinct legal-action sets of a batch, padded to the largest: `ids` and `valid` are [sets + 1, widest]. Row 0
+    means "unrestricted" and is empty."""
 
     ids: IntArray
     valid: BoolArray
@@ -59,14 +59,14 @@ class LegalSets:
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The N tokens that carry loss, in sample order. `first[s]:first[s + 1]` are those of sample s."""
+    """The N tokens with loss, in sample order. Tokens `first[s]:first[s + 1]` belong to sample s."""
 
     position: IntArray
     """Index into the batch's flat token arrays."""
     sample: IntArray
     first: IntArray
     slot: IntArray
-    """Where the token stands in its legal set (0 for unrestricted tokens)."""
+    """Position of the token in its legal set (0 for unrestricted tokens)."""
 
     def __len__(self) -> int:
         return len(self.position)
@@ -92,9 +92,9 @@ class TrainingBatch:
     sets: LegalSets
     loss: LossTokens
     reference: FloatArray | None = None
-    """Log-probabilities under the reference policy; None: not known yet."""
+    """Log-probabilities under the reference policy; None if unknown."""
     advantage: FloatArray | None = None
-    """Advantages before `normalize`; None: not known yet."""
+    """Advantages before `normalize`; None if unknown."""
     weight: FloatArray | None = None
     """Factor of each sample's tokens in the loss [S]; None: all 1."""
 
@@ -107,8 +107,8 @@ class TrainingBatch:
 
     @property
     def used_lengths(self) -> IntArray:
-        """Tokens of each sample that a forward pass needs: up to, not including, its last token with loss (that one
-        is only a target). 0 for samples without loss."""
+        """Tokens of each sample that a forward pass needs: all before its last token with loss, which is only a target.
+        0 for samples without loss."""
         last = np.zeros(len(self), np.int64)
         has = np.diff(self.loss.first) > 0
         ends = self.loss.position[self.loss.first[1:][has] - 1]
@@ -117,8 +117,8 @@ class TrainingBatch:
 
 
 def decode_batch(wire: Mapping[str, Any], vocab_size: int) -> TrainingBatch:
-    """Check and unpack the wire form. `InvalidSamples` names the samples that break a rule, `ValueError` is for a form
-    that cannot be read."""
+    """Check and unpack the wire form. `InvalidSamples` for samples that violate a rule, `ValueError` for an unreadable
+    message."""
     try:
         batch = _unpack(wire)
     except (KeyError, TypeError, ValueError) as error:
@@ -128,7 +128,8 @@ def decode_batch(wire: Mapping[str, Any], vocab_size: int) -> TrainingBatch:
 
 
 def select_samples(batch: TrainingBatch, samples: IntArray) -> TrainingBatch:
-    """Some samples alone, in the order given, as if they had been sent so: with their own legal sets and no others'."""
+    """A subset of samples in the given order, equal to a batch of these samples alone, with only their own legal
+    sets."""
     pick = np.concatenate([np.arange(batch.offsets[s], batch.offsets[s + 1]) for s in samples])
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(batch.lengths[samples])))
     used = np.unique(np.append(batch.legal[pick], 0))

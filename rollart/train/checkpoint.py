@@ -1,17 +1,17 @@
-"""Published versions on disk: a Hugging Face directory `v%06d` that is there whole or not at all.
+"""Published versions on disk: Hugging Face directories `v%06d`, written atomically.
 
-    config.json  model.safetensors  tokenizer.json…     what engines read
-    trainer/optimizer.safetensors  trainer/state.json   what `restore_version` reads besides; in a directory of its
-    own, since vLLM loads every *.safetensors beside the config as weights
+    config.json  model.safetensors  tokenizer.json…     read by engines
+    trainer/optimizer.safetensors  trainer/state.json   read by `restore_version`; in a separate directory, since
+                                                        vLLM loads every *.safetensors beside the config as weights
     COMPLETE                                            {"schema": 1, "version": n, "files": {name: sha256}}
 
-Of several ranks each writes its own share, and no host ever holds the whole: `model-00001-of-00004.safetensors` … with
-`model.safetensors.index.json` (each tensor whole in one file, as transformers and vLLM read them), and
-`trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows, `pieces.py`). Adapters lie beside the optimizer's
-state. Any number of ranks can go on from what any other number wrote.
+With several ranks, each writes its own share and no host holds the whole model: `model-00001-of-00004.safetensors` …
+with `model.safetensors.index.json` (each tensor whole in one file, as transformers and vLLM read them), and
+`trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows, `pieces.py`). Adapters are stored beside the
+optimizer's state. Any number of ranks can restore a version that another number of ranks wrote.
 
-Written into a hidden directory, the marker last, then renamed: a reader can see an older version or this one,
-never half of one. Nothing is pickled.
+A version is written into a hidden directory, the marker last, and then renamed: a reader sees the older version or the
+new one, never a partial one. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ TOKENIZER_NAMES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What engines look for beside the weights."""
+"""Files that engines look for beside the weights."""
 
 
 def tokenizer_files(source: str | None) -> tuple[Path, ...]:
-    """The files to copy into every version. `UsageError` if the configured place has no tokenizer."""
+    """The files to copy into every version. `UsageError` if the configured path has no tokenizer."""
     if source is None:
         return ()
     path = Path(source)
@@ -82,7 +82,7 @@ def tokenizer_files(source: str | None) -> tuple[Path, ...]:
 
 
 def remove_partial_writes(root: Path) -> None:
-    """Remove what an interrupted publish left behind. `UsageError` if the root cannot be written."""
+    """Remove leftovers of interrupted publishes. `UsageError` if the root cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in (*root.glob(".tmp-v*"), *root.glob(".old-v*")):
@@ -94,7 +94,7 @@ def remove_partial_writes(root: Path) -> None:
 
 
 def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
-    """Write the learner's state as `version`; of several ranks, all must call it."""
+    """Write the learner's state as `version`. All ranks must call it."""
     return write_version(take_snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
 
 
@@ -107,9 +107,9 @@ def write_version(
     ranks: RankChannel = SINGLE_RANK,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Path:
-    """Write a state as `version`; replaces an earlier write of it. `TrainerError`, on every rank, leaves nothing
-    behind. Each write has a directory of its own until it is whole, and then takes the version's place only if rank 0
-    still wants it."""
+    """Write a state as `version`, replacing an earlier write. `TrainerError`, on every rank, leaves no files behind.
+    Each write uses a separate directory until it is complete, which then becomes the version's only if rank 0 still
+    wants it."""
     final = version_path(root, version)
     cannot = f"cannot publish version {version} under {root}"
     temporary: Path | None = None
@@ -147,8 +147,8 @@ def write_version(
 
 
 def restore_version(learner: Learner, path: Path, version: int) -> None:
-    """Load weights, optimizer and counters; of several ranks, all must call it. `TrainerError`, on every rank, for a
-    directory that is not a whole, unchanged version; everything is read and checked before anything changes."""
+    """Load weights, optimizer and counters. All ranks must call it. `TrainerError`, on every rank, for a directory that
+    is not a complete, unchanged version; everything is read and checked before any state changes."""
     problem: TrainerError | None = None
     learner.policy.settle()
     try:
@@ -168,15 +168,15 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
 
 
 def _moment(parameter: Tensor, value: Tensor) -> Tensor:
-    """Of the optimizer, where `parameter` lies and cut as it is. A number, the count of updates, is there too: fused
-    kernels read it."""
+    """An optimizer state tensor on the device of `parameter`, sharded like it. The update count, a scalar, is there
+    too, since fused kernels read it."""
     state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
     local_rows(state).copy_(value)
     return state
 
 
 def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
-    """The files of a version. Each rank reads its share of them to the end."""
+    """The files of a version. Each rank verifies its share of them."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         found, files = int(marker["version"]), dict(marker["files"])
@@ -206,7 +206,7 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
 
 
 def _unreadable(path: Path, error: OSError) -> TrainerError:
-    """Of a disk or a process at fault: the file may be whole."""
+    """The error for a failing disk or process: the file itself may be intact."""
     remedy = "look at the disk and at the limit of open files, then rollart launch --resume"
     return TrainerError(f"{path} cannot be read: {error.strerror or error}", remedy=remedy)
 
@@ -216,7 +216,7 @@ _Moments = list[tuple[str, str, str, Tensor]]
 
 
 def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, LearnerCounters]:
-    """What this rank takes: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
+    """The data of this rank: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
     own, adapters = lora.published_tensors(learner.policy.model), lora.adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
@@ -229,7 +229,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             raise another
         if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
             raise another
-        # With adapters the weights below them are frozen: those of the model that the trainer started from.
+        # With adapters the base weights are frozen, and equal to those of the trainer's initial model.
         pairs = [] if adapters else [(m.base, _rows(learner, model, n, m.base)) for n, m in own.items()]
         pairs += [(p, _rows(learner, state, name, p)) for name, p in wanted.items()]
         parameters = dict(learner.policy.model.named_parameters())
@@ -249,7 +249,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
 
 
 def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> Tensor:
-    """What belongs to this rank of a tensor that is cut as `parameter` is; a number as it is."""
+    """This rank's rows of a tensor that is sharded like `parameter`; a scalar unchanged."""
     if not pieces.shapes[name]:
         return pieces.read(name)
     if pieces.shapes[name] != tuple(parameter.shape):
@@ -261,13 +261,13 @@ def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -
 
 
 def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
-    """Those files that are `name`, or parts of it (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
+    """The files named `name`, or its shards (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
     stem, _, ending = name.rpartition(".")
     return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
 
 
 def _all_or_none(ranks: RankChannel, work: Callable[[], T] | None, cannot: str) -> T | None:
-    """What one rank's part of writing gave, once all ranks did theirs. `TrainerError` on all if any could not."""
+    """The result of one rank's work, after all ranks did theirs. `TrainerError` on all ranks if one failed."""
     problem, result = None, None
     try:
         result = work() if work is not None else None
@@ -285,7 +285,7 @@ def _all_or_none(ranks: RankChannel, work: Callable[[], T] | None, cannot: str) 
 def _write_rest(
     state_of: LearnerSnapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
 ) -> None:
-    """What one rank alone writes: the small files, and the marker with everybody's digests."""
+    """The part that only rank 0 writes: the small files, and the marker with the digests of all ranks."""
     durable = state_of.durable
     texts = {
         "config.json": state_of.config,
@@ -330,7 +330,7 @@ def _fsync(path: Path) -> None:
 
 
 def _temporary_directory(path: Path) -> Path:
-    """A new directory that is named after `path`: an earlier write that was given up may still go on in its own."""
+    """A new directory named after `path`: an abandoned earlier write may still continue in another one."""
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):
             own = path.with_name(f"{path.name}.{number}")

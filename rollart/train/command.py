@@ -1,4 +1,4 @@
-"""One command's outcome, and how ranks follow rank 0's commands."""
+"""Outcomes of commands, and execution of rank 0's commands on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CommandHandler: TypeAlias = Callable[[CommandMessage], CommandMessage]
 
 
 VERSION_DAMAGED_STATUS = 422
-"""Status of the answer to a restore from a version that is not what was published."""
+"""HTTP status of a restore from a version that is not as it was published."""
 
 MEMORY_REMEDY = (
     "lower training.max_tokens_per_microbatch, set trainer.activation_checkpointing, or give the trainer more GPUs"
@@ -33,8 +33,8 @@ MEMORY_REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """The HTTP status and the msgpack body of an answer. `sound`: every rank left its work at the same place, so the
-    next command may come; otherwise one of them may still wait for another."""
+    """HTTP status and msgpack body of a response. `sound`: every rank left its work at the same point, so the next
+    command may follow; otherwise a rank may still wait for another."""
 
     status: int
     body: bytes
@@ -51,7 +51,7 @@ class CommandOutcome:
 
 
 def run_command(work: CommandHandler, body: bytes) -> CommandOutcome:
-    """Runs in the worker thread: unpack, work, pack; every exception becomes one line."""
+    """Unpack, run and pack a command in the worker thread; every exception becomes one line."""
     try:
         message = msgpack.unpackb(body)
         if not isinstance(message, dict):
@@ -76,7 +76,8 @@ def run_command(work: CommandHandler, body: bytes) -> CommandOutcome:
 
 
 def run_on_all_ranks(channel: RankChannel, name: str, work: CommandHandler, body: bytes) -> CommandOutcome:
-    """Do a command on every rank; this rank's outcome, or the first failure of another. In the channel's thread."""
+    """Run a command on every rank, in the channel's thread. The outcome of this rank, or the first failure of
+    another."""
     try:
         channel.say(name, body)
         mine = run_command(work, body)
@@ -95,9 +96,9 @@ def run_on_all_ranks(channel: RankChannel, name: str, work: CommandHandler, body
 def follow_rank_zero(
     channels: Mapping[RankChannel, Mapping[str, CommandHandler]], *, enter: Callable[[], None] = lambda: None
 ) -> None:
-    """Do what rank 0 says until it is gone, each channel in a thread of its own that begins with `enter`; ends the
-    process. What a rank does not expect ends it too, at once: the others wait for it in the middle of something, and
-    see that it is gone."""
+    """Execute rank 0's commands until it is gone; each channel has a thread, which starts with `enter`. Then ends the
+    process. An unexpected error ends it at once as well: the other ranks wait for this one in the middle of a command,
+    and notice its exit."""
 
     def listen(channel: RankChannel, works: Mapping[str, CommandHandler]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`trainer.json`, read and checked: a misspelt key is an error and not a default."""
+"""Reads and validates `trainer.json`: a misspelt key is an error, not a default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_config", "parse_config"]
 
 
 def load_config(path: str | Path) -> TrainerConfig:
-    """Read and check a config file. `UsageError`, one line, names the file and the key that is wrong."""
+    """Read and validate a config file. `UsageError`, one line, names the file and the wrong key."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -28,7 +28,7 @@ def load_config(path: str | Path) -> TrainerConfig:
 
 
 def parse_config(raw: object) -> TrainerConfig:
-    """`ValueError`, one line, names the first key that is wrong."""
+    """`ValueError`, one line, names the first wrong key."""
     try:
         return TrainerConfig.model_validate(raw)
     except ValidationError as error:

@@ -1,13 +1,13 @@
 """A sum of tensors whose result does not depend on the order of its addends, to the last bit.
 
-Floating-point addition is not associative, so gradients that are added as groups happen to finish would give other
-weights in every run. Here each addend x is cut, without error, at two fixed places (the idea of Demmel and Nguyen,
+Floating-point addition is not associative, so gradients added in the order in which groups finish would give different
+weights in every run. Here each addend x is split, without error, at two fixed positions (the idea of Demmel and Nguyen,
 "Parallel Reproducible Summation", 2015, with bins that are known in advance):
 
     x = c + f + r,   c a multiple of 2⁻²⁴,   f a multiple of 2⁻⁶⁴,   |r| ≤ 2⁻⁶⁵
 
 c and f are each summed as float64. All partial sums are multiples of the same power of two and short enough for 53
-bits, so every addition is exact and their order is without consequence. Only r is lost: 2.7e-20 per addend.
+bits, so every addition is exact and their order has no effect. Only r is lost: 2.7e-20 per addend.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FINE = 1.5 * 2.0**-12
 """The same for 2⁻⁶⁴, for |x| < 2⁻¹³."""
 
 MAX_MAGNITUDE = 2.0**27
-"""Largest Σ |x| of an entry: all of its partial sums are then exact, and each x was cut right."""
+"""Bound on Σ |x| of an entry: below it all partial sums are exact, and each x is split correctly."""
 
 MAX_ADDENDS = 2**13
-"""Most addends: 2¹³ remainders of at most 2⁻²⁵ stay below 2⁻¹¹, 53 bits above 2⁻⁶⁴."""
+"""Maximum number of addends: 2¹³ remainders of at most 2⁻²⁵ stay below 2⁻¹¹, 53 bits above 2⁻⁶⁴."""
 
 
 class ExactSum:
-    """Σ of equally shaped lists of tensors, 24 bytes per entry. A tensor may be missing (None) from any addend."""
+    """Σ of equally shaped lists of tensors, 24 bytes per entry. Any addend may lack a tensor (None)."""
 
     def __init__(self, size: int) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * size
@@ -55,7 +55,7 @@ class ExactSum:
             part[2].add_(x.abs())
 
     def sound(self) -> bool:
-        """Whether the sum is exact: every addend was finite, and there were not too many nor too large ones."""
+        """True if the sum is exact: every addend was finite, and their number and size were within the bounds."""
         peaks = [part[2].max() for part in self._parts if part is not None]
         # A comparison with NaN is false.
         return self._count <= MAX_ADDENDS and (not peaks or bool((torch.stack(peaks) < MAX_MAGNITUDE).all()))

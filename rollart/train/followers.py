@@ -1,6 +1,6 @@
-"""The other ranks of a host as child processes of its first: started, watched, and gone when it goes.
+"""The other ranks of a host, as child processes of the host's first rank, which they die with.
 
-Where something else starts every rank (a job queue) with `--rank` and `--meet`, there are no followers here.
+A launcher that starts every rank itself (a job queue, with `--rank` and `--meet`) leaves nothing to start here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["LocalRankProcesses"]
 
 
 class LocalRankProcesses:
-    """Owns the processes. One thread waits for each; `lost` is called once, from that thread, for the first that ends
-    before `stop`, with words that say which and how."""
+    """Owns the processes, each with a thread that waits for its exit. `lost` is called once, from that thread, for the
+    first exit before `stop`, with a text that names the rank and the cause."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -26,25 +26,25 @@ class LocalRankProcesses:
     def start(
         self, arguments: Sequence[str], *, first: int, here: int, ranks: int, lost: Callable[[str], None]
     ) -> None:
-        """The `here` − 1 ranks after `first`, each with `arguments` and its numbers. From the main thread: they die
-        with the thread that started them."""
+        """Start the `here` − 1 ranks after `first`, each with `arguments` and its numbers. Call it from the main
+        thread: the processes die with the thread that started them."""
         self._lost = lost
         for local in range(1, here):
             rank = first + local
             numbers = ["--rank", str(rank), "--local", str(local)]
             command = [sys.executable, "-m", "rollart.train", *arguments, *numbers]
-            # stdout is this process's promise of "ready"; what a follower says goes to the log.
+            # stdout is reserved for this process's "ready" line; output of followers goes to the log.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, ranks, process), daemon=True).start()
 
     def call(self, lost: Callable[[str], None]) -> None:
-        """From now on tell this one."""
+        """Replace the callback for lost ranks."""
         with self._lock:
             self._lost = lost
 
     def stop(self) -> None:
-        """Kill what is left, and reap it: nothing that a follower holds is promised to anybody."""
+        """Kill and reap all processes: a follower holds no state that must survive."""
         with self._lock:
             self._stopping = True
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Which GPU a rank has: one of its own, of those that are visible to its process (`CUDA_VISIBLE_DEVICES`)."""
+"""Assigns each rank its own GPU, out of the GPUs visible to its process (`CUDA_VISIBLE_DEVICES`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["gpu_index", "select_gpu", "refuse_shared", "shared_gpu"]
 
 
 def select_gpu(local: int, here: int) -> int:
-    """The number of the GPU of rank `local` of the `here` ranks on this host. `UsageError` if there are too few."""
+    """The number of the GPU of rank `local` out of `here` ranks on this host. `UsageError` if there are too few
+    GPUs."""
     if not torch.cuda.is_available():
         raise UsageError("device 'cuda': torch sees no CUDA device")
     return gpu_index(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def gpu_index(local: int, here: int, visible: int, variable: str | None) -> int:
-    """Two ranks on one GPU would each take its memory, and NCCL refuses them after minutes: so it is refused here."""
+    """Refuses two ranks on one GPU: each would take its memory, and NCCL refuses them only after minutes."""
     needed = max(here, local + 1)
     if needed > visible:
         why = "is not set" if variable is None else f"is {variable!r}"
@@ -33,8 +34,8 @@ def gpu_index(local: int, here: int, visible: int, variable: str | None) -> int:
 
 
 def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
-    """Tell the other ranks, wherever they are, which GPU this one has (its UUID). `UsageError`, on every rank, if two
-    have the same. Waits for all."""
+    """Publish this rank's GPU (its UUID) to all ranks. `UsageError`, on every rank, if two ranks have the same GPU.
+    Waits for all."""
     store.set(f"gpu/{rank}", gpu)
     said = [store.get(f"gpu/{other}").decode() for other in range(size)]
     pair = shared_gpu(said)

@@ -1,8 +1,8 @@
-"""The learner: model, optimizer and counters, and the three things that are done with them (train, imitate, score).
-A step is trained in one call, or streamed: begin, accumulate as often as groups finish, finish.
+"""The learner: model, optimizer and counters, with three operations (train, imitate, score).
+A step is trained in one call, or streamed: begin, accumulate whenever groups finish, finish.
 
-Deterministic: shuffles are drawn from (seed, what, how many calls before), so a learner that is restored from a
-published version goes on bit for bit like one that was never stopped. Not thread-safe; its owner runs one call at a
+Deterministic: shuffles are drawn from (seed, operation, number of earlier calls), so a learner that is restored from a
+published version continues bit for bit like an uninterrupted one. Not thread-safe: its owner makes one call at a
 time.
 """
 
@@ -37,18 +37,20 @@ from rollart.train.stream import GradientAccumulation
 __all__ = ["LearnerCounters", "Learner"]
 
 DECAY_MIN_FRACTION = 0.1
-"""Share of the learning rate that is left at the end of its decay."""
+"""Share of the learning rate at the end of its decay."""
 
 STOP_WINDOW = 5
-"""Mini-batches whose mean loss decides when imitation is enough: one alone is noise."""
+"""Mini-batches whose mean loss can end imitation: the loss of a single one is noise."""
 
 Objective: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probabilities, entropies, which loss tokens), all [M] -> per-token loss [M] and per-token statistics [M]."""
+"""(log-probabilities, entropies, indices of the loss tokens), all [M] -> per-token loss [M] and per-token statistics
+[M]."""
 
 
 @dataclass(slots=True)
 class LearnerCounters:
-    """What a published version must remember beside tensors: calls choose the shuffle, updates the warm-up."""
+    """State of a version besides tensors: numbers of calls, which determine shuffles, and of updates, for the
+    warm-up."""
 
     train_calls: int = 0
     imitate_calls: int = 0
@@ -56,18 +58,18 @@ class LearnerCounters:
 
 
 class Learner:
-    """Owns the weights. `train`, `finish` and `imitate` change them, nothing else does. What was accumulated is dropped
-    by `abort` and by whatever begins anew, and leaves no trace.
+    """Owns the weights, which only `train`, `finish` and `imitate` change. An accumulated gradient is dropped without a
+    trace by `abort` and by the next `begin`.
 
-    Imitation has an optimizer of its own, kept from one `imitate` to the next and dropped at the first `train`: the
-    moments of one objective mean nothing to the other.
+    Imitation has a separate optimizer, kept between `imitate` calls and dropped at the first `train`: the moments of
+    one objective are meaningless for the other.
     """
 
     def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(config.threads)
         self.config = config
         self.ranks = ranks or Ranks()
-        # Sharding converts and moves one block after the other: a whole model need fit neither the device nor the host.
+        # Sharding converts and moves one block at a time: neither the device nor the host has to hold a whole model.
         lean = self.ranks.mesh is not None and config.lora is None
         model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu", as_stored=lean)
         if config.lora is not None:
@@ -84,10 +86,11 @@ class Learner:
 
     def train(self, batch: TrainingBatch, version: int) -> TrainReport:
         """All epochs and mini-batches of one step. `ValueError` for samples that cannot be trained on (weights
-        untouched), `TrainerError` if the loss diverges.
+        unchanged), `TrainerError` if the loss diverges.
 
-        Of the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update, and
-        `mismatch_gap` and `stale_gap` are its parts (see `gap_shares`)."""
+        In the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update;
+        `mismatch_gap` and `stale_gap` are its parts (see `gap_shares`).
+        """
         if self.config.stream:
             self.begin(version)
             self.accumulate(batch)
@@ -121,14 +124,14 @@ class Learner:
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": time.thread_time() - cpu,
         }
-        if self.policy.device.type == "cuda":  # of this rank: what a calibration of the plan's memory needs
+        if self.policy.device.type == "cuda":  # of this rank, for the calibration of the plan's memory
             metrics["peak_gb"] = torch.cuda.max_memory_allocated(self.policy.device) / 1e9
             metrics["largest_microbatch"] = float(job.meter.largest)
         return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
 
     @property
     def accumulating(self) -> bool:
-        """Whether a step was begun and neither finished nor dropped."""
+        """True if a step was begun and neither finished nor dropped."""
         return self._open is not None
 
     def begin(self, version: int) -> None:
@@ -138,8 +141,8 @@ class Learner:
         self._open = GradientAccumulation(self.policy, self.config, self._parameters, version, self.reference)
 
     def accumulate(self, batch: TrainingBatch) -> int:
-        """Add the gradient of some whole groups; the loss tokens so far. `ValueError` for samples that cannot be
-        trained on: then none of them was added and the step goes on. After any other error the step is dropped."""
+        """Add the gradient of some whole groups; the number of loss tokens so far. `ValueError` for samples that cannot
+        be trained on: none of them is added and the step continues. Any other error drops the step."""
         step = self._begun()
         try:
             step.add(batch)
@@ -151,8 +154,8 @@ class Learner:
         return step.tokens
 
     def finish(self) -> TrainReport:
-        """One update with the gradient of all that was accumulated, bit for bit what `train` does with the same samples
-        in any order. Errors as `train`; the step is over whatever happens."""
+        """One update with the accumulated gradient, bit for bit equal to `train` on the same samples in any order.
+        Errors as for `train`; the step ends in every case."""
         step, self._open = self._begun(), None
         started, cpu = time.perf_counter(), time.thread_time()
         gradient, loss = step.gradient()
@@ -175,13 +178,14 @@ class Learner:
         return TrainReport(step.tokens, step.seconds + time.perf_counter() - started, metrics)
 
     def abort(self) -> None:
-        """Drop a step that was begun; weights, optimizer and counters never knew of it."""
+        """Drop the begun step; weights, optimizer and counters are unaffected."""
         self._open = None
 
     def imitate(self, batch: TrainingBatch, batches: int) -> TrainReport:
-        """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out.
+        """Cross-entropy on the masked tokens: `batches` mini-batches, with samples reshuffled when they run out.
 
-        With `imitation.stop_loss` it ends once the mean loss of the last `STOP_WINDOW` mini-batches is below that.
+        With `imitation.stop_loss` it ends when the mean loss of the last `STOP_WINDOW` mini-batches is below that
+        value.
         """
         started, cpu = time.perf_counter(), time.thread_time()
         used, alive = _samples_with_loss(batch)
@@ -206,7 +210,7 @@ class Learner:
         return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
 
     def logprobs(self, batch: TrainingBatch) -> FloatArray:
-        """Log-probability of every token [T] under the current weights, 0.0 where it carries no loss."""
+        """Log-probability of every token [T] under the current weights, 0.0 for tokens without loss."""
         out = np.zeros(len(batch.tokens), np.float64)
         used = batch.used_lengths
         if (used > 0).any():
@@ -214,12 +218,12 @@ class Learner:
         return out
 
     def advantages(self, batch: TrainingBatch) -> FloatArray:
-        """Advantage of every token [T] of whole groups before `normalize`, in the bits of the step that trains them.
-        Reads nothing that changes."""
+        """Advantage of every token [T] of whole groups before `normalize`, bit for bit as in the step that trains them.
+        Reads no mutable state."""
         return group_advantages(batch, self.config.domains, by_id=self.config.stream)
 
     def optimizer(self, name: str) -> torch.optim.AdamW:
-        """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
+        """The optimizer named "policy" or "imitation", created on first use: for restoring its state."""
         return self._optimizer(name, self.config.lr if name == "policy" else self.config.imitation.lr)
 
     def _policy_objective(self, batch: TrainingBatch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
@@ -253,8 +257,8 @@ class Learner:
         return objective
 
     def _anchor(self, batch: TrainingBatch) -> Tensor:
-        """What the reference policy says of the loss tokens [N]. A rank that cannot load it is named on all: the others
-        would wait for it in the forward pass."""
+        """Log-probabilities [N] of the loss tokens under the reference policy. If a rank cannot load it, all ranks
+        raise its error: they would otherwise wait for that rank in the forward pass."""
         problem, anchor = None, None
         try:
             anchor = self.reference.tensor(batch, self.policy)
@@ -265,7 +269,8 @@ class Learner:
         return anchor
 
     def _update(self, optimizer: torch.optim.AdamW, job: _LearnerJob, part: IntArray) -> Tensor:
-        """One optimizer update on the samples `part`, gradient accumulated over micro-batches; the loss before it."""
+        """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches; the loss before
+        the update."""
         policy, loss = self.policy, job.batch.loss
         tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
         shares = np.zeros(len(loss))
@@ -288,7 +293,8 @@ class Learner:
         return self.ranks.total(total)
 
     def _step(self, optimizer: torch.optim.AdamW) -> Tensor:
-        """Clip the gradient and take it; its norm before. `TrainerError`, and nothing taken, if it is not finite."""
+        """Clip the gradient and apply it; its norm before clipping. `TrainerError`, without an update, if it is not
+        finite."""
         limit = self.config.grad_clip or float("inf")
         norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
         if not torch.isfinite(norm):
@@ -310,7 +316,7 @@ class Learner:
             group["lr"] = self.config.lr * scale
 
     def _score(self, batch: TrainingBatch, used: IntArray) -> Tensor:
-        """Log-probabilities of all loss tokens [N], no gradient."""
+        """Log-probabilities of all loss tokens [N], without gradient."""
         policy = self.policy
         actions = ActionTensors(batch, policy.device)
         out = torch.zeros(len(batch.loss), device=policy.device, dtype=policy.dtype)
@@ -326,11 +332,11 @@ class Learner:
         return rank_microbatches(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
 
     def _gaps(self, meter: TrainingMeter) -> dict[str, float]:
-        """How far the trainer is from what sampled, over all ranks."""
+        """Mean differences between the trainer's and the engines' log-probabilities, over all ranks."""
         return gap_shares(*(self._mean(meter, name) for name in GAP_METRICS))
 
     def _mean(self, meter: TrainingMeter, name: str) -> float:
-        """Per token, over all ranks."""
+        """Mean per token, over all ranks."""
         if self.ranks.size == 1:
             return meter.mean(name)
         total, tokens = self.ranks.totals([float(meter.sums[name].item()), meter.tokens], self.policy.device)
@@ -351,14 +357,14 @@ class Learner:
         return min(1.0, (self.counters.updates + 1) / length) if length else 1.0
 
     def _decay(self, version: int) -> float:
-        """By version, not by calls: a step that is trained again after a crash has the same rate."""
+        """By version, not by calls: a step that is trained again after a crash has the same learning rate."""
         length = self.config.steps if self.config.lr_schedule == "linear" else 0
         return 1.0 - (1.0 - DECAY_MIN_FRACTION) * min(1.0, version / length) if length else 1.0
 
 
 @dataclass(slots=True)
 class _LearnerJob:
-    """What one call trains on: the samples, what was done in them, and what is wanted of it."""
+    """Inputs of one call: the samples, their sampled actions, and the objective."""
 
     batch: TrainingBatch
     used: IntArray
@@ -389,7 +395,7 @@ def _minibatches(alive: IntArray, epochs: int, parts: int, rng: np.random.Genera
 
 
 def _cycled_minibatches(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -> Iterator[IntArray]:
-    """`batches` mini-batches of `size` samples (of all, if there are fewer), without repeats inside one."""
+    """`batches` mini-batches of `size` samples (or of all, if there are fewer), each without repeats."""
     size = min(size, len(alive))
     queue = rng.permutation(alive)
     for _ in range(batches):

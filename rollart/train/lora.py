@@ -1,6 +1,6 @@
-"""Low-rank adapters through `peft` (extra `lora`): put into the model, and merged into what is published.
+"""Low-rank adapters through `peft` (extra `lora`): injected into the model, and merged into published versions.
 
-Engines never see an adapter: a version's weights are W + (alpha / rank) B A, under the names that W has without.
+Engines never see an adapter: a version's weights are W + (alpha / rank) B A, under the names of W.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rollart.learning import LoraSpec
 __all__ = ["ADAPTER", "AdaptedTensor", "adapter_tensors", "inject_adapters", "published_tensors"]
 
 ADAPTER = "default"
-"""The name that peft's adapters go by in names of parameters."""
+"""The adapters' name in peft's parameter names."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedTensor:
-    """A tensor of a version: `base`, plus `scale` × `b` @ `a` where an adapter is. Maybe sharded by rows."""
+    """A tensor of a version: `base`, plus `scale` × `b` @ `a` if it has an adapter. May be sharded by rows."""
 
     base: Tensor
     a: Tensor | None = None
@@ -36,7 +36,7 @@ class AdaptedTensor:
 
     @staticmethod
     def of(parts: list[Tensor], scale: float) -> Tensor:
-        """The sum of whole parts, in the order of `parts`."""
+        """The merged tensor of whole parts, in the order of `parts`."""
         if len(parts) == 1:
             return parts[0]
         base, a, b = parts
@@ -44,8 +44,8 @@ class AdaptedTensor:
 
 
 def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
-    """Put adapters into the model and freeze the rest. They start as zero: the policy is the one without. `UsageError`
-    if peft is missing or finds no such module."""
+    """Inject adapters into the model and freeze the rest. They start at zero, with no effect on the policy.
+    `UsageError` if peft is missing or finds no such module."""
     try:
         import peft
     except ImportError as error:
@@ -61,8 +61,8 @@ def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
 
 
 def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
-    """What a version holds, by Hugging Face name; a tied tensor once, under its first name, as `save_pretrained`
-    does."""
+    """Tensors of a version by Hugging Face name. A tied tensor appears once, under its first name, as in
+    `save_pretrained`."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     out: dict[str, AdaptedTensor] = {}
     seen: set[int] = set()

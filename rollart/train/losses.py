@@ -44,7 +44,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Per-token loss, and the ratio and clip flags that the metrics show (both without gradient). All [N]."""
+    """Per-token loss, and the ratio and clip flags for the metrics (both without gradient). All [N]."""
 
     loss: Tensor
     ratio: Tensor
@@ -54,7 +54,7 @@ class TokenLoss:
 def policy_loss(
     config: LossSpec, *, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, proximal: Tensor | None = None
 ) -> TokenLoss:
-    """Loss of each token [N] before weighting. `proximal` is needed by kind `decoupled` only."""
+    """Loss of each token [N] before weighting. Only kind `decoupled` needs `proximal`."""
     reference = proximal if config.kind == "decoupled" and proximal is not None else behaviour
     ratio = _ratio(logprobs, reference)
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
@@ -81,14 +81,14 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
-"""Statistics that `gap_shares` takes the means of; those with `_` are no metrics of their own."""
+"""Statistics whose means `gap_shares` takes; names with `_` are not metrics themselves."""
 
 
 def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
-    """The mean |log π − log μ| of tokens, `behaviour_gap`, in two: `mismatch_gap` over tokens of the version that is
-    trained, where engine and trainer should agree to rounding, and `stale_gap` over tokens of earlier versions. Each is
-    left out where the batch has no such token. From means over all tokens: `fresh` is the share of fresh ones,
-    `fresh_gap` the mean with 0 for the others."""
+    """Splits the mean |log π − log μ| of all tokens, `behaviour_gap`: `mismatch_gap` over tokens of the trained
+    version, for which engine and trainer should agree to rounding, and `stale_gap` over tokens of earlier versions.
+    Each is omitted if the batch has no such token. Arguments are means over all tokens: `fresh` is the share of fresh
+    tokens, `fresh_gap` the gap with 0 for the others."""
     found = {"behaviour_gap": gap}
     if fresh > 0.0:
         found["mismatch_gap"] = fresh_gap / fresh
@@ -100,8 +100,8 @@ def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
 def token_statistics(
     token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor, fresh: Tensor
 ) -> dict[str, Tensor]:
-    """What a step tells of each of its tokens [N], without gradient. `reference` is what the ratio is against; `fresh`
-    is 1 for tokens that were sampled under the version that is trained."""
+    """Statistics of each token [N], without gradient. `reference`: the denominator of the ratio; `fresh`: 1 for tokens
+    sampled under the trained version."""
     gap = (logprobs - behaviour).abs()
     return {
         "entropy": entropy.detach(),

@@ -1,4 +1,4 @@
-"""What a step's metrics are made of: sums on the device, read once at the end."""
+"""Sums behind a step's metrics, kept on the device and read once at the end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["TrainingMeter"]
 
 
 class TrainingMeter:
-    """Sums over everything that was trained on; one transfer from the device at the end. Those whose names begin with
-    `_` are parts of others, and no metrics."""
+    """Sums over all trained tokens, with one transfer from the device at the end. Names with a leading `_` are
+    intermediate values, not metrics."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -22,7 +22,7 @@ class TrainingMeter:
         """Padded tokens of the largest micro-batch of this rank."""
 
     def add(self, micro: MicroBatch, statistics: dict[str, Tensor], loss: Tensor | None = None) -> None:
-        """Per-token statistics [M] of a micro-batch, and its share of the loss where that is known already."""
+        """Add per-token statistics [M] of a micro-batch, and its share of the loss if known."""
         self.real += micro.real_tokens
         self.padded += micro.padded_tokens
         self.largest = max(self.largest, micro.padded_tokens)
@@ -39,7 +39,7 @@ class TrainingMeter:
             self._sum("loss", loss)
 
     def merge(self, ranks: Ranks, device: torch.device) -> None:
-        """Add what the other ranks saw. All are told the same `grad_norm`, and make the same updates."""
+        """Add the sums of the other ranks. `grad_norm` and the number of updates are equal on all ranks already."""
         if ranks.size == 1:
             return
         names = sorted(self.sums.keys() - {"grad_norm"})
@@ -49,7 +49,7 @@ class TrainingMeter:
         self.sums |= {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(names, sums, strict=True)}
 
     def mean(self, name: str) -> float:
-        """Per update for `loss` and `grad_norm`, per visited token for the rest."""
+        """Mean per update for `loss` and `grad_norm`, per visited token for other names."""
         return float(self.sums[name].item()) / max(1, self.updates if name in ("loss", "grad_norm") else self.tokens)
 
     def metrics(self) -> dict[str, float]:

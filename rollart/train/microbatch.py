@@ -1,9 +1,9 @@
-"""Which samples share a forward pass, and the tensors of one.
+"""Splits samples into micro-batches, and builds the tensors of a micro-batch.
 
-Samples are sorted by length, cut into micro-batches and padded on the right, with no attention mask at all: under
-causal attention a pad on the right is never seen by a real token. Measured against packing (several samples in a row
-with a block-diagonal mask) this takes 0.7× the CPU time at 20–60 tokens and 0.5× at 100–150, because a CPU computes
-the masked-out blocks of attention as well.
+Samples are sorted by length, split into micro-batches and padded on the right, without an attention mask: under causal
+attention no real token attends to a pad on its right. Compared with packing (several samples in a row with a
+block-diagonal mask) this takes 0.7× the CPU time at 20–60 tokens and 0.5× at 100–150, because a CPU also computes the
+masked blocks of attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rollart.train.batch import IntArray, TrainingBatch
 __all__ = ["OVERHEAD_TOKENS", "MicroBatch", "build_microbatch", "plan_microbatches"]
 
 OVERHEAD_TOKENS = 128
-"""What a micro-batch costs before its first token, in tokens: 1.2 ms at 11 µs a token (1 × 64) and 2.7 ms at 36 µs
-(2 × 96), one CPU thread."""
+"""Fixed cost of a micro-batch, in tokens: 1.2 ms at 11 µs per token (1 × 64) and 2.7 ms at 36 µs (2 × 96), one CPU
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class MicroBatch:
     ids: Tensor
     """[rows, longest], zero-padded on the right."""
     at: Tensor
-    """Where the hidden state that predicts each loss token stands in the flattened [rows × longest] [M]."""
+    """Position of the hidden state that predicts each loss token, in the flattened [rows × longest] [M]."""
     pick: Tensor
     """Each loss token's index among the batch's loss tokens [M]."""
     free: int
@@ -69,7 +69,8 @@ def plan_microbatches(lengths: IntArray, max_tokens: int, overhead: int = OVERHE
 
 
 def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
-    """Tensors of one micro-batch. `used` is `batch.used_lengths`. Of no samples: one row of one token, without loss."""
+    """Tensors of one micro-batch. `used` is `batch.used_lengths`. Without samples: one row of one token, without
+    loss."""
     if not len(samples):
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return MicroBatch(

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files: whole, or as rows that several files hold. Read by rows, so a rank of any number of
-ranks takes what it needs of files that any other number wrote, and nobody reads a whole model to keep a part of it.
+"""Tensors in safetensors files: whole, or split by rows over several files. They are read by rows, so that any number
+of ranks can read files from any other number, and no rank reads a whole model to keep a part of it.
 
-A file with rows says so in its metadata: `rows` = {name: [first row, rows of the whole tensor]} as JSON.
+Files with split tensors have metadata: `rows` = {name: [first row, rows of the whole tensor]} as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TensorFiles", "TensorRows", "save"]
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Rows of a tensor from `start` on; `of` is how many the whole has."""
+    """Rows of a tensor from `start` on; `of` is the number of rows of the whole tensor."""
 
     tensor: Tensor
     start: int
@@ -31,10 +31,10 @@ class TensorRows:
 
 
 def save(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
-    """Write one file, with the mode that the umask gives new files. `OSError` and `SafetensorError` as they come."""
+    """Write one file, with the umask's mode for new files. Raises `OSError` and `SafetensorError`."""
     rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, TensorRows)}
     plain = {name: t.tensor if isinstance(t, TensorRows) else t for name, t in tensors.items()}
-    # `format` is what transformers asks for, and an empty file without metadata is one that safetensors cannot read.
+    # transformers requires `format`, and safetensors cannot read an empty file without metadata.
     metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -43,7 +43,7 @@ def save(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
 
 
 class TensorFiles:
-    """The tensors of some files, by name. Closed with `close`; what was read stays."""
+    """The tensors of some files, by name. Tensors that were read remain valid after `close`."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: list[Any] = []
@@ -60,7 +60,7 @@ class TensorFiles:
         return name in self.shapes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor in host memory, all by default. `ValueError` if no file has some of them."""
+        """Rows [start, stop) of a tensor in host memory, by default all. `ValueError` if some rows are in no file."""
         shape = self.shapes[name]
         if not shape:
             return self._whole(name)
@@ -90,7 +90,7 @@ class TensorFiles:
         self.shapes[name] = (of, *shape[1:]) if shape else ()
 
     def _whole(self, name: str) -> Tensor:
-        """A number."""
+        """Read a scalar."""
         for file in self._files:
             if name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor: Tensor = file.get_tensor(name)

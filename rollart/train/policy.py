@@ -1,8 +1,7 @@
-"""The model: loading it, and log-probabilities and entropies of loss tokens under it.
+"""The model: loading, and log-probabilities and entropies of loss tokens.
 
-Logits are computed only where loss is, and so is the last layer's MLP: with one layer and one action token in six
-that saves a quarter of a step. Log-probabilities are normalised over the legal set where there is one: for these
-tokens only the legal columns are touched.
+Logits and the last layer's MLP are computed only at loss tokens: with one layer and one action token in six this saves
+a quarter of a step. Log-probabilities of tokens with a legal set are normalised over it, and only its columns are read.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from rollart.train.shard import prepare_model, release_gathered
 __all__ = ["ActionTensors", "TrainedPolicy", "Scorer", "load_model", "parameter_dtype"]
 
 ILLEGAL_LOGIT = -1e30
-"""Logit of an illegal action: its probability is exactly 0 and, unlike with −inf, 0 × log 0 stays 0 in the entropy."""
+"""Logit of an illegal action. Its probability is exactly 0 and, unlike with −inf, 0 × log 0 is 0 in the entropy."""
 
 
 MAX_ROUNDING_ERROR = 0.03
-"""Relative difference that is bfloat16's rounding; of another computation it would be about 1."""
+"""Relative difference that bfloat16 rounding explains; a different computation would differ by about 1."""
 
 
 class ActionTensors:
-    """The loss tokens of a batch on the device: what was sampled, out of which legal set."""
+    """The loss tokens of a batch on the device: sampled token ids and legal sets."""
 
     def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
         at = batch.loss.position
@@ -45,7 +44,7 @@ class ActionTensors:
 
 
 class Scorer(nn.Module):
-    """What is computed of the model: the logits where loss is. One module, so that FSDP2 sees one forward pass."""
+    """Computes logits at loss tokens. A single module, so that FSDP2 sees one forward pass."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -60,12 +59,13 @@ class Scorer(nn.Module):
         return logits
 
     def whole(self, ids: Tensor, at: Tensor) -> Tensor:
-        """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest]: any architecture."""
+        """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest], for any architecture."""
         hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
 
     def last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
-        """The same for decoders built like Llama and Qwen: behind the last attention, only the wanted positions."""
+        """The same for decoders built like Llama and Qwen, restricted to the wanted positions after the last
+        attention."""
         body = self.body
         x = body.embed_tokens(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -80,7 +80,7 @@ class Scorer(nn.Module):
         return hidden
 
     def blocks(self) -> list[nn.Module]:
-        """The parts that run one after the other and hold most of the parameters."""
+        """The modules that run in sequence and hold most of the parameters."""
         layers = list(getattr(self.body, "layers", ()))
         if self.trims_last_layer:
             last: Any = layers.pop()
@@ -100,7 +100,7 @@ class TrainedPolicy:
         ranks: Ranks | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: what parameters become as they are cut over the ranks; that of the model if not given."""
+        """`dtype`: type of the parameters after sharding; by default the model's."""
         self.model = model
         self.temperature = temperature
         first = next(model.parameters())
@@ -120,8 +120,9 @@ class TrainedPolicy:
         return self._scorer.trims_last_layer
 
     def settle(self) -> None:
-        """Put parameters back into pieces. After a pass without a backward one those in no block stay gathered, rounded
-        to what is computed with, and stand in the model in place of their pieces: nothing may be read or written so."""
+        """Reshard the parameters. After a forward pass without a backward pass, parameters outside all blocks stay
+        gathered, rounded to the compute type, in place of their shards: the model must not be read or written in that
+        state."""
         if self._pieces:
             release_gathered(self._scorer)
 
@@ -145,20 +146,21 @@ class TrainedPolicy:
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _agrees(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
-        """Whether a shortcut computes what the model does: tried once, on two rows of four tokens."""
+        """True if a shortcut computes the same as the model; tried once, on two rows of four tokens."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size).reshape(2, 4)
         at = torch.tensor([1, 3, 6], device=self.device)
         with torch.no_grad():
             try:
                 whole, ours = self._scorer.whole(ids, at), shortcut(ids, at)
-                if whole.dtype.itemsize == 2:  # a product of fewer rows may round otherwise
+                if whole.dtype.itemsize == 2:  # a product of fewer rows may round differently
                     return bool((whole - ours).float().norm() <= MAX_ROUNDING_ERROR * whole.float().norm())
                 return torch.allclose(whole, ours, atol=1e-5, rtol=1e-4)
             except (AttributeError, TypeError, ValueError, RuntimeError):
-                return False  # built differently: the general way is slower, not wrong
+                return False  # another architecture: the general path is slower but correct
 
     def _check_head(self) -> None:
-        """Some architectures do more than `head(hidden)` (soft caps, logit scales): refuse them, not train wrong."""
+        """Refuse architectures that do more than `head(hidden)` (soft caps, logit scales) instead of training them
+        wrongly."""
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
             whole = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -168,13 +170,13 @@ class TrainedPolicy:
 
 
 def parameter_dtype(config: PolicyConfig) -> torch.dtype:
-    """Of the weights that are trained."""
+    """The type of trained weights."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) -> nn.Module:
     """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's).
-    `as_stored`: in the checkpoint's own type, whose pages are its files' and no memory of this process."""
+    `as_stored`: in the checkpoint's own type, memory-mapped from its files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = parameter_dtype(config)

@@ -1,10 +1,9 @@
-"""The processes of one trainer: what each knows of the others.
+"""The processes of one trainer, and their communication.
 
-Rank 0 serves; the others do what it does, at the same time. Every rank is given every command and all of its samples
-(29 bytes a token), so that what is refused is refused by all, advantages are those of the whole batch, and only the
-forward and backward passes are split. A process of its own has three *channels*, one for each thread that works:
-torch's, the disk's and that of broadcasts to engines. They are gloo groups on the CPU, never NCCL: an idle rank may
-wait in them for hours.
+Rank 0 serves; the others repeat each of its commands at the same time. Every rank receives every command with all
+samples (29 bytes per token), so that all ranks refuse the same input, advantages are computed over the whole batch, and
+only the forward and backward passes are split. A process has three *channels*, one per worker thread: for torch, the
+disk, and broadcasts to engines. They are gloo groups on the CPU, never NCCL: an idle rank may wait in them for hours.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from rollart.errors import TrainerError, UsageError
 __all__ = ["SINGLE_RANK", "RankChannel", "Ranks", "join_ranks", "rendezvous"]
 
 IDLE_TIMEOUT = datetime.timedelta(days=365)
-"""Ranks wait for the next command as long as the run lasts; a lost leader closes the connection."""
+"""Ranks wait for the next command as long as the run lasts; the connection closes when the leader is lost."""
 
 START_TIMEOUT = datetime.timedelta(minutes=10)
-"""How long ranks wait for each other at the start: imports on a cold disk take a minute."""
+"""Longest wait of ranks for each other at the start: imports from a cold disk take a minute."""
 
 
 class RankChannel:
-    """One thread of each rank: rank 0 says what is done, all do it, and all learn whether all did."""
+    """Connects one thread of each rank: rank 0 announces a command, all ranks execute it, and all learn every
+    outcome."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, rank: int = 0, size: int = 1) -> None:
         self._group, self._rank, self._size = group, rank, size
@@ -40,7 +40,7 @@ class RankChannel:
         return self._rank == 0
 
     def say(self, command: str, body: bytes) -> None:
-        """Rank 0: the others' `hear` returns it. A failure of the connection is a `TrainerError`."""
+        """On rank 0: send a command, which the others' `hear` returns. `TrainerError` if the connection fails."""
         if self._size == 1:
             return
         head = command.encode()
@@ -53,7 +53,7 @@ class RankChannel:
             raise _lost_rank_error(error) from error
 
     def hear(self) -> tuple[str, bytes]:
-        """The others: the next command. `TrainerError` once rank 0 is gone."""
+        """On other ranks: the next command. `TrainerError` after rank 0 is gone."""
         size = torch.zeros(2, dtype=torch.int64)
         try:
             dist.broadcast(size, 0, self._group)
@@ -66,7 +66,7 @@ class RankChannel:
         return whole[:head].decode(), whole[head:]
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What each rank says, by rank. Waits for all."""
+        """The value of each rank, by rank. Waits for all."""
         if self._size == 1:
             return [mine]
         out: list[Any] = [None] * self._size
@@ -77,7 +77,7 @@ class RankChannel:
         return out
 
     def agree(self, problem: TrainerError | None) -> None:
-        """Raise on every rank if any rank has a problem: the own one, else the first with its rank named."""
+        """Raise on every rank if any rank has a problem: its own, else the first one, prefixed with its rank."""
         said = self.exchange(None if problem is None else (type(problem), problem.message, problem.remedy))
         if problem is not None:
             raise problem
@@ -91,8 +91,8 @@ SINGLE_RANK = RankChannel()
 
 
 class Ranks:
-    """This process among the ranks of its trainer. Made by `join_ranks`; `Ranks()` is a trainer of one process, which
-    never loads a communication library and for which everything here does nothing."""
+    """This process among the ranks of its trainer, made by `join_ranks`. `Ranks()` is a trainer of one process, which
+    never loads a communication library, and whose methods do nothing."""
 
     def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size = rank, size
@@ -111,8 +111,8 @@ class Ranks:
             )
 
     def enter(self, threads: int) -> None:
-        """First of all in every thread that computes: its cores, and the GPU of this rank. Each thread has a current
-        device of its own, device 0 at first, which FSDP2 makes its streams on."""
+        """Call first in every thread that computes: sets its number of cores, and this rank's GPU. Each thread has its
+        own current device, initially device 0, on which FSDP2 creates its streams."""
         torch.set_num_threads(threads)
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -124,7 +124,7 @@ class Ranks:
         return tensor
 
     def totals(self, values: Sequence[float], device: torch.device) -> list[float]:
-        """The sum of each over the ranks."""
+        """The sum of each value over the ranks."""
         if self.size == 1:
             return list(values)
         dtype = torch.float64
@@ -132,8 +132,8 @@ class Ranks:
         return out
 
     def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
-        """Put a parameter together on one rank from everybody's rows of it (`split.row_range`): [of, …] there, in host
-        memory, and None on the others."""
+        """Gather a parameter on one rank from the rows of all ranks (`split.row_range`): [of, …] in host memory there,
+        None on the others."""
         if self.size == 1:
             return rows.detach().to("cpu", copy=True)
         chunk = -(-of // self.size)
@@ -145,7 +145,7 @@ class Ranks:
 
 
 def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
-    """Where the ranks meet; rank 0 opens it (port 0: any). `UsageError` if it cannot be opened or reached."""
+    """The rendezvous store; rank 0 opens it (port 0: any). `UsageError` if it cannot be opened or reached."""
     try:
         return TCPStore(host, port, size, is_master=rank == 0, timeout=START_TIMEOUT, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
@@ -156,8 +156,8 @@ def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
 
 
 def join_ranks(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Ranks:
-    """Meet the others, once in a process: NCCL between GPUs, gloo between CPUs. Blocks until all are there; a
-    `UsageError` if they do not come, or if NCCL cannot connect them, which it would else do at the first step."""
+    """Connect to the other ranks, once per process: NCCL between GPUs, gloo between CPUs. Blocks until all are present.
+    `UsageError` if they do not come, or if NCCL cannot connect them, which would otherwise show at the first step."""
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)

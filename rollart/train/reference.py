@@ -1,7 +1,7 @@
-"""The reference policy of a KL penalty: the run's first version, which nothing changes.
+"""The reference policy of a KL penalty: the run's first version, which never changes.
 
-Every sample has a forward pass of its own. So its log-probabilities do not depend on what else is there, and are the
-same bits whether they were computed as it arrived or in the step that trains it.
+Every sample has a separate forward pass. Its log-probabilities therefore do not depend on the rest of the batch, and
+are bit for bit the same when computed on arrival or in the training step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["ReferencePolicy"]
 
 
 class ReferencePolicy:
-    """Owns the reference model, which is loaded when it is first asked for: version 0 is published by then. May be
-    called from several threads; one works at a time."""
+    """Owns the reference model, which is loaded on first use, after version 0 is published. Thread-safe; calls run one
+    at a time."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
@@ -33,7 +33,8 @@ class ReferencePolicy:
         self._lock = threading.Lock()
 
     def logprobs(self, batch: TrainingBatch) -> FloatArray:
-        """Log-probability of every token [T], 0.0 where it carries no loss. `TrainerError` if there is no version 0."""
+        """Log-probability of every token [T], 0.0 for tokens without loss. `TrainerError` if version 0 does not
+        exist."""
         out = np.zeros(len(batch.tokens), np.float64)
         with self._lock, torch.no_grad():
             policy = self._loaded()
@@ -46,8 +47,7 @@ class ReferencePolicy:
         return out
 
     def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
-        """The same of the loss tokens alone [N], beside the policy; those that the batch brings are taken as they
-        are."""
+        """The same for the loss tokens alone [N], on the policy's device; taken from the batch if it contains them."""
         column = self.logprobs(batch) if batch.reference is None else batch.reference
         return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
 
@@ -67,7 +67,7 @@ class ReferencePolicy:
 
 
 def _halve(model: nn.Module) -> None:
-    """In the bits that the policy computes with, so that both say the same while they are the same. Parameters alone:
-    the rotary frequencies are no use when rounded."""
+    """Use the policy's compute type, so that equal models give equal log-probabilities. Parameters only: rounded rotary
+    frequencies would be useless."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

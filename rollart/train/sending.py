@@ -1,4 +1,4 @@
-"""A version from this rank's memory to the engines that take part: the root's end of `rollart.collective`."""
+"""Sends a version from this rank's memory to participating engines: the root's side of `rollart.collective`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rollart.train.snapshot import LearnerSnapshot
 __all__ = ["OutgoingVersion", "BroadcastSender", "SendResult", "outgoing_version"]
 
 MAX_BUCKETS_AHEAD = 2
-"""Buckets in memory: one on its way, one that is put together and hashed meanwhile."""
+"""Buckets in memory: one in transfer, one being filled and hashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingVersion:
-    """This rank's tensors of a version, as its files have them, and the model's config.json."""
+    """This rank's tensors of a version, as in its files, and the model's config.json."""
 
     tensors: Mapping[str, Tensor]
     config: str
@@ -61,19 +61,17 @@ def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """What became of a broadcast. `member_key`: by number of the member, bytes and seconds of those that have it
-    all."""
+    """Result of a broadcast. `has`: bytes and seconds of each member that has the whole version, by member number."""
 
     bytes: int
     seconds: float
     has: Mapping[int, tuple[int, float]]
     errors: Mapping[int, str]
-    """Of members; 0 is this rank."""
+    """Errors by member number; 0 is this rank."""
 
 
 class BroadcastSender:
-    """Owns this rank's group and, on rank 0, the store where all meet. One thread at a time; `address` is asked by
-    any."""
+    """Owns this rank's group and, on rank 0, the rendezvous store. Used by one thread at a time, except `address`."""
 
     def __init__(self, device: torch.device, *, rank: int, host: str) -> None:
         self._device, self._rank, self._host = device, rank, host
@@ -82,10 +80,11 @@ class BroadcastSender:
         self._group: Group | None = None
         self._name = ""
         self._before: tuple[Order, int] | None = None
-        """The broadcast before, whose keys are in the store, and its buckets."""
+        """The previous broadcast, whose keys are still in the store, and its number of buckets."""
 
     def address(self) -> str:
-        """Where members meet, from now on: a port of its own at this host. TrainerError where none can be opened."""
+        """The rendezvous address for members, at a port of its own on this host. TrainerError if no port can be
+        opened."""
         if self._served is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.socket(family)
@@ -110,7 +109,7 @@ class BroadcastSender:
         return f"{host}:{self._served.port}"
 
     def send(self, order: Order, what: OutgoingVersion, *, bucket: int) -> SendResult:
-        """Never raises for what happens to members: it says so."""
+        """Never raises for failures of members: the result lists them."""
         began = time.monotonic()
         ends = began + order.limit_s
         errors: dict[int, str] = {}
@@ -126,7 +125,7 @@ class BroadcastSender:
             self.leave()
         answers = self._answers(order, ends, broken=bool(errors)) if self._rank == 0 else {}
         errors |= {member: str(a["error"]) for member, a in answers.items() if "error" in a}
-        if errors:  # formed anew next time
+        if errors:  # the next broadcast forms a new group
             self.leave()
         held = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in answers.items() if "error" not in a}
         return SendResult(sent, time.monotonic() - began, held, errors)
@@ -149,7 +148,8 @@ class BroadcastSender:
         return self._group
 
     def _forget(self) -> None:
-        """What the broadcast before left in the store: whoever still reads it, has missed it."""
+        """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
+        broadcast."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -187,7 +187,8 @@ class BroadcastSender:
         return layout.size
 
     def _answers(self, order: Order, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
-        """What members say, by number; nothing is an error. After a broadcast that broke, of those that have all."""
+        """The members' reports by number; a missing report is an error. After a failed broadcast, only reports that
+        exist already."""
         found: dict[int, dict[str, Any]] = {}
         patience = self._group.patience_s if self._group is not None else 0.0
         last = min(ends, time.monotonic() + patience)
@@ -209,7 +210,7 @@ class BroadcastSender:
 def _fill_bucket(
     into: Tensor, start: int, end: int, flat: Sequence[Tensor], places: Sequence[tuple[int, int]], first: int
 ) -> None:
-    """Bytes `start` to `end` of the lane; what lies between tensors is whatever was there."""
+    """Copy bytes `start` to `end` of the lane; gaps between tensors keep their old contents."""
     for number in range(first, len(places)):
         at, size = places[number]
         if at >= end:

@@ -1,18 +1,18 @@
 """The trainer over HTTP: msgpack bodies in and out, torch in one worker thread.
 
     POST /train {samples, version}  /imitate {samples, batches}  -> {trained_tokens, seconds, metrics}
-    POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> what /train answers
+    POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> as /train
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
     POST /reference, /advantages {samples} -> {column: float64[T] as bytes}
     POST /stage {version, send?} -> {}     /publish {version} -> {version, path}
     POST /meet {} -> {address, ranks}  where engines meet this trainer for broadcasts
     POST /send {order, bucket} -> {bytes, seconds, has: {member: [bytes, seconds]}, errors: {member: line}}
     POST /restore {version, path}   -> {}
-    POST /lost {reason} -> {}       a rank of another host is gone, says who watches it
+    POST /lost {reason} -> {}       a rank on another host is gone, as its watcher reports
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
 
-`samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for what the caller
-sent, 422 for a version that is not what was published, 500 for what went wrong here.
+`samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for an invalid
+request, 422 for a version that is not as it was published, 500 for a failure of the trainer.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_ver
 __all__ = ["MAX_BODY", "TrainerService"]
 
 MAX_BODY = 1 << 30
-"""Bytes of one request: a token is 29 bytes, so 256 samples of 128 k tokens fit."""
+"""Maximum bytes of a request: a token takes 29 bytes, so 256 samples of 128 k tokens fit."""
 
 TORCH_COMMANDS = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
-"""What is done in the learner's thread."""
+"""Commands that run in the learner's thread."""
 
 WATCH_INTERVAL_S = 5.0
-"""Longest wait for the name of a rank that was lost: its process is reaped within milliseconds, unless it is another
-host's, where nobody watches it."""
+"""Longest wait for the name of a lost rank. Its process is reaped within milliseconds, unless it is on another host,
+where this process cannot watch it."""
 
 
 class TrainerService:
-    """Owns the learner and the one thread that touches it. Requests queue there in order of arrival; `/health` and
-    `/metrics` are answered from the loop and never wait for torch. Versions are written by a second thread, so that one
-    which was staged does not wait for the step that follows it, nor the step for the disk. Columns of samples that are
-    still rolled out are filled by a third, from what never changes; a fourth broadcasts what was staged to engines.
+    """Owns the learner and the one thread that uses it. Requests queue for that thread in order of arrival; `/health`
+    and `/metrics` are answered from the loop and never wait for torch. A second thread writes versions, so that a
+    staged version does not wait for the next step, nor that step for the disk. A third thread fills columns of samples
+    during the rollout, from immutable state. A fourth broadcasts staged versions to engines.
 
-    Of several ranks, rank 0's serves, and the others' `follow_rank_zero`. Once a rank is lost, or has failed where
-    the others may
-    wait for it, every request is answered at once with the reason: the caller starts the trainer again."""
+    Rank 0's service listens; on other ranks `follow` runs. After a rank is lost, or has failed where other ranks may
+    wait for it, every request fails at once with the reason, and the caller restarts the trainer.
+    """
 
     def __init__(self, config: TrainerConfig, ranks: Ranks | None = None, *, host: str = "127.0.0.1") -> None:
-        """`host`: where engines reach rank 0."""
+        """`host`: the address at which engines reach rank 0."""
         self._config = config
         self._ranks = ranks or Ranks()
         self._tokenizer = checkpoint.tokenizer_files(config.tokenizer)
@@ -102,7 +102,7 @@ class TrainerService:
         return app
 
     def follow(self) -> None:
-        """Every rank but 0: until rank 0 is gone."""
+        """On every rank but 0: execute commands until rank 0 is gone."""
         torch_works = {name: getattr(self, name) for name in TORCH_COMMANDS}
         works: dict[RankChannel, dict[str, CommandHandler]] = {
             self._ranks.torch: torch_works,
@@ -112,7 +112,7 @@ class TrainerService:
         follow_rank_zero(works, enter=lambda: self._ranks.enter(self._config.threads))
 
     def lost(self, reason: str) -> None:
-        """A rank is gone. In the loop's thread."""
+        """Mark the trainer as broken because a rank is gone. Call it in the loop's thread."""
         self._broken = self._broken or reason
         self._breaks.set()
 
@@ -153,7 +153,7 @@ class TrainerService:
         return {"address": self._sender.address(), "ranks": self._ranks.size}
 
     def send(self, body: CommandMessage) -> CommandMessage:
-        """Broadcast what was staged to be sent; it is let go of."""
+        """Broadcast the version that was staged for sending, and release it."""
         order = Order(**body["order"])
         staged = self._outgoing.pop(order.version, None)
         gone = TrainerError(f"version {order.version} was not staged to be sent, or the trainer was restored")
@@ -168,8 +168,8 @@ class TrainerService:
         return {"bytes": sum(n for n, _ in every), "seconds": sent.seconds, "has": has, "errors": errors}
 
     def publish(self, body: CommandMessage) -> CommandMessage:
-        """In the disk's thread, from a copy: what was not staged is copied in the learner's. A caller that gave up and
-        restored does not find a version there which it never heard of."""
+        """Write a version in the disk's thread, from a copy. A version that was not staged is copied in the learner's
+        thread first. A caller that gave up and restored does not find an unexpected version."""
         version, restores = int(body["version"]), self._restores
         staged = self._staged.pop(version, None)
         if staged is None and self._ranks.size == 1:
@@ -239,7 +239,7 @@ class TrainerService:
             self._waiting += 1
             try:
                 if name == "publish" and self._ranks.size > 1 and not self._has_staged(body):
-                    # Ranks look at their weights together, so in the thread where they train together.
+                    # Staging is a collective operation of the ranks, so it runs in the learner's thread.
                     staged = await self._answer("stage", self._ranks.torch, self.stage, body, self._pool)
                     if staged.status != 200:
                         return _response(staged)
@@ -268,7 +268,7 @@ class TrainerService:
         return CommandOutcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
 
     async def _name_the_lost(self, outcome: CommandOutcome) -> None:
-        """What this rank saw may be that another is gone: its watcher says which, a moment later."""
+        """A failure may have been caused by the loss of another rank: wait a moment for its watcher to report it."""
         try:
             async with asyncio.timeout(WATCH_INTERVAL_S):
                 await self._breaks.wait()
@@ -279,7 +279,7 @@ class TrainerService:
         try:
             return int(msgpack.unpackb(body)["version"]) in self._staged
         except (ValueError, TypeError, KeyError, msgpack.UnpackException):
-            return True  # whoever reads it next refuses it
+            return True  # the next reader refuses it
 
 
 def _response(outcome: CommandOutcome) -> web.Response:

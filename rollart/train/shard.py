@@ -1,7 +1,7 @@
-"""A model made ready for many devices: compiled, its activations recomputed, its parameters in pieces (FSDP2).
+"""Prepares a model for several devices: compilation, activation checkpointing, and sharded parameters (FSDP2).
 
-Names of parameters stay those of Hugging Face, since nothing is wrapped: a block's `forward` is replaced, and
-`fully_shard` changes parameters in place.
+Parameters keep their Hugging Face names, since no module is wrapped: a block's `forward` is replaced, and `fully_shard`
+changes parameters in place.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def prepare_model(
     ranks: Ranks,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Parameters that are cut over ranks become `dtype`, if it is given. `blocks` are the parts of `scorer` that are
-    gathered, run and dropped one after the other; what is in none of them stays gathered through a step (embeddings,
-    head, norms)."""
+    """Sharded parameters are converted to `dtype`, if given. `blocks`: the modules of `scorer` that are gathered, run
+    and released one after the other; parameters outside all blocks (embeddings, head, norms) stay gathered during a
+    step."""
     for block in blocks:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
@@ -39,7 +39,7 @@ def prepare_model(
 
 
 def release_gathered(scorer: nn.Module) -> None:
-    """Drop what is still gathered."""
+    """Release gathered parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in scorer.modules():
@@ -48,14 +48,14 @@ def release_gathered(scorer: nn.Module) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A number that the ranks share, as a plain tensor."""
+    """A scalar that the ranks share, as a plain tensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """The rows of a parameter that lie here; all of them if it is not sharded."""
+    """The rows of a parameter on this rank; all rows if it is not sharded."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -68,9 +68,9 @@ def _shard(
 
     policy = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
-        # Gradients are summed over the ranks in full precision: a sum of 64 in bf16 loses its last bits.
+        # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in (*blocks, scorer):  # one after the other: what the others take is not there at the same time
+    for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
         if dtype is not None:
             _convert(block, dtype)
         fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
@@ -83,5 +83,5 @@ def _shard(
 
 def _convert(block: nn.Module, dtype: torch.dtype) -> None:
     for parameter in block.parameters():
-        if local_rows(parameter) is parameter:  # not yet cut, and converted then
+        if local_rows(parameter) is parameter:  # not sharded yet
             parameter.data = parameter.data.to(dtype)

@@ -1,4 +1,4 @@
-"""What a version is written from: the state of a learner at one moment, this rank's share of it."""
+"""Snapshots: the state of a learner at one moment, this rank's share of it, from which a version is written."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ADAPTER", "MODEL", "OPTIMIZER", "LearnerSnapshot", "take_snapshot"]
 MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
 ADAPTER = "adapter"
-"""Where an optimizer's name would stand in the name of a tensor of `trainer/`: adapters, which are no optimizer's."""
+"""Stands in for the optimizer's name in tensor names of `trainer/`, for adapters, which belong to no optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """A learner's state at one moment: what a version is written from. `files` are those that this rank writes, `index`
-    says which file has which tensor where there is more than one."""
+    """A learner's state at one moment. `files`: the files that this rank writes; `index`: the file of each tensor, if
+    there are several files."""
 
     files: Mapping[str, Mapping[str, Tensor | TensorRows]]
     index: str | None
@@ -36,8 +36,8 @@ class LearnerSnapshot:
 
 
 def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
-    """The learner's state now; of several ranks, all must call it. A copy lies in host memory and stays as it is while
-    the learner goes on; without, the tensors are the learner's own. Several ranks always copy."""
+    """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
+    learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
     learner.policy.settle()
     state, model = _state_tensors(learner), lora.published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
@@ -53,7 +53,7 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
 
 
 def _whole_tensors(model: Mapping[str, lora.AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
-    """In one process: every tensor as it is, with its adapter in it."""
+    """In a single process: every tensor with its adapter merged."""
     with torch.no_grad():
         return {name: m.of([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
 
@@ -61,8 +61,8 @@ def _whole_tensors(model: Mapping[str, lora.AdaptedTensor]) -> dict[str, Tensor 
 def _sharded_files(
     learner: Learner, model: Mapping[str, lora.AdaptedTensor]
 ) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
-    """This rank's files of whole tensors, and the index of all. One tensor is put together at a time, on the rank that
-    writes it: none holds more than its share, and every byte goes over the network once."""
+    """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
+    that writes them: no rank holds more than its share, and every byte crosses the network once."""
     ranks = learner.ranks
     sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
     planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
@@ -83,7 +83,7 @@ def _sharded_files(
 
 
 def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
-    """What `restore` needs beside the weights: the optimizers' state, and adapters. This rank's rows of it."""
+    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters."""
     names = {p: n for n, p in learner.policy.model.named_parameters()}
     whole = {
         f"{which}/{names[parameter]}/{key}": value

@@ -1,5 +1,5 @@
-"""Which samples go to which data-parallel rank, and which tensors of a version to which writer: pure, so every rank
-computes the same answer from the same numbers and nothing has to be told."""
+"""Divides samples among data-parallel ranks, and tensors of a version among writers. Pure: every rank computes the same
+result from the same numbers, without communication."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["FileBucket", "balanced_portions", "file_buckets", "rank_microbatches
 
 
 def balanced_portions(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
-    """Indices of `sizes` in `parts` portions of nearly equal totals; each index is in exactly one, ascending.
+    """Indices of `sizes` in `parts` portions with nearly equal totals; each index is in exactly one, ascending.
 
-    Largest first, each to the portion with the least so far, the lower number on a tie (Graham 1969, "Bounds on
-    multiprocessing timing anomalies": no total exceeds the mean by more than (1 − 1/parts) × the largest size, nor
-    the best possible by more than a third)."""
+    Largest first, each to the portion with the smallest total so far, the lower number on a tie (Graham 1969, "Bounds
+    on multiprocessing timing anomalies": no total exceeds the mean by more than (1 − 1/parts) × the largest size, nor
+    the optimum by more than a third).
+    """
     order = sorted(range(len(sizes)), key=lambda i: (-int(sizes[i]), i))
     heap = [(0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
@@ -32,8 +33,8 @@ def balanced_portions(sizes: Sequence[int] | IntArray, parts: int) -> list[IntAr
 
 
 def rank_microbatches(lengths: IntArray, max_tokens: int, *, rank: int, ranks: int) -> list[IntArray]:
-    """The micro-batches of one rank (`microbatch.plan`), as many as every other rank has: the last ones may be empty.
-    Ranks meet in every forward and backward pass, so one with less to do takes part with nothing."""
+    """The micro-batches of one rank (`microbatch.plan_microbatches`), as many as every other rank has: the last ones
+    may be empty. Forward and backward passes are collective, so a rank with less work takes part with empty ones."""
     if ranks == 1:
         return plan_microbatches(lengths, max_tokens)
     alive = np.flatnonzero(lengths > 0)
@@ -52,8 +53,8 @@ class FileBucket:
 
 
 def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[FileBucket]:
-    """Tensors by size in bytes -> files of at most `limit` bytes (a larger tensor alone), spread over the ranks so that
-    each writes about as much. In order of rank; a rank without tensors has no bucket."""
+    """Files for tensors of given sizes in bytes, each of at most `limit` bytes (a larger tensor alone), with nearly
+    equal totals per rank. In order of rank; a rank without tensors has no file."""
     names = list(sizes)
     out = []
     for owner, share in enumerate(balanced_portions([sizes[name] for name in names], ranks)):
@@ -71,7 +72,7 @@ def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[Fi
 
 
 def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows [start, stop) of a parameter that a rank holds: equal chunks, the last ones shorter or empty, as
-    `torch.chunk` and FSDP2 cut the first dimension."""
+    """The rows [start, stop) of a parameter on a rank: equal chunks, the last ones shorter or empty, as `torch.chunk`
+    and FSDP2 split the first dimension."""
     chunk = -(-rows // ranks)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)

@@ -1,17 +1,17 @@
 """A step's gradient, group by group, while the rest of the batch is still rolled out (RollPacker §3.4, Algorithm 1).
 
 The batch loss is Σ_t w_t ℓ_t (`losses.py`), and w_t is known only with the whole batch. But it depends on the token's
-domain alone, so what can be summed before is, per domain d, the bare gradient G_d = Σ_{t in d} ∇ℓ_t. At the end
+domain alone, so the unweighted gradient G_d = Σ_{t in d} ∇ℓ_t of each domain d can be summed before. At the end
 
     gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the deviation of `normalize: batch`
 
 since every policy loss is linear in a positive factor of the advantage. An entropy bonus and a KL penalty have no such
-factor: with `normalize: batch` they are summed apart. A baseline over the domain's batch enters otherwise, and is
-refused by the config.
+factor: with `normalize: batch` they are summed separately. A baseline over the domain's batch is not a factor, and the
+config refuses it.
 
-Which samples share a forward pass never depends on what else is there: micro-batches are cut within a group, samples in
-the order of their ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in
-float32 and float64, in whatever order and portions they come, one by one or the whole batch at once.
+Micro-batches do not depend on the rest of the batch: they are formed within a group, with samples in the order of their
+ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in float32 and
+float64, in any order and any portions, one by one or the whole batch at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = ["GradientAccumulation"]
 
 @dataclass(slots=True)
 class _DomainState:
-    """What is known of one domain's part of the batch. The last entry of both sums is the loss, before the others the
-    gradient of each parameter; `units` are the advantages of all credit units, before `normalize: batch`."""
+    """One domain's part of the batch. The last entry of both sums is the loss, the others are the gradients of the
+    parameters; `units` are the advantages of all credit units, before `normalize: batch`."""
 
     main: ExactSum
     bonus: ExactSum
@@ -54,7 +54,7 @@ class _DomainState:
 
 @dataclass(frozen=True, slots=True)
 class _GroupAdvantages:
-    """One group with loss, alone: its domain, the advantage of its loss tokens [N] and of its credit units [U]."""
+    """A single group with loss: its domain, and the advantages of its loss tokens [N] and of its credit units [U]."""
 
     name: str
     batch: TrainingBatch
@@ -63,8 +63,9 @@ class _GroupAdvantages:
 
 
 class GradientAccumulation:
-    """One step's gradient so far. Reads the weights, which must not change meanwhile, and touches nothing of the
-    learner's; dropping it is an abort. `add` takes whole groups: a part of one would have another baseline."""
+    """The gradient of one step so far. Reads the weights, which must not change meanwhile, and modifies no state of the
+    learner: dropping it aborts the step. `add` takes whole groups, since a part of a group would have another
+    baseline."""
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class GradientAccumulation:
         return sum(d.tokens for d in self._domains.values())
 
     def add(self, batch: TrainingBatch) -> None:
-        """Forward and backward of some whole groups. `ValueError` for what cannot be trained on, and none was added."""
+        """Forward and backward passes of some whole groups. `ValueError` for samples that cannot be trained on; none is
+        added then."""
         started, cpu = time.perf_counter(), time.thread_time()
         if batch.weight is not None:
             raise ValueError(f"sample {batch.ids[0]}: a streamed step has no weights of samples, which are a batch's")
@@ -107,7 +109,7 @@ class GradientAccumulation:
         self.cpu_seconds += time.thread_time() - cpu
 
     def gradient(self) -> tuple[list[Tensor | None], Tensor]:
-        """The gradient of the batch loss for each parameter, and the loss. `ValueError` without any loss token,
+        """The gradient of the batch loss for each parameter, and the loss. `ValueError` without loss tokens,
         `TrainerError` if an addend was not finite."""
         if not self.tokens:
             raise ValueError(f"none of the {self.samples} samples has a token with loss")
@@ -135,7 +137,7 @@ class GradientAccumulation:
         return gradient, loss
 
     def metrics(self) -> dict[str, float]:
-        """What `Learner.train` says of its batch."""
+        """The batch metrics of `Learner.train`."""
         spreads, tokens = self._spreads(), max(1, self.tokens)
         means = {
             "staleness_mean": self._lag_sum / tokens,
@@ -172,7 +174,7 @@ class GradientAccumulation:
             micro = build_microbatch(batch, samples, used, policy.device)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
             seen = logprobs.detach()
-            # The proximal policy is the one at the start of the step, and this is its first and only update.
+            # The proximal policy is the policy at the start of the step, which has a single update.
             proximal = seen if config.kind == "decoupled" else None
             mu = behaviour[micro.pick]
             token = policy_loss(
@@ -218,7 +220,7 @@ class GradientAccumulation:
         return self._domains[name]
 
     def _normalized(self, name: str) -> bool:
-        """Whether the domain's advantages are divided by a deviation that is known only with the whole batch."""
+        """True if the domain's advantages are divided by a deviation that is known only with the whole batch."""
         return self._config.domains[name].advantage.normalize == "batch"
 
     def _shares(self) -> dict[str, float]:
@@ -234,7 +236,7 @@ class GradientAccumulation:
         return dict.fromkeys(self._domains, 0.0) | share
 
     def _spreads(self) -> dict[str, float]:
-        """Sorted first: a standard deviation is a sum as well."""
+        """Units are sorted first, since a standard deviation is an order-dependent sum as well."""
         return {
             name: normalisation_divisor(np.sort(np.concatenate(domain.units)))
             if domain.tokens and self._normalized(name)
@@ -244,7 +246,7 @@ class GradientAccumulation:
 
 
 def _groups(batch: TrainingBatch) -> Iterator[TrainingBatch]:
-    """Each group alone, its samples in the order of their ids."""
+    """Each group as a batch, with samples in the order of their ids."""
     by_id = np.array(sorted(range(len(batch)), key=batch.ids.__getitem__), np.int64)
     for number in np.unique(batch.group):
         yield select_samples(batch, by_id[batch.group[by_id] == number])

@@ -1,4 +1,4 @@
-"""Where published versions lie, and what marks one that is whole."""
+"""Paths of published versions, and the marker of a complete one."""
 
 from __future__ import annotations
 

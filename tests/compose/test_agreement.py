@@ -1,4 +1,4 @@
-"""Which runs hold their engines to a probe, and what it is."""
+"""The probe that engines are compared on: the runs that use one, and its contents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_engines_that_cannot_be_compared_are_not(changes: list[str]) -> None:
 
 
 class Learner:
-    """A trainer whose log-probabilities are the number of steps that it has made."""
+    """A trainer whose log-probabilities equal its number of steps."""
 
     def __init__(self, root: Path) -> None:
         self.steps, self._root = 0, root
@@ -61,7 +61,7 @@ class Learner:
 
 
 def test_a_version_that_is_written_beside_the_next_step_has_the_probe_of_its_own(tmp_path: Path) -> None:
-    """And one that was not staged, or not as this one, that of the weights there are."""
+    """A version that was not staged, or was replaced since, has the probe of the current weights."""
     sample = agreement_sample(resolve_files(None, VLLM))
     assert sample is not None
     none: Any = None

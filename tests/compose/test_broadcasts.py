@@ -1,4 +1,4 @@
-"""Who takes part in a broadcast, and what becomes of those who do not: with scripted parts, on virtual time."""
+"""Membership of broadcasts, and the fallback of engines that do not take part: with scripted parts, on virtual time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Engine:
 
 
 class Trainer:
-    """Every member has the version, but those that `fails` names."""
+    """Every member has the version, except those in `fails`."""
 
     def __init__(self) -> None:
         self.fails: dict[int, str] = {}
@@ -197,7 +197,7 @@ def test_a_trainer_that_fails_or_hangs_is_an_event_and_no_more() -> None:
 
 
 class Client(HttpEngine):
-    """The client itself, of a server that takes everything."""
+    """The real client, of a server that accepts everything."""
 
     def __init__(self, name: str) -> None:
         super().__init__(EngineId(name), "http://nowhere")
@@ -213,7 +213,7 @@ class Client(HttpEngine):
 
 @pytest.mark.parametrize("missed", ["on its way", "at its start"])
 def test_a_version_that_is_sent_anew_is_never_the_one_of_before(missed: str) -> None:
-    """The trainer died before it was written: what is trained instead has its number, and other weights."""
+    """The trainer died before the write: the version trained instead has the same number and other weights."""
 
     async def test(b: Bench) -> None:
         client = Client("one")

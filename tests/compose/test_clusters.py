@@ -1,4 +1,4 @@
-"""Which nodes a plan's parts ask for, and what is said where there are none."""
+"""Nodes required by a plan's parts, and the errors if there are none."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_token_is_found_beside_the_cluster_file() -> None:
 
 
 def test_a_part_that_takes_no_device_waits_for_a_node_of_its_pool(fake: Resolved) -> None:
-    """The plan itself may use nothing of the pool that hosts run on, so that nobody else waits for it."""
+    """The plan may use no device of the hosts' pool, so that no other part waits for its nodes."""
     runtime = Growing([n for n in host_nodes(fake) if n.id == "h800-0"])
     light = ActorSpec("reward-0", "tests.compose.test_clusters:Nothing", labels={"pool": "cores"})
 
@@ -199,11 +199,11 @@ def test_a_part_that_takes_no_device_waits_for_a_node_of_its_pool(fake: Resolved
 
 
 class Growing(LocalRuntime):
-    """A cluster that a node joins."""
+    """A cluster that a node joins later."""
 
     def join(self, node: Node) -> None:
         self._nodes[node.id] = node
 
 
 class Nothing:
-    """An actor that does nothing."""
+    """An actor without behaviour."""

@@ -1,4 +1,4 @@
-"""What parts compute with: bfloat16 on GPUs, float32 on cores, or what the spec says; in plans, commands and probes."""
+"""Number formats of the parts: bfloat16 on GPUs, float32 on cores, or as specified; in plans, commands and probes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BOTH = [{"name": "cores", "device": "cpu", "count": 8}, {"name": "gpus", "device
 
 
 def resolved(path: Path, engines: str, trainer: str, *overrides: str) -> Resolved:
-    """One engine and the trainer on these types of device."""
+    """One engine and the trainer on these device types."""
     cluster = {"name": "c", "pools": BOTH, "engines": {"count": 1, "device": engines}, "trainer": {"device": trainer}}
     (path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     return resolve_files(None, path / "cluster.yaml", overrides)
 
 
 def engine_of(run: Resolved, path: Path) -> argparse.Namespace:
-    """What the engine itself makes of its command line."""
+    """The engine's own interpretation of its command line."""
     arguments = engine_actor(run, path, run.plan.of(Role.ENGINE)[0]).args[2]
     assert isinstance(arguments, list)
     return _arguments([*arguments, "--model", "m"])

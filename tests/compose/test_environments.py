@@ -1,4 +1,4 @@
-"""How many environment hosts a run has, where they may run, and who pays for them."""
+"""Environment hosts of a run: their number, placement and billing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolved(*overrides: str, cluster: Path | None = None) -> Resolved:
 
 
 def with_cores(run: Resolved, count: int) -> Resolved:
-    """The plan gave so many cores to environments."""
+    """A run whose plan has that many environment cores."""
     given = tuple(Assignment(Role.ENVIRONMENT, n, "here", (2 + n,)) for n in range(count))
     pools = [pool.model_copy(update={"count": 2 + count}) for pool in run.cluster.pools]
     cluster = run.cluster.model_copy(update={"pools": pools})

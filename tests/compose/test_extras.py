@@ -1,4 +1,4 @@
-"""What a run needs beside rollart is said by what its spec asks for, before anything is made."""
+"""Missing requirements of a run are reported by its spec's settings, before any part is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     find = importlib.util.find_spec
 
     def find_spec(name: str, *more: Any) -> Any:
-        return None if name in modules else find("json", *more)  # everything else is there
+        return None if name in modules else find("json", *more)  # all others are installed
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 

@@ -1,4 +1,4 @@
-"""Fault plans upon simulations: what dies, what the product does about it, and what the report says it cost."""
+"""Fault plans in simulations: the faults, the product's reaction, and the reported cost."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path
 def test_a_simulated_host_that_ends_is_one_fault_and_its_episodes_are_begun_again(
     resolved: Resolved, tmp_path: Path
 ) -> None:
-    """As in a run: by the product's own fleet. The only host is waited for; nobody is at fault for that."""
+    """As in a run, the product's own fleet restarts it. Waiting for the only host is not a fault."""
     strict = forecast_with(resolved, max_rate=0.05, min_count=2)
     plan = planned(outages=[{"parts": ["host-0"], "at_s": 3, "seconds": 1000}])
     found = simulation_finding(simulate(strict, tmp_path / "one", steps=STEPS, faults=plan))

@@ -1,4 +1,4 @@
-"""Which devices an engine gets, and from what a resumed run starts."""
+"""Device assignment of engines, and the initial plan of a resumed run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WORK = {
 
 
 def adopt(path: Path, run: Resolved, engines: list[tuple[str, str, str, int]]) -> None:
-    """What a run's rebalancer leaves behind."""
+    """Write an adopted plan, as a run's rebalancer does."""
     rest = {"share": 0.5, "first_tokens": 1.0, "new_tokens": 1.0, "output_tokens": 1.0, "finished": 60}
     fields = {
         "engines": json.dumps(engines),
@@ -80,7 +80,7 @@ MOVED = [("engine-1", "left", "engine", 1), ("engine-2", "right", "engine", 1), 
 
 
 def test_devices_are_paid_by_who_holds_them(tmp_path: Path) -> None:
-    """In virtual time: processes begin with an engine's first start, which nobody asks for here."""
+    """On virtual time. No engine is started, so there are no processes."""
     run = resolved(tmp_path)
 
     async def main() -> tuple[list[float], list[str]]:

@@ -1,4 +1,4 @@
-"""How many hosts of function workers a run has, where they may run, and who pays for them."""
+"""Function hosts of a run: their number, placement and billing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolved(*overrides: str, cluster: Path | None = None) -> Resolved:
 
 
 def with_rewards(run: Resolved, count: int) -> Resolved:
-    """The plan gave rewards so many parts, two cores each."""
+    """A run whose plan has that many reward parts of two cores each."""
     (first, *others) = run.cluster.pools
     given = tuple(Assignment(Role.REWARD, n, first.name, (10 + 2 * n, 11 + 2 * n)) for n in range(count))
     pools = [first.model_copy(update={"count": 10 + 2 * count}), *others]

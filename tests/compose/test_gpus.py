@@ -1,4 +1,4 @@
-"""Which GPUs of this machine a part sees."""
+"""GPUs of this machine that are visible to each part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run file says of learning reaches the trainer, and is what the field's trainers compute under that name."""
+"""Learning settings of a run file reach the trainer, and mean the same as in other trainers of the field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.train.trainkit import batch, sample
 
 GROUPS, SIZE = 16, 16
 SCORES = [0.0, 1.0] * (SIZE // 2) + [1.0] * SIZE * (GROUPS - 1)
-"""The one group of sixteen that teaches."""
+"""The only group of sixteen with a learning signal."""
 
 
 def trained(path: Path, **changes: Any) -> TrainerConfig:
@@ -30,7 +30,7 @@ def trained(path: Path, **changes: Any) -> TrainerConfig:
 
 
 def advantages(path: Path, **advantage: Any) -> list[float]:
-    """The advantages that a run with these settings trains with."""
+    """The advantages in a run with these settings."""
     config = trained(path, domains__0__advantage=advantage)
     (name,) = config.domains
     return batch_advantages(
@@ -106,7 +106,7 @@ def test_the_advantages_are_those_of_trl(tmp_path: Path, normalize: str) -> None
 
 
 def test_every_setting_of_training_reaches_the_trainer(tmp_path: Path) -> None:
-    """Each key of a run's `training` stands in `trainer.json` with the run's value, and under the run's defaults."""
+    """Each key of a run's `training` has its value in `trainer.json`, the run's defaults included."""
     training = {
         "lr": 3e-4,
         "lr_schedule": "linear",

@@ -1,4 +1,4 @@
-"""From the pipeline to the ledger and back out of its reports, on virtual time."""
+"""From the pipeline into the ledger and its reports, on virtual time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.serverless.support import Books, Simulated, item, package
 
 
 def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
-    """The ledger's worker time is the meter's, whatever the pool did; dollars are those of calls, starts split out."""
+    """The ledger's worker time equals the meter's; dollars are those of calls, with starts listed separately."""
     books, work = Books(), package(batch={"max_items": 1}, concurrency=2, keep_alive_s=5.0)
 
     async def main() -> None:

@@ -1,4 +1,5 @@
-"""Simulations whose machines join late, leave with notice and die: the plan follows them, by the code of real runs."""
+"""Simulations whose machines join late, leave with notice and die: the plan follows them, with the code of real
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An outside trainer on another machine needs a token, which is said before anything starts."""
+"""An external trainer on another machine needs a token; its absence is an error before anything starts."""
 
 from __future__ import annotations
 

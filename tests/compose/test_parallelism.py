@@ -1,4 +1,4 @@
-"""`rollout.parallelism` in a simulated run: engines of other sizes by the product's fleet, each device billed once."""
+"""`rollout.parallelism` in a simulated run: the product's fleet resizes engines, and each device is billed once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Make = Callable[..., Resolved]
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A plan takes longer than most simulations of it: made once for each run."""
+    """Made once per run: solving the plan takes longer than most simulations of it."""
     directory = tmp_path_factory.mktemp("specs")
 
     @functools.cache
@@ -105,7 +105,7 @@ def test_sizes_are_doublings_that_the_model_and_the_host_allow(resolved: Make) -
 
 
 def test_larger_engines_are_faster_where_they_hold_more(resolved: Make) -> None:
-    """Weights are read once for twice the devices, and what they leave free is more than twice as much."""
+    """Twice the devices read the weights once, and leave more than twice the memory free."""
     settings = reshard_settings(resolved())
     assert settings is not None
     one, two = (settings.speed(EngineKind("big", EngineRole.ENGINE, tp), 5000.0) for tp in (1, 2))

@@ -1,4 +1,4 @@
-"""The trainer as the controller has it: what a resume does when it dies, hangs or refuses."""
+"""The trainer's supervision by the controller: a resume in which it dies, hangs or refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWERS = {REFUSES: ("422 Damaged", DAMAGED), BLIND: ("500 Wrong", UNREADABLE), 
 
 
 class Programs:
-    """One trainer per life, which answers a restore in its way; one that died or hangs answers nothing more."""
+    """One trainer per life, with a scripted reaction to a restore; a dead or hung one never answers again."""
 
     def __init__(self, *lives: str) -> None:
         self._lives = list(lives)
@@ -57,7 +57,7 @@ class Programs:
 
 
 def resumed(*lives: str) -> list[int]:
-    """The restarts that a resume at v3 took."""
+    """The number of restarts during a resume at v3."""
     recorder = MemoryRecorder()
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def test_a_version_that_the_trainer_cannot_restore_is_no_death_of_it() -> None:
 
 
 def test_a_version_that_cannot_be_read_is_not_taken_for_damaged() -> None:
-    """It may be whole: a trainer with fresh files reads it, or the resume ends with the cause."""
+    """The version may be intact: a restarted trainer reads it, or the resume ends with the cause."""
     assert resumed(BLIND, RESTORES) == [1]
     with pytest.raises(TrainerError, match="Input/output error") as caught:
         resumed(BLIND, BLIND, BLIND)

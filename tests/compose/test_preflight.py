@@ -1,4 +1,5 @@
-"""What is wrong with environments is told by line before anything starts, by whoever is to make them."""
+"""Problems of environments are reported with their line before anything starts, by the process that creates
+environments."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Serves(Whole):
 
 
 def written(directory: Path, environment: str, arguments: dict[str, Any], **hosts: Any) -> tuple[Path, Path]:
-    """A run with one domain of `NAME_worlds`, modules being remembered by name, and its cluster."""
+    """A run with one domain from `NAME_worlds` (modules are cached by name), and its cluster."""
     module = f"worlds_of_{directory.name}".replace("-", "_")
     (directory / f"{module}.py").write_text(textwrap.dedent(WORLDS))
     one = {**tiny()["domains"][0], "environment": environment.replace("worlds", module), "environment_args": arguments}
@@ -87,7 +88,7 @@ def refused(run: Path, cluster: Path) -> pytest.ExceptionInfo[SpecError]:
 
 
 def line_of(path: Path, text: str) -> str:
-    """`file:line` of the one line that has it."""
+    """`file:line` of the only line that contains the text."""
     (number,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
     return f"{path}:{number}:"
 
@@ -142,7 +143,7 @@ def test_what_an_environment_has_started_is_not_waited_for(tmp_path: Path) -> No
     try:
         refuse_files(read_specs(run, cluster), SpecSources.files(run, cluster))
     finally:
-        os.kill(int(note.read_text()), signal.SIGKILL)  # it is there: it has the look's stdout and stderr still
+        os.kill(int(note.read_text()), signal.SIGKILL)  # it still runs, and holds the check's stdout and stderr
 
 
 @pytest.mark.slow
@@ -268,7 +269,7 @@ def test_more_ahead_than_are_played_or_kept_is_a_spec_error(tmp_path: Path) -> N
         read_specs(run, cluster)
 
 
-@pytest.mark.slow  # a look in another process, 1 s
+@pytest.mark.slow  # a check in another process, 1 s
 @pytest.mark.parametrize(
     ("environment", "workers"),
     [
@@ -287,7 +288,7 @@ def test_environments_live_on_hosts_unless_they_declare_themselves_quick(
 
 
 def test_hosts_import_from_where_the_controller_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory of a script that launches a run, for one."""
+    """For example from the directory of the launching script."""
     run, cluster = written(tmp_path, "worlds:Whole", {}, workers="unless_quick")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -310,7 +311,7 @@ QWEN = {
 
 
 def weights() -> bytes:
-    """Of a safetensors file with one tensor."""
+    """The bytes of a safetensors file with one tensor."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(4)
 
@@ -465,7 +466,7 @@ def test_every_command_gives_the_answer_of_a_launch(
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    helpers = f"helpers_of_{tmp_path.name}".replace("-", "_")  # modules are remembered by name
+    helpers = f"helpers_of_{tmp_path.name}".replace("-", "_")  # modules are cached by name
     (tmp_path / f"{helpers}.py").write_text(HELPERS)
     run, cluster, runs = tmp_path / "run.yaml", tmp_path / "cluster.yaml", tmp_path / "runs"
     run.write_text(yaml.safe_dump(tiny(**changes), sort_keys=False).replace("helpers:", f"{helpers}:"))

@@ -1,4 +1,4 @@
-"""What processes spent."""
+"""CPU time of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BURN = "import time\nwhile time.process_time() < 0.3: pass"
 def test_the_work_of_children_that_ended_is_not_lost() -> None:
     before, own = reaped_children_cpu_s(os.getpid()), process_cpu_s(os.getpid())
     subprocess.run([sys.executable, "-c", BURN], check=True)
-    assert reaped_children_cpu_s(os.getpid()) - before >= 0.28  # in ticks of a hundredth
+    assert reaped_children_cpu_s(os.getpid()) - before >= 0.28  # in ticks of 10 ms
     assert process_cpu_s(os.getpid()) - own < 0.28
 
 

@@ -1,4 +1,4 @@
-"""Function providers by name: what is known before anything starts, and workers here as a provider's."""
+"""Function providers by name: checks before a start, and local workers in imitation of a provider."""
 
 from __future__ import annotations
 

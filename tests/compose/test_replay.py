@@ -1,4 +1,4 @@
-"""Replays of recorded runs: what a ledger holds becomes a workload, speeds and a prediction."""
+"""Replays of recorded runs: a ledger becomes a workload, speeds and a prediction."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ ENGINE_S = 0.1
 
 
 async def write(directory: Path, resolved: Resolved, *, starts: int = 1) -> None:
-    """A ledger as a run leaves it that is bound by its trainer: one batch is waited for, then steps follow each
-    other. Engine and trainer are paid from start to end."""
+    """A ledger of a run that is bound by its trainer: one batch is waited for, then the steps follow each other. Engine
+    and trainer are billed from start to end."""
     with Ledger(directory, clock=lambda: 0.0, config=resolved.to_dict(), inline=True) as ledger:
         usd = resolved.usd_per_device_hour["here"]
         for n in range(starts):
@@ -190,7 +190,7 @@ def test_a_run_bound_by_its_trainer_is_predicted(prepared: PreparedReplay) -> No
     assert found.simulated.train_s == pytest.approx(STEPS * TRAIN_S)
     assert found.simulated.publish_s == pytest.approx(STEPS * PUBLISH_S)
     assert found.simulated.engine_busy_s == pytest.approx(STEPS * BATCH * ENGINE_S, rel=0.02)
-    # The engine takes 8 × 0.1 s for what is let in at once; environments 0.08 s beside it.
+    # The engine takes 8 × 0.1 s for the trajectories admitted at once; environments take 0.08 s concurrently.
     assert 0 < found.simulated.waited_s < 2 * FIRST_S
     assert abs(found.loop_error) < 0.1
     assert abs(found.wall_error) < abs(found.loop_error), "what lies around the loop is as recorded"

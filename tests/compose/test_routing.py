@@ -1,4 +1,4 @@
-"""What a run's router is given: seats, prices and predictions that are the plan's; and the planner behind it."""
+"""Inputs of a run's router from the plan (placements, prices and predictions), and the planner behind it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_affinity_is_what_this_cluster_has(resolve: Resolve) -> None:
 
 @pytest.mark.slow
 class TestPlanned:
-    """Slow: each solves."""
+    """Slow: each test solves a placement."""
 
     def test_prices_and_shares_are_the_plans(self, resolve: Resolve) -> None:
         resolved = resolve()
@@ -150,7 +150,7 @@ class TestPlanned:
             assert repriced == routes_of(resolved.problem, found), "at the planned batches, whatever is measured"
             same = await planner.reflow(observed)
             assert set(same.shares["chat"]) <= {"wide", "far"}
-            # Four times the turns: the plan is for that work, and only roles may change.
+            # Four times the turns: the new plan is for that work, and may only change roles.
             work = {"chat": DomainWork(1.0, 16.0, 500, 100, 20, 0.0, MIN_FINISHED)}
             longer = await planner.replan(replace(observed, work=work), "drift")
             if longer is not None:

@@ -1,4 +1,4 @@
-"""A run's scaling: its settings, what it knows of trajectories under way, what seconds cost, what it writes."""
+"""A run's function scaling: settings, demand from live trajectories, prices, and recorded events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollart simulate`: the product's control plane over a plan's modelled parts, on virtual time."""
+"""`rollart simulate`: the product's control plane over a plan's simulated parts, on virtual time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def made(specs: tuple[Path, Path]) -> Make:
-    """A plan takes longer than most simulations of it: made once for each set of overrides."""
+    """Made once per set of overrides: solving the plan takes longer than most simulations of it."""
 
     @functools.cache
     def made(*overrides: str) -> Resolved:
@@ -113,7 +113,7 @@ def test_figures_add_up(made: Make, tmp_path: Path) -> None:
 
 
 def test_a_streamed_step_adds_up_too(made: Make, tmp_path: Path) -> None:
-    """What was trained before its batch was complete counts as waiting: no publish takes less than no time."""
+    """Training before the batch is complete counts as waiting, so no publish has a negative duration."""
     done = simulate(made("training.stream=true"), tmp_path / "run", schedule="sync_plus", steps=4)
     assert any(s.train_s > s.trained - s.began for s in done.steps), "some of it was before"
     assert all(s.began <= s.trained <= s.ended for s in done.steps)
@@ -153,7 +153,7 @@ def test_a_published_shape_may_stand_for_the_profile(made: Make, tmp_path: Path)
 
 
 def test_what_the_spec_forbids_ends_the_simulation_too(made: Make, tmp_path: Path) -> None:
-    """A lease that is too short for the work is met here first, instead of on the cluster."""
+    """A lease that is too short for the work fails here, before a run on the cluster."""
     with pytest.raises(FaultRateExceeded, match=r"waited 0\.2 s"):
         simulate_all([SimulationTask(made("leases.generate_s=0.2", "faults.min_count=5"), "rollart", 0, 2)])
 
@@ -244,7 +244,7 @@ FILTER = "rollout.filter.zero_variance=true"
 
 
 def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_path: Path) -> None:
-    """With a mean pass rate of one half and prompts that differ, most groups of 4 are all right or all wrong."""
+    """With a mean pass rate of one half and different prompts, most groups of 4 are all right or all wrong."""
     resolved = made(FILTER, "rollout.filter.max_additional_running_prompts=4", "domains.chat.profile.solved=0.5")
     done = simulate(resolved, tmp_path / "run", steps=4)
     with LedgerReader(done.directory) as reader:
@@ -263,7 +263,7 @@ def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: P
 
 
 def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: Make, tmp_path: Path) -> None:
-    """A slow trainer and a slow push: in turn they make the step, beside each other the longer of them does."""
+    """A slow trainer and a slow push: in sequence both make up the step, concurrently only the longer one."""
     base = ("placement.train.seconds_per_step=6.0", "staleness=3")
     wait, beside = (
         simulation_finding(simulate(made(*base, f"weights.overlap={flag}"), tmp_path / flag, steps=10))

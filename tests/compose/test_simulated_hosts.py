@@ -22,7 +22,7 @@ ENGINES = ["cluster.engines.count=6", "cluster.engines.device=H20", "cluster.tra
 
 @pytest.fixture(scope="module")
 def on_cores(tmp_path_factory: pytest.TempPathFactory) -> Resolved:
-    """Six cores on three machines, each of which the plan gave to environments."""
+    """Six cores on three machines, all planned for environments."""
     directory = tmp_path_factory.mktemp("specs")
     pool = "  - {name: cores, device: cpu, count: 6, devices_per_host: 2, price: 0.05}\n"
     cluster = CLUSTER.replace("links:\n", f"{pool}links:\n") + "environments: {workers: auto}\n"

@@ -1,4 +1,4 @@
-"""Real runs whose engines have roles of their own, or were computed by the placer."""
+"""Real runs with prefill and decode engines, or with engines from the placer."""
 
 from __future__ import annotations
 

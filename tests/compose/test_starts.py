@@ -1,4 +1,4 @@
-"""How long engines may take to start, and what is told meanwhile: on virtual time, with logs that grow or do not."""
+"""Time limits of engine starts, and the events meanwhile: on virtual time, with logs that grow or stay silent."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Program:
 
 
 def started(program: Program, limits: StartLimits = LIMITS) -> tuple[float, Events, PartDied | None]:
-    """Seconds that it took, what was told, and how it failed."""
+    """Seconds of the start, its events, and its error."""
     events = Events()
 
     async def body() -> tuple[float, PartDied | None]:

@@ -1,4 +1,4 @@
-"""A run's versions by way of a store, with actors as the local runtime has them, on virtual time."""
+"""Weight distribution through a store, with actors as in the local runtime, on virtual time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Events:
 
 
 class Bench:
-    """Two engines' programs on one host, and what the trainer publishes."""
+    """Programs of two engines on one host, and the trainer's publishes."""
 
     def __init__(self, root: Path, *, ahead: bool = True) -> None:
         self.root = root
@@ -117,7 +117,7 @@ def test_old_versions_go_from_the_store_and_from_hosts_once_nobody_needs_them(tm
         for version in range(4):
             weights = b.publish(version)
             await b.stored.push(weights)
-            b.stored.prune([v for v in (0, version - 1, version) if v >= 0])  # 0 is still read by somebody
+            b.stored.prune([v for v in (0, version - 1, version) if v >= 0])  # a reader still has version 0
         assert b.stored.versions() == [0, 2, 3]
         assert b.in_store() == ["v000000.json", "v000001.json", "v000002.json", "v000003.json"]
         await b.stored.push(b.publish(4))
@@ -128,7 +128,7 @@ def test_old_versions_go_from_the_store_and_from_hosts_once_nobody_needs_them(tm
 
 
 def test_a_number_that_was_given_twice_is_the_last_ones(tmp_path: Path) -> None:
-    """A version that was pulled ahead and never committed: the trainer died, and made another one."""
+    """A version was pulled ahead and never committed: the trainer died, and made another one of the same number."""
 
     async def test(b: Bench, one: Handle, other: Handle) -> None:
         await b.stored.push(b.publish(7))
@@ -189,7 +189,7 @@ def test_without_ahead_nothing_is_pulled_before_an_engine_loads_and_nothing_by_t
 
 
 class Gate(FileObjectStore):
-    """Takes a bucket after the first only once it is let, and nothing once it is broken."""
+    """Accepts buckets after the first only once it is opened, and none once it is broken."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -250,7 +250,7 @@ async def _outcome(call: Awaitable[None]) -> StorageFailed | None:
 
 
 class Hung:
-    """A host that begins to pull and gets nowhere; `silent`, it does not even say so."""
+    """A host that begins a pull and makes no progress; if `silent`, it does not respond either."""
 
     node = "there"
 

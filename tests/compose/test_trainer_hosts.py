@@ -1,4 +1,4 @@
-"""A trainer over hosts: what each is told, and that it is one trainer on a Ray cluster, which a host can leave."""
+"""A trainer on several hosts: the arguments of each, and the whole on a Ray cluster that loses a host."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_cores_of_several_hosts_have_a_rank_each_or_more(
 
 
 def resolved_on_cores(path: Path, trainer: dict[str, Any], pool: Mapping[str, Any]) -> Resolved:
-    """The trainer in a pool of cores of its own: the only one with room."""
+    """The trainer in a pool of its own, the only one with enough cores."""
     pools = [{"name": "here", "device": "H100", "count": 1, "price": 2.0}, {"name": "learners", **pool}]
     engines = {"count": 1, "device": "H100"}
     cluster = CLUSTER | {"pools": pools, "trainer": trainer, "engines": engines, "runtime": {"backend": "ray"}}
@@ -105,7 +105,7 @@ def test_a_host_without_a_rank_is_refused(tmp_path: Path) -> None:
 
 
 class Away:
-    """An actor whose node is gone, and that may be on its way back for ever; or one that serves."""
+    """An actor whose node is gone, and which may be restarting for ever; or a serving one."""
 
     def __init__(self, *, there: bool) -> None:
         self.there = there
@@ -133,7 +133,7 @@ def test_a_start_that_is_given_up_waits_for_no_host_that_never_comes_back() -> N
 
 
 async def refused(trainer: TrainerProgram) -> str:
-    """Steps until one is refused, since the node is gone: why."""
+    """Train until a step is refused because the node is gone; the reason."""
     while True:
         try:
             await trainer.train(SAMPLES, 1)
@@ -145,7 +145,7 @@ LEARNERS = {"pool": "learners"}
 
 
 def program(name: str, config: Path, *arguments: str) -> ActorSpec:
-    """What `trainer_actors` gives for a host of one core."""
+    """The `trainer_actors` of a host with one core."""
     args = (name, "rollart.train", ["--config", str(config), *arguments], str(config.parent / f"{name}.log"))
     return ActorSpec(
         name=name,
@@ -162,8 +162,8 @@ def program(name: str, config: Path, *arguments: str) -> ActorSpec:
 @pytest.mark.slow  # a Ray cluster of four nodes, a trainer of two processes, started twice
 @pytest.mark.timeout(600)
 def test_two_ranks_on_two_nodes_learn_what_one_learns_and_outlive_a_node(tmp_path: Path) -> None:
-    """Weights after imitation and steps are those of one process to 1e-9. Then the node of rank 1 is killed: whoever
-    waits is told at once, the trainer starts again on the spare node, and goes on from the last version."""
+    """Weights after imitation and steps equal those of one process to 1e-9. Then the node of rank 1 is killed: pending
+    requests fail at once, the trainer restarts on the spare node, and continues from the last version."""
     pytest.importorskip("ray")
     one = alone(tmp_path / "one")
     config = tmp_path / "trainer.json"

@@ -1,4 +1,4 @@
-"""How many processes the embedded trainer gets, and what it is told."""
+"""The embedded trainer's number of processes, and their arguments."""
 
 from __future__ import annotations
 

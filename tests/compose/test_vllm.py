@@ -1,4 +1,4 @@
-"""A plan's engine as vLLM's command line, and what `launch --dry-run` shows of it."""
+"""A planned engine as vLLM's command line, also in `launch --dry-run`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
 def test_servers_that_cannot_be_are_told_of_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    """By the cluster file, the environment's variable, and what is installed there."""
+    """By the cluster file, the environment variable, and the packages installed there."""
     monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
     for engines, said in (
         ("count: 1", "nor is ROLLART_VLLM_PYTHON"),

@@ -1,4 +1,4 @@
-"""Plans and simulations take publish time from the same place, and replans keep how varied lengths are."""
+"""Plans and simulations take publish times from the same code, and replans keep the spread of lengths."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def resolved(tmp_path: Path, gb_per_s: float, *overrides: str) -> Resolved:
 
 
 def published_s(tmp_path: Path, transport: str, gb_per_s: float) -> tuple[float, float]:
-    """By the plan's table, and of the first version of a simulation that all engines waited for."""
+    """The publish time in the plan's table, and that of a simulation's first version that all engines waited for."""
     asked = resolved(tmp_path, gb_per_s, *TRANSPORTS[transport])
     assert {a.pool for a in asked.plan.of(Role.ENGINE)} == {"wide"}
     (held,) = sustained_slots(asked)

@@ -1,4 +1,5 @@
-"""Worked examples are those of the environment, wherever it lives; one without them is told before anything starts."""
+"""Worked examples come from the environment, on hosts or in the controller; their absence is an error before a
+start."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ QUICKSTART = builtin("runs/quickstart.yaml")
 HOSTS = ["cluster.environments={workers: 2, warm: 2}", "warm_start.examples=40"]
 
 LIMIT_S = 120.0
-"""Only a failure waits so long."""
+"""Only a failure waits this long."""
 
 
 class Sums:
-    """Gives worked examples; knows how often one of its kind was closed."""
+    """Gives worked examples; counts the closed instances."""
 
     closed = 0
 

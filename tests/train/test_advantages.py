@@ -126,7 +126,7 @@ def test_a_sample_alone_in_its_group_has_no_advantage() -> None:
 def test_the_baseline_of_a_unit_depends_on_nothing_that_its_own_sample_does(
     samples: list[TrainSample], baseline: str, data: st.DataObject
 ) -> None:
-    """What leaves the gradient unbiased: with higher rewards a sample's advantages rise by just as much."""
+    """This keeps the gradient unbiased: with higher rewards, a sample's advantages rise by the same amount."""
     config = AdvantageSpec(level="token", gamma=0.0, baseline=baseline, normalize="none")  # type: ignore[arg-type]
     one = data.draw(st.integers(0, len(samples) - 1))
     paid = dataclasses.replace(samples[one], rewards=tuple(r + 3.0 for r in samples[one].rewards))

@@ -1,4 +1,5 @@
-"""Trainer and embedded engine compute the same policy: what the engine sampled, the trainer scores the same."""
+"""Trainer and embedded engine compute the same policy: the trainer's scores equal the engine's sampled
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
 
 @pytest.mark.slow  # two models, some hundred decode steps
 def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(tmp_path: Path) -> None:
-    """FSDP2 over one rank computes in bfloat16, as it does on one GPU; a process group is a process's, so in one of its
-    own. Means are what `engines.vllm.probe` and `behaviour_gap` look at."""
+    """FSDP2 over one rank computes in bfloat16, as on one GPU. Process groups are global to a process, so this runs in
+    a separate one. The means are those of `engines.vllm.probe` and `behaviour_gap`."""
     learner = Learner(config(tmp_path, hidden=32, layers=2, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
@@ -51,7 +52,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     made = batch(samples)
     exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
     assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
-    half = tmp_path / "half"  # as models are published: trained on in float32, one block after the other
+    half = tmp_path / "half"  # a published model: converted to float32 for training, one block at a time
     half.mkdir()
     save_file(
         {n: t.to(torch.bfloat16) for n, t in read_tensors(path).items()}, half / "model.safetensors", {"format": "pt"}
@@ -92,7 +93,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     assert both.max() < 0.5
     same = np.abs(np.load(tmp_path / "found.npy") - np.load(tmp_path / "reference.npy"))[made.loss.position]
     assert same.mean() < both.mean() / 10, "a reference in float32 would be as far off as the engine"
-    for whence, version in ((path, 0), (other, 6)):  # what passes gathered and rounded is neither written nor kept
+    for whence, version in ((path, 0), (other, 6)):  # gathered and rounded parameters are neither written nor kept
         was, now = read_tensors(whence), read_tensors(tmp_path / f"v{version:06d}")
         assert all(torch.equal(was[name], now[name]) for name in was)
 

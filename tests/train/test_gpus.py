@@ -1,4 +1,4 @@
-"""Ranks have a GPU each, or are refused: nothing here needs one."""
+"""Each rank has its own GPU, or the ranks are refused; no test needs a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_first_pair_is_found() -> None:
 
 @pytest.mark.parametrize(("gpus", "refused"), [(("x", "y", "x"), True), (("x", "y", "z"), False)])
 def test_every_rank_learns_that_two_share_a_gpu(gpus: tuple[str, ...], refused: bool) -> None:
-    """Each speaks through a connection of its own, as processes would."""
+    """Each rank has its own connection, like a process."""
     size = len(gpus)
     stores = [TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)]
     stores += [TCPStore("127.0.0.1", stores[0].port, size, is_master=False) for _ in gpus[1:]]

@@ -1,4 +1,4 @@
-"""The learner against plain transformers code, and what must not change a step."""
+"""The learner against plain transformers code, and changes that must not affect a step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_the_plain_model(temperature: float, layers: int) 
 
 
 def test_a_model_that_is_built_differently_takes_the_general_way() -> None:
-    """Eager attention without a mask is not causal, so the short cut must be found out and not taken."""
+    """Eager attention without a mask is not causal, so the shortcut must be detected as wrong and not be used."""
     short = Learner(config())
     eager = short.config.model.model_copy(update={"attention": "eager"})
     general = Learner(short.config.model_copy(update={"model": eager}))
@@ -143,8 +143,8 @@ def test_on_policy_ppo_is_the_policy_gradient() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stale", [0, 2, 5])
 def test_what_staleness_changed_is_apart_from_what_the_engine_computes_otherwise(stream: bool, stale: int) -> None:
-    """Of `stale` of five samples the policy has moved by 0.5 a token since; an engine that is 0.125 off is seen in
-    the others, however many those are."""
+    """The policy has moved by 0.5 per token since `stale` of five samples; an engine that is 0.125 off shows in the
+    others, however many there are."""
     alone = {"advantage": {"level": "turn", "baseline": "none"}}
     learner = Learner(config(stream=stream, domains={"a": alone, "b": alone}))
     made = []
@@ -291,7 +291,7 @@ def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
 
 
 def test_a_samples_weight_is_a_factor_of_its_tokens_in_the_loss() -> None:
-    """pg without baseline: the loss of two weighted samples is the weighted sum of what each adds alone."""
+    """pg without baseline: the loss of two weighted samples is the weighted sum of their single losses."""
     domains = {"a": {"advantage": {"baseline": "none", "normalize": "none"}}}
     samples = [sample(name, turns=((3, 3),), domain="a", rewards=[1.0 + i]) for i, name in enumerate("xy")]
 

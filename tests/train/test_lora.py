@@ -1,4 +1,5 @@
-"""Adapters through peft: only they are trained, versions hold them merged, and a restored trainer goes on with them."""
+"""Adapters through peft: only they are trained, versions contain them merged, and a restored trainer continues with
+them."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ COMPILED = pytest.param(
 
 @pytest.mark.parametrize("parallel", [{"activation_checkpointing": True}, COMPILED])
 def test_blocks_that_are_checkpointed_or_compiled_learn_the_same(tmp_path: Path, parallel: dict[str, Any]) -> None:
-    """In a process of its own, as a trainer is: the compiler minds what other tests have imported."""
+    """In a separate process, like a trainer: modules imported by other tests affect the compiler."""
     code = f"from tests.train.test_lora import learn_the_same; learn_the_same({str(tmp_path)!r}, {parallel!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Tensors of several files, read by rows whatever the number of writers was."""
+"""Tensors of several files, read by rows for any number of writers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollart.train.split import row_range
 
 
 def written(root: Path, whole: torch.Tensor, writers: int) -> list[Path]:
-    """What `writers` ranks write of one tensor."""
+    """The files of one tensor by `writers` ranks."""
     paths = []
     for rank in range(writers):
         start, stop = row_range(len(whole), rank=rank, ranks=writers)

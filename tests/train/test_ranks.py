@@ -1,4 +1,4 @@
-"""Real ranks over gloo on two processes: they learn what one learns, publish in shares, and die together."""
+"""Real ranks over gloo in two processes: they learn the same as one, publish in shares, and die together."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ INIT = {
 
 
 def setup(root: Path, **changes: Any) -> dict[str, Any]:
-    """`trainer.json` of two ranks. In float64 nothing hides behind rounding; with this eps Adam's updates depend on the
-    gradient's scale, so that a mean in place of a sum over the ranks is seen. Activations are computed again, to
-    the same effect."""
+    """`trainer.json` of two ranks. In float64 rounding hides no error; with this eps Adam's updates depend on the
+    gradient's scale, so that a mean in place of a sum over the ranks shows. Activations are recomputed, with the same
+    result."""
     return (
         {
             "model": {"init": INIT, "seed": 3, "dtype": "float64"},
@@ -166,7 +166,7 @@ def moments(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def test_every_rank_broadcasts_what_it_writes(two: Ranks) -> None:
-    """Each over a group of its own with all workers; what arrives is what the files hold."""
+    """Each over a group of its own with all workers; the received tensors equal those in the files."""
     receivers = [Receiver(torch.device("cpu")) for _ in range(2)]
 
     async def work(trainer: HttpTrainer) -> None:
@@ -296,8 +296,8 @@ def test_what_was_staged_is_written_beside_the_next_step(two: Ranks) -> None:
 
 
 def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_path: Path) -> None:
-    """At once for whoever waits and whoever comes; nothing is left running. Before, bf16 learns about what float32
-    does, from weights that stay float32."""
+    """At once, for pending and for later requests; no process is left running. Before that, bf16 learns about the same
+    as float32, from weights that stay float32."""
     model = {"init": INIT, "seed": 3}
     one = alone(tmp_path, model=model)
     ranks = Ranks(tmp_path, model=model, parallel={"ranks": 2, "dtype": "bfloat16", "activation_checkpointing": True})
@@ -332,7 +332,7 @@ def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_
 
 
 def test_ranks_that_somebody_else_starts_meet(tmp_path: Path) -> None:
-    """As a job queue would: each by itself, told where rank 0 is."""
+    """Like a job queue: each rank is started separately, with the address of rank 0."""
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps(setup(tmp_path / "weights")))
     command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--meet"]
@@ -370,8 +370,8 @@ def said(process: subprocess.Popen[str], word: str) -> str:
 
 
 def test_a_rank_that_cannot_load_the_reference_is_named_on_all_and_the_ranks_go_on(tmp_path: Path) -> None:
-    """One of two may open no file: the step is refused at once, where the other would have waited for it in the forward
-    pass. Then a penalty on two ranks is that on one."""
+    """One of two ranks cannot open files: the step is refused at once, where the other rank would have waited for it in
+    the forward pass. Then a penalty on two ranks equals that on one."""
     changes: dict[str, Any] = {"loss": {"kind": "ppo", "kl": 0.3}, "epochs": 1}
     one = alone(tmp_path / "one", **changes)
     checkpoint.publish_version(one, tmp_path / "one", 0, ())

@@ -1,4 +1,5 @@
-"""KL to the run's first version, and columns that are filled before the step: the bits of the step that fills none."""
+"""KL to the run's first version, and columns filled before the step: bit for bit as in a step that computes them
+itself."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ COLUMNS = settings(max_examples=15, deadline=None, suppress_health_check=[Health
 
 
 def learner(root: Path, *, kl: float = 0.3, stream: bool = False, advantage: int = 0, **more: Any) -> Learner:
-    """In float64, with version 0 published where its reference looks for it."""
+    """In float64, with version 0 published at the reference's path."""
     setup = config(
         root,
         domains={name: {"advantage": ADVANTAGES[advantage]} for name in "ab"},
@@ -42,7 +43,7 @@ def learner(root: Path, *, kl: float = 0.3, stream: bool = False, advantage: int
 
 
 def filled(of: Learner, samples: list[TrainSample], *, reference: bool, advantage: bool) -> list[TrainSample]:
-    """The samples with columns, each computed by itself: references of single samples, advantages of single groups."""
+    """The samples with columns, computed separately: references of single samples, advantages of single groups."""
     out = []
     for group in dict.fromkeys(s.group for s in samples):
         mine = [s for s in samples if s.group == group]
@@ -109,7 +110,7 @@ def test_a_reference_does_not_depend_on_what_else_is_there_nor_on_the_weights_no
 
 
 def test_the_penalty_holds_the_policy_to_its_first_version(tmp_path: Path) -> None:
-    """A reward moves the policy away; with a penalty it stays nearer. Without one nothing is measured."""
+    """A reward moves the policy away; with a penalty it stays nearer. Without a penalty the KL is not measured."""
     samples = [
         sample(f"g{g}.{m}", turns=((3, 4),), group=f"g{g}", domain="a", seed=g, rewards=[float(m)], logprob=-3.0)
         for g in range(4)
@@ -126,7 +127,7 @@ def test_the_penalty_holds_the_policy_to_its_first_version(tmp_path: Path) -> No
 
 
 def test_the_penalty_has_the_gradient_of_its_formula(tmp_path: Path) -> None:
-    """d/dlogπ of x − 1 − log x, x = π_ref/π, is 1 − x: nothing where the two agree."""
+    """d/dlogπ of x − 1 − log x, x = π_ref/π, is 1 − x, which vanishes where both agree."""
     ours = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     anchor = torch.tensor([-1.0, -1.0, -3.0], dtype=torch.float64)
     kl_estimate(anchor, ours).sum().backward()

@@ -1,4 +1,4 @@
-"""Where the parts of a restored optimizer lie, on a device that this machine need not have."""
+"""Device placement of a restored optimizer's state, for a device that this machine need not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollart.train.command import CommandMessage, run_command
 
 
 def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> None:
-    """Fused kernels on a GPU read the count there: one in host memory is an illegal address."""
+    """Fused kernels on a GPU read the count there: in host memory it would be an illegal address."""
     parameter = torch.empty((3, 4), device="meta")
     count = _moment(parameter, torch.tensor(7.0))
     assert (count.device.type, count.shape, count.dtype) == ("meta", (), torch.float32)

@@ -1,4 +1,4 @@
-"""Versions by broadcast, over gloo: what arrives is what was sent, whole or not at all, and the lost hold nobody up."""
+"""Broadcasts over gloo: versions arrive unchanged and complete or not at all, and lost members delay no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUCKET = 4096
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
-    """Of several types, larger than a bucket and smaller than an aligned place, one empty and one a number."""
+    """Of several types: larger than a bucket, smaller than an aligned slot, an empty one and a scalar."""
     make = torch.Generator().manual_seed(seed)
     return {
         "a": torch.randn(3, 5, generator=make),
@@ -97,7 +97,7 @@ def same(received: Received | None, sent: dict[str, Tensor]) -> bool:
 
 
 def test_every_worker_has_what_every_rank_sent(bench: Callable[..., Bench]) -> None:
-    """A rank of a lane of its own; one that has nothing to send, too. The groups serve for the next version as well."""
+    """One lane per rank, also for a rank with nothing to send. The groups serve the next version as well."""
     b = bench(workers=2, ranks=3)
     for version in (1, 2):
         shares = tensors(version), {"z": torch.full((50, 50), float(version))}, dict[str, Tensor]()
@@ -220,7 +220,8 @@ def member(order: Order, end: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_worker_lost_between_two_buckets_holds_nobody_up(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Neither the trainer nor the other worker, who keeps the version before; the next broadcast is among the rest."""
+    """Neither the trainer nor the other worker, which keeps the previous version; the next broadcast is among the
+    remaining members."""
     b = bench(workers=1)
     b.send(b.order("s1"), tensors(1))
     large = {"large": torch.zeros(64 * 2**20, dtype=torch.uint8)}  # more than sockets hold

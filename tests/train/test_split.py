@@ -1,4 +1,4 @@
-"""How work and tensors are spread over ranks: nothing is lost, nothing twice, and the bound of the greedy rule."""
+"""Distribution of work and tensors over ranks: completeness, uniqueness, and the bound of the greedy rule."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def test_a_lone_long_sample_is_met_by_empty_passes(ranks: int) -> None:
 
 @given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
 def test_ranks_share_a_batch_by_the_rule_of_the_sample_table(sizes: list[int], parts: int) -> None:
-    """The trainer may import nothing of the policies: its split is held to theirs here."""
+    """The trainer must not import policies: this compares its split with theirs."""
     assert tuple(tuple(part.tolist()) for part in balanced_portions(sizes, parts)) == partition(sizes, parts)

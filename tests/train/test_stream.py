@@ -1,4 +1,4 @@
-"""A streamed step against the monolithic one: the same bits in whatever order and portions its groups come."""
+"""A streamed step against the monolithic one: bit for bit the same in any order and any portions of its groups."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def flat(parts: Sequence[Sequence[TrainSample]]) -> list[TrainSample]:
 
 
 def state(of: Learner) -> dict[str, torch.Tensor]:
-    """Everything that a next step depends on: weights, the optimizer's moments, counters."""
+    """The complete input of the next step: weights, the optimizer's moments, counters."""
     out = dict(of.policy.model.state_dict())
     for name, optimizer in of.optimizers.items():
         for i, moments in enumerate(optimizer.state.values()):
@@ -137,8 +137,8 @@ def test_any_order_and_any_portions_give_the_bits_of_the_whole_batch(
 @pytest.mark.parametrize("advantage", [0, 1, 2])
 @pytest.mark.parametrize("balance", ["tokens", "domains"])
 def test_it_is_the_step_that_is_made_without_streaming(kind: str, advantage: int, balance: str) -> None:
-    """Other code, other micro-batches: they differ by rounding, of which there is some in float64 too, since Qwen3's
-    norms compute in float32 in any case. A weight that is left out or doubled would show at 1e-2."""
+    """Different code and micro-batches: the results differ by rounding, also in float64, since Qwen3's norms always
+    compute in float32. A weight left out or doubled would show at 1e-2."""
     made = batch(flat(groups(7, 5)))
     options: dict[str, Any] = {"kind": kind, "a": advantage, "b": 0, "domain_balance": balance}
     plain, streamed = learner(stream=False, **options), learner(**options)
@@ -170,7 +170,7 @@ def test_a_step_that_is_not_finished_leaves_no_trace() -> None:
     assert not touched.accumulating
     touched.begin(1)
     touched.accumulate(batch(made[0]))
-    touched.begin(1)  # anew: what was there is dropped
+    touched.begin(1)  # starts again and drops the accumulated gradient
     touched.accumulate(batch(flat(made)))
     touched.finish()
     clean.train(batch(flat(made)), 1)

@@ -1,4 +1,4 @@
-"""Published versions: whole or not there, and a restored trainer goes on as if nothing had happened."""
+"""Published versions: complete or absent, and a restored trainer continues as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def streaming(root: Path) -> TrainerConfig:
 
 @pytest.mark.asyncio
 async def test_a_step_in_pieces_through_the_port(tmp_path: Path) -> None:
-    """In another order it gives the same bytes; restored in the middle it begins anew."""
+    """Another order gives the same bytes; a restore in the middle starts the step again."""
     async with serving(streaming(tmp_path / "a")) as (whole, _), serving(streaming(tmp_path / "b")) as (pieces, _):
         assert not whole.streams
         await whole.greet()
@@ -132,7 +132,7 @@ async def test_a_trainer_that_does_not_stream_says_so(tmp_path: Path) -> None:
 async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk hangs, the trainer is restored and goes on; then the disk comes back to what it was writing."""
+    """The disk hangs and the trainer is restored and continues; then the disk resumes the old write."""
     hangs, release, write = threading.Event(), threading.Event(), checkpoint.save
 
     def slow(path: Path, tensors: Any) -> None:
@@ -301,7 +301,7 @@ def test_what_is_wrong_at_the_start_is_one_line_and_exit_code_2(tmp_path: Path) 
 
 @pytest.mark.asyncio
 async def test_what_was_staged_is_published_beside_the_next_step(tmp_path: Path) -> None:
-    """The version is that of the moment it was staged, whatever was trained since; a restore drops what is staged."""
+    """The version is that of the moment of staging, whatever is trained later; a restore drops it."""
     async with serving(config(tmp_path / "a")) as (plain, _), serving(config(tmp_path / "b")) as (staged, service):
         await plain.train(SAMPLES, 0)
         expected = Path((await plain.publish(1)).path)

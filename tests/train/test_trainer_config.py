@@ -1,4 +1,4 @@
-"""trainer.json: what is understood, and that what is not is an error that names the key."""
+"""trainer.json: valid settings, and errors that name the wrong key."""
 
 from __future__ import annotations
 

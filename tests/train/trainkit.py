@@ -89,5 +89,5 @@ def sample(
 
 
 def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> TrainingBatch:
-    """What the trainer sees of samples that crossed the wire."""
+    """Samples as the trainer decodes them from the wire."""
     return decode_batch(encode_samples(samples), vocab)
