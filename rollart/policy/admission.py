@@ -1,14 +1,14 @@
-"""Which group to start next, and whether (invariant I4).
+"""Which group to start next, and whether one may start (invariant I4).
 
-Each domain has a window of (alpha + 1) x quota slots, quota being its samples per training step. A slot is held from
-admission until the publish that follows the sample's training, or until the sample is dropped. So the samples
-of a domain that wait or run never exceed (alpha + 1) x quota, and over all domains (alpha + 1) x batch.
+Each domain has a window of (alpha + 1) x quota slots, where quota is the domain's samples per training step. A slot is
+held from admission until the publish that follows the sample's training, or until the sample is dropped. The samples of
+a domain that wait or run therefore never exceed (alpha + 1) x quota, and over all domains (alpha + 1) x batch.
 
-Why not less: with quota slots held by the batch in training, alpha x quota remain for rollout; at alpha = 0 that is
-none, which is the synchronous schedule. Why not more: see docs/concurrency.md.
+Why not less: the batch in training holds quota slots, so alpha x quota remain for rollout; at alpha = 0 none remain,
+which is the synchronous schedule. Why not more: see docs/concurrency.md.
 
 Redundancy. Extra groups widen a domain's window by their own samples, once: (alpha + 1) x quota + extra. Extra members
-hold no slot: whatever runs, a group brings at most `group_size` samples.
+hold no slot: a group contributes at most `group_size` samples, however many members run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DomainQuota:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionWindow:
-    """Decides from counts alone: `next_domain` has all that it looks at as arguments."""
+    """A stateless decision: all of its inputs are arguments of `next_domain`."""
 
     quotas: tuple[DomainQuota, ...]
     alpha: int
@@ -53,9 +53,9 @@ class AdmissionWindow:
     ) -> str | None:
         """The domain that should start a group now, or None.
 
-        `outstanding` = samples holding a slot per domain; `remaining` = samples that may still be started at all;
-        `extra` = slots of redundant groups, by which a domain's window is wider for now.
-        Picks the domain with the lowest share of its window in use; ties go to the earlier domain of the spec.
+        `outstanding` counts the samples that hold a slot, per domain; `remaining` counts the samples that may still be
+        started; `extra` counts the slots of redundant groups, by which a domain's window is wider for now. The domain
+        with the lowest share of its window in use is picked; ties go to the earlier domain of the spec.
         """
         best: tuple[float, int, str] | None = None
         for order, quota in enumerate(self.quotas):

@@ -1,7 +1,7 @@
-"""Hardware affinity: which pool a domain's trajectories decode in, and where they go when that is down.
+"""Hardware affinity: the pool in which a domain's trajectories decode, and the fallback order when that pool is down.
 
 RollArt's `hw_affinity={"FrozenLake": "H800", "default": "H20"}` (RollArt §1.3): a tag names a pool or a device type. A
-domain without an entry follows `default`; without that one it may decode anywhere.
+domain without an entry follows `default`; without a default it may decode anywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["HardwareAffinity"]
 
 @dataclass(frozen=True, slots=True)
 class HardwareAffinity:
-    """`preferred`: domain -> pool or device type; `default` for domains that are not in it. `order`: compatible pools
-    or device types to fall back to, best first; what it does not name comes after it, in any order: a fallback is
-    worse than the plan, a stall is worst."""
+    """`preferred` maps a domain to a pool or device type; `default` applies to the other domains. `order` lists
+    compatible pools or device types to fall back to, best first. Pools that `order` does not name come last, in any
+    order: a fallback is worse than the plan, and a stall is worst."""
 
     preferred: Mapping[str, str] = field(default_factory=dict)
     order: tuple[str, ...] = ()
@@ -28,11 +28,12 @@ class HardwareAffinity:
         return bool(self.preferred) or self.default is not None
 
     def wants(self, domain: str) -> str | None:
-        """The pool or device type that the domain prefers; None if any will do."""
+        """The pool or device type that the domain prefers; None if it has no preference."""
         return self.preferred.get(domain, self.default)
 
     def rank(self, domain: str, seat: EnginePlacement) -> int:
-        """0 where the domain prefers to be, then 1, 2, … down the fallback order. 0 everywhere without a wish."""
+        """0 for the domain's preferred hardware, then 1, 2, … down the fallback order; always 0 without a
+        preference."""
         wanted = self.wants(domain)
         if wanted is None or wanted in (seat.pool, seat.device):
             return 0
@@ -42,5 +43,5 @@ class HardwareAffinity:
         return len(self.order) + 1
 
     def best(self, domain: str, seats: Sequence[EnginePlacement]) -> int:
-        """The lowest rank that some seat has: engines of that rank are the ones to choose among."""
+        """The lowest rank among the engines; the choice is made among engines of this rank."""
         return min((self.rank(domain, seat) for seat in seats), default=0)

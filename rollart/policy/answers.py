@@ -1,6 +1,7 @@
-"""Checks of an engine's answer, at the place where it arrives, and how much an engine is trusted after them.
+"""Validation of engine responses on arrival, and a trust score per engine.
 
-Neither depends on the engine's own health check: a process that answers it may still compute nonsense.
+Both are independent of the engine's own health check: a process that passes its health check may still compute
+nonsense.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from rollart.model import Completion, FinishReason, Sampling, VersionSpan
 __all__ = ["LEAST_GOOD_SHARE", "ROUNDING", "WRONG_ANSWERS", "EngineTrust", "wrong_answer", "wrong_tokens"]
 
 ROUNDING = 1e-3
-"""Log-probabilities above 0 by less are rounding errors of a certain token; the trainer allows as much."""
+"""Log-probabilities above 0 by less than this are rounding errors of a certain token; the trainer allows as much."""
 
 WRONG_ANSWERS = 3.0
-"""An engine with so many wrong answers that right ones did not make up for is restarted."""
+"""An engine is restarted at this many wrong answers, net of the credit for right ones."""
 
 LEAST_GOOD_SHARE = 0.95
-"""Of its answers: an engine with a smaller share of right ones is restarted sooner or later, one with a larger share is
-not; its wrong answers cost their turns alone."""
+"""An engine with a smaller share of right answers is eventually restarted. An engine with a larger share is not; its
+wrong answers cost only their own turns."""
 
 
 @dataclass(slots=True)
 class EngineTrust:
-    """Wrong answers of one engine since it started, less what its right ones make up for."""
+    """Wrong answers of one engine since it started, net of the credit for right answers."""
 
     wrong: float = 0.0
 
@@ -34,7 +35,7 @@ class EngineTrust:
         self.wrong = max(0.0, self.wrong - (1 - LEAST_GOOD_SHARE))
 
     def failed(self) -> bool:
-        """One more wrong answer; True if the engine is not to be asked again before it is restarted."""
+        """Count one wrong answer. True if the engine must be restarted before its next request."""
         self.wrong += 1.0
         return self.wrong >= WRONG_ANSWERS
 
@@ -42,10 +43,11 @@ class EngineTrust:
 def wrong_answer(
     answer: Completion, sampling: Sampling, *, vocab: int | None = None, versions: tuple[int, int] | None = None
 ) -> str:
-    """What makes the answer unusable, '' if nothing does.
+    """The defect that makes the answer unusable, or ''.
 
-    `vocab`: size of the model's vocabulary; None: ids are not token ids (simulations), and are not looked at.
-    `versions`: the oldest and the newest that may have sampled it; None: any from 0 on.
+    `vocab` is the size of the model's vocabulary; None means that ids are not token ids (simulations) and are not
+    checked. `versions` is the oldest and the newest version that may have sampled the answer; None allows any version
+    from 0 on.
     """
     ids = answer.token_ids
     if not ids and answer.finish is not FinishReason.ABORT:
@@ -63,7 +65,7 @@ def wrong_answer(
 
 
 def wrong_tokens(ids: Sequence[int], logprobs: Sequence[float], vocab: int | None) -> str:
-    """As `wrong_answer`, of the tokens alone."""
+    """As `wrong_answer`, for the tokens alone."""
     if len(logprobs) != len(ids):
         return f"{len(logprobs)} log-probabilities for {len(ids)} tokens"
     if not ids:

@@ -1,8 +1,8 @@
 """Which finished groups make the next batch (invariants I3 and I6).
 
-Oldest version first, then the order of completion: a sample that is closest to its staleness bound is trained before
-it is lost, and with the admission window of `policy.admission` a finished group of a running pipeline is never
-overtaken by a younger one of its domain.
+Groups are taken oldest version first, then in order of completion: a sample closest to its staleness bound is trained
+before it expires. With the admission window of `policy.admission`, a finished group of a running pipeline is never
+overtaken by a younger group of its domain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ReadyGroup", "select_batch"]
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A complete group as batching sees it. `order` is its place in completion order."""
+    """A complete group as batching sees it. `order` is its position in completion order."""
 
     id: str
     domain: str
@@ -37,9 +37,9 @@ def select_batch(
 ) -> tuple[ReadyGroup, ...] | None:
     """The groups of the next batch, or None while some domain has fewer than its quota.
 
-    With a `token_budget`, a domain's groups are taken while the batch's tokens stay within the budget's share of its
-    quota, and at least one group per domain: a batch of long trajectories is smaller, never starved.
-    No group with `version - v0 > alpha` is ever taken.
+    With a `token_budget`, a domain's groups are taken while the batch's tokens stay within the domain's share of the
+    budget, and at least one group per domain is taken: a batch of long trajectories is smaller, never starved. No group
+    with `version - v0 > alpha` is ever taken.
     """
     chosen: list[ReadyGroup] = []
     total = sum(quotas.values())

@@ -1,9 +1,9 @@
-"""What asynchrony can bring at most: ROLL Flash's theory (arXiv 2510.11345), as functions.
+"""Upper bounds on the gain of asynchrony: ROLL Flash's theory (arXiv 2510.11345), as functions.
 
 Notation of the paper: K workers; N samples per training step; mu and L, the mean and the longest generation time of a
 sample; alpha, the asynchronous ratio (versions by which a sample may be behind); E epochs over a batch; beta, the share
-of the workers that trains. Every sample has the generation time that it has: engines do not slow each other down.
-Times in seconds.
+of the workers that trains. A sample's generation time is independent of the load: engines do not slow each other down.
+Times are in seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["AsyncStep", "makespan_bound", "sample_bound"]
 
 
 def makespan_bound(mean_s: float, longest_s: float, *, workers: int, samples: int) -> float:
-    """Seconds that Q samples take at most on K workers that each take the next sample when they are free, in any order:
-    Q mu / K + L. (The last one to finish started when no worker was free, so after at most Q mu / K.)"""
+    """Upper bound in seconds on processing Q samples, in any order, on K workers that each take the next sample when
+    free: Q mu / K + L. (The last sample to finish started when no worker was free, so after at most Q mu / K.)"""
     if workers < 1 or samples < 0:
         raise ValueError(f"{samples} samples on {workers} workers: at least one worker, no negative samples")
     if not 0 <= mean_s <= longest_s < math.inf:
@@ -25,8 +25,8 @@ def makespan_bound(mean_s: float, longest_s: float, *, workers: int, samples: in
 
 
 def sample_bound(mean_s: float, longest_s: float, *, workers: int, samples: int, alpha: float = 0.0) -> float:
-    """The same per sample where `alpha + 1` steps of N samples are generated without a stop between them:
-    mu / K + L / ((alpha + 1) N). Alpha 0 is synchronous."""
+    """The same bound per sample where `alpha + 1` steps of N samples are generated without a pause between them: mu / K
+    + L / ((alpha + 1) N). Alpha 0 is synchronous."""
     if alpha < 0 or samples < 1:
         raise ValueError(f"alpha {alpha}, {samples} samples per step: alpha >= 0, at least one sample")
     makespan_bound(mean_s, longest_s, workers=workers, samples=samples)
@@ -35,8 +35,8 @@ def sample_bound(mean_s: float, longest_s: float, *, workers: int, samples: int,
 
 @dataclass(frozen=True, slots=True)
 class AsyncStep:
-    """A training step and what it is made of. `generate_s` and `train_s` are means per sample (one epoch) on one
-    worker, `longest_s` the longest generation."""
+    """The costs of one training step. `generate_s` and `train_s` are means per sample (one epoch) on one worker;
+    `longest_s` is the longest generation."""
 
     workers: int
     samples: int
@@ -52,7 +52,7 @@ class AsyncStep:
 
     @property
     def work_s(self) -> float:
-        """Seconds of a step in which every worker is busy all the time: the floor that no schedule passes."""
+        """Seconds of a step in which every worker is always busy: a lower bound for every schedule."""
         return self.samples * (self.generate_s + self.epochs * self.train_s) / self.workers
 
     def sync_s(self) -> float:
@@ -60,7 +60,7 @@ class AsyncStep:
         return self.work_s + self.longest_s
 
     def async_s(self, alpha: float) -> float:
-        """Upper bound of an asynchronous step at `train_share(alpha)`: the tail is paid once in alpha + 1 steps."""
+        """Upper bound of an asynchronous step at `train_share(alpha)`: the tail is paid once per alpha + 1 steps."""
         return self.work_s + self._tail(alpha)
 
     def train_share(self, alpha: float) -> float:
@@ -70,7 +70,7 @@ class AsyncStep:
         return train / (self.samples * self.generate_s + self.workers * self._tail(alpha) + train)
 
     def sides(self, alpha: float, train_workers: float) -> tuple[float, float]:
-        """Bounds of generation and of training per step, when that many workers train and the others generate."""
+        """Bounds of generation and of training per step when `train_workers` workers train and the others generate."""
         if not 0 < train_workers < self.workers:
             raise ValueError(f"{train_workers} of {self.workers} workers train: some must, and some must generate")
         generate = self.samples * self.generate_s / (self.workers - train_workers) + self._tail(alpha)
@@ -78,7 +78,7 @@ class AsyncStep:
 
     def train_workers(self, alpha: float) -> int:
         """The whole number of training workers with the smallest bound of a step; ties keep more workers generating.
-        Raises ValueError with fewer than two workers: they cannot be divided."""
+        ValueError with fewer than two workers: they cannot be divided."""
         if self.workers < 2:
             raise ValueError(f"{self.workers} worker cannot both generate and train at once: at least 2")
         return min(range(1, self.workers), key=lambda n: (max(self.sides(alpha, n)), n))
@@ -88,7 +88,7 @@ class AsyncStep:
         return self.sync_s() / self.async_s(alpha)
 
     def max_speedup(self) -> float:
-        """Its limit for alpha without bound: 1 + K L_gen / (N (mu_gen + E mu_train))."""
+        """The limit of `speedup` as alpha grows: 1 + K L_gen / (N (mu_gen + E mu_train))."""
         return 1.0 + self.longest_s / self.work_s
 
     def _tail(self, alpha: float) -> float:

@@ -1,4 +1,4 @@
-"""When to stop asking a prefill engine whose hand-offs fail, and for how long."""
+"""Circuit breaker for prefill engines whose hand-offs fail."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 __all__ = ["IN_A_ROW", "LONGEST_S", "SHORTEST_S", "HandoffCircuitBreaker"]
 
 IN_A_ROW = 3
-"""Hand-offs that fail one after the other before the engine is left alone: one is an expired lease or a lost packet."""
+"""Consecutive failed hand-offs that open the breaker: a single failure may be an expired lease or a lost packet."""
 
 SHORTEST_S, LONGEST_S = 30.0, 300.0
-"""The first back-off and the longest, each twice the one before: as long as a KV lease, and no longer than a restart
-that somebody waits for."""
+"""The first and the longest back-off; each back-off is twice the previous one. The range spans a KV lease at one end
+and a tolerable wait for a restart at the other."""
 
 
 @dataclass(slots=True)
 class HandoffCircuitBreaker:
-    """One engine's hand-offs. After a back-off it is tried again: the next failure opens it for twice as long, the next
-    success forgets all of it."""
+    """The hand-offs of one engine. After a back-off the engine is tried again: the next failure doubles the back-off,
+    and the next success resets the breaker."""
 
     failures: int = 0
     until: float = 0.0
     back_off_s: float = 0.0
 
     def open(self, now: float) -> bool:
-        """Whether the engine is left alone."""
+        """True while the engine receives no hand-offs."""
         return now < self.until
 
     def failed(self, now: float, *, hopeless: bool = False) -> float | None:
-        """Seconds for which the engine is left alone from now on; None if it goes on as it was. `hopeless`: the engine
-        cannot hand over at all, and two more tries would show the same."""
+        """Record a failure. Returns the back-off in seconds if the breaker opens now, else None. `hopeless` marks a
+        failure that would repeat: the engine cannot hand over at all, so the breaker opens at once."""
         self.failures = max(self.failures + 1, IN_A_ROW if hopeless else 0)
         if self.failures < IN_A_ROW or self.open(now):
             return None

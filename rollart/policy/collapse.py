@@ -1,4 +1,4 @@
-"""A policy that no longer learns: training goes on, and changes nothing."""
+"""Detection of a collapsed policy: training continues but changes nothing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Mapping
 __all__ = ["CollapseAlarm"]
 
 STEPS = 3
-"""Steps in a row: one batch without a gradient may have had groups that agree."""
+"""Consecutive steps before the alarm: a single batch without a gradient may consist of groups with equal rewards."""
 
 NO_ENTROPY = 1e-6
-"""Nats per token, below which the policy says one thing alone."""
+"""Nats per token below which the policy is deterministic."""
 
 
 class CollapseAlarm:
-    """Fed with each step's metrics in order. Raised once per episode: again only after a step that learned."""
+    """Takes each step's metrics in order. The alarm is raised once per collapse, and again only after a step that
+    learned."""
 
     def __init__(self) -> None:
         self._still: dict[str, int] = {}
 
     def step(self, metrics: Mapping[str, float]) -> str:
-        """The cause in words, at the step that completes `STEPS` in a row; '' otherwise."""
+        """The cause as text, at the step that completes `STEPS` in a row; '' otherwise."""
         gradient, entropy = metrics.get("grad_norm"), metrics.get("entropy")
         signs = {
             f"its gradient was exactly 0 in {STEPS} steps in a row": gradient == 0.0,

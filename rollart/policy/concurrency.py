@@ -1,8 +1,8 @@
-"""How many trajectories an engine may run at once, found by watching its KV cache: AIMD with hysteresis.
+"""Trajectories that an engine may run at once, found by observing its KV cache: AIMD with hysteresis.
 
-Too few leave the engine's batch half empty. Too many fill the KV cache, and an engine that preempts computes the same
-prefill twice. The right number depends on lengths that nobody knows in advance and that change while the policy
-learns, so it is searched for the way TCP searches for a window: up by a step, down by a factor.
+Too few trajectories leave the engine's batch half empty. Too many fill the KV cache, and an engine that preempts
+computes the same prefill twice. The right number depends on lengths that are unknown in advance and change while the
+policy learns, so it is searched for as TCP searches for a window: additive increase, multiplicative decrease.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ __all__ = ["CONCURRENCY", "AimdSettings", "LimitChange", "ConcurrencyDecision", 
 
 
 CONCURRENCY = "concurrency"
-"""Event of a publish: `engines`, the `least`, `median` and `most` of their limits, and since the last one: `admitted`
-trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`; `waiting` is of now."""
+"""Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
+`admitted` trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`. `waiting` is the
+current number."""
 
 
 class LimitChange(enum.StrEnum):
-    """What a decision did, and why."""
+    """The effect of a decision, and its cause."""
 
     UP = "up"
     DOWN_PREEMPTED = "down_preempted"
     DOWN_FULL = "down_full"
     HOLD_BAND = "hold_band"
-    """KV use is between the two marks: the aim."""
+    """KV use is between the two thresholds: the target."""
     HOLD_UNUSED = "hold_unused"
-    """There is room, but the engine runs fewer than it may by more than a step: a higher limit would mean nothing."""
+    """The engine has room but runs fewer trajectories than its limit by more than a step: a higher limit would have no
+    effect."""
     HOLD_WAITING = "hold_waiting"
-    """Requests wait inside an engine with free KV: another limit binds (its batch), and more would only queue there."""
+    """Requests wait inside an engine with free KV: another limit binds (its batch), and further requests would only
+    queue there."""
     HOLD_SETTLING = "hold_settling"
-    """Too soon after the last decision for its effect to show."""
+    """The effect of the last decision is not visible yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class AimdSettings:
-    """Limits are trajectories in flight per engine, times are seconds of the caller's clock."""
+    """Limits are trajectories in flight per engine; times are seconds of the caller's clock."""
 
     start: int = 32
     least: int = 1
@@ -45,11 +48,11 @@ class AimdSettings:
     decrease: float = 0.75
     low: float = 0.80
     high: float = 0.95
-    """KV use below `low` asks for more, from `high` on for less; between them nothing changes."""
+    """KV use below `low` raises the limit, use from `high` on lowers it; between them nothing changes."""
     interval_s: float = 5.0
-    """Between increases: a few turns, so that the last one is seen in the KV use."""
+    """Between increases: a few turns, so that KV use reflects the last increase."""
     settle_s: float = 30.0
-    """After a decrease: what is in flight is not aborted, so use falls only as trajectories end."""
+    """After a decrease: trajectories in flight are not aborted, so use falls only as they end."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.start <= self.most:
@@ -66,7 +69,7 @@ class AimdSettings:
 
 @dataclass(frozen=True, slots=True)
 class KvPressure:
-    """What an engine reports: share of KV blocks in use, preemptions since it started, requests running and waiting."""
+    """An engine's report: share of KV blocks in use, preemptions since it started, requests running and waiting."""
 
     kv_used: float
     preemptions: int
@@ -92,10 +95,11 @@ class _Engine:
 
 @dataclass(slots=True)
 class ConcurrencyLimits:
-    """One AIMD search per engine; engines do not share a limit, for their hardware and their KV differ.
+    """One AIMD search per engine; engines do not share a limit, because their hardware and their KV differ.
 
-    Bound: `least` <= limit <= `most`, always. Lowering a limit aborts nothing: the caller admits no more until fewer
-    are in flight. An engine whose preemption count falls has restarted: it keeps its limit and counts anew.
+    Bound: `least` <= limit <= `most`, always. Lowering a limit aborts nothing: the caller admits no trajectory until
+    fewer are in flight. An engine whose preemption count falls has restarted: it keeps its limit, and counting
+    restarts.
     """
 
     settings: AimdSettings = field(default_factory=AimdSettings)
@@ -106,17 +110,17 @@ class ConcurrencyLimits:
         return self.settings.start if known is None else known.limit
 
     def begin(self, engine: str, limit: int, *, now: float) -> None:
-        """Where an engine's search starts, if something is known of it; nothing changes once it was observed."""
+        """Set an engine's initial limit. No effect once the engine was observed."""
         if engine not in self._engines:
             limit = min(max(limit, self.settings.least), self.settings.most)
             self._engines[engine] = _Engine(limit, 0, now, now)
 
     def forget(self, engine: str) -> None:
-        """The engine is gone for good."""
+        """Remove an engine that is gone for good."""
         self._engines.pop(engine, None)
 
     def observe(self, engine: str, pressure: KvPressure, *, now: float) -> ConcurrencyDecision:
-        """A report of one engine at `now`; call it as often as reports come."""
+        """Process a report of one engine at `now`; reports may come at any rate."""
         state = self._engines.get(engine)
         if state is None:
             state = self._engines[engine] = _Engine(self.settings.start, pressure.preemptions, now, now)

@@ -1,4 +1,7 @@
-"""An answer that goes on elsewhere: what was drawn of it becomes part of the prompt, and part of the answer again."""
+"""Continuation of an interrupted completion on another engine.
+
+The tokens drawn so far are appended to the prompt, and afterwards joined with the remainder of the completion.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, V
 __all__ = ["completion_from_chunks", "join_completions", "continuation_sampling"]
 
 ODD = 6364136223846793005
-"""Knuth's multiplier: seeds that follow each other have nothing in common."""
+"""Knuth's multiplier: consecutive seeds give unrelated random streams."""
 
 
 def completion_from_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
-    """What was told of an answer before it broke off, as far as it is known which version drew it."""
+    """The received part of an interrupted completion, up to the first chunk whose version is unknown."""
     pieces = list(itertools.takewhile(lambda piece: piece.version is not None, pieces))
     spans: list[VersionSpan] = []
     at = 0
@@ -33,14 +36,14 @@ def completion_from_chunks(pieces: Sequence[CompletionChunk]) -> Completion:
 
 
 def continuation_sampling(sampling: Sampling, sampled: int) -> Sampling:
-    """For the rest of an answer of which `sampled` tokens are there. Of the same seed it would be drawn with the
-    numbers that drew the beginning."""
+    """Sampling for the remainder of a completion of which `sampled` tokens exist. The seed is changed: the same seed
+    would repeat the random numbers of the beginning."""
     seed = None if sampling.seed is None else (sampling.seed * ODD + 1) & (2**63 - 1)
     return dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled, seed=seed)
 
 
 def join_completions(kept: Completion | None, rest: Completion) -> Completion:
-    """The answer in one piece; what was prefilled anew counts."""
+    """The whole completion; tokens that were prefilled again are counted."""
     if kept is None:
         return rest
     n = len(kept.token_ids)

@@ -1,7 +1,8 @@
-"""Which engine takes which trajectory when some are much longer than others (StreamRL, arXiv 2504.15930).
+"""Assignment of trajectories to engines when some are much longer than others (StreamRL, arXiv 2504.15930).
 
-The predicted longest go to instances of their own with smaller batches, so that they decode fast and hold nobody up; in
-an instance the longest start first. Lengths come from `policy.lengths`; seconds per token from a model of the engine.
+The trajectories with the longest predictions go to dedicated instances with smaller batches, so that they decode fast
+and delay no other trajectory; within an instance the longest start first. Lengths come from `policy.lengths`; seconds
+per token from a model of the engine.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ LONG_SHARE = 0.2
 
 
 def lpt_order(lengths: Sequence[float]) -> list[int]:
-    """Indices, longest first; equal ones in the order given."""
+    """Indices, longest first; ties keep the given order."""
     return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
 
 
 def lpt(lengths: Sequence[float], workers: int) -> list[list[int]]:
-    """Longest processing time first: each next one goes to the worker that is free first (the lowest number of equals).
-    Returns the indices per worker in the order run. Its makespan is at most 4/3 - 1/(3 m) of the best (Graham 1969)."""
+    """Longest processing time first: each item goes to the worker that is free first (ties: the lowest number). Returns
+    the indices per worker in execution order. Its makespan is at most 4/3 - 1/(3 m) of the optimum (Graham 1969)."""
     free = _workers(workers)
     taken: list[list[int]] = [[] for _ in range(workers)]
     for n in lpt_order(lengths):
@@ -45,7 +46,7 @@ def lpt(lengths: Sequence[float], workers: int) -> list[list[int]]:
 
 
 def makespan(durations: Iterable[float], workers: int) -> float:
-    """When the last is done if each worker that is free takes the next in the order given (list scheduling)."""
+    """Completion time of the last item if each free worker takes the next item in the given order (list scheduling)."""
     free = _workers(workers)
     end = 0.0
     for duration in durations:
@@ -56,7 +57,7 @@ def makespan(durations: Iterable[float], workers: int) -> float:
 
 
 def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
-    """Indices of that share (rounded up) with the largest predictions, longest first; of equals those given first."""
+    """Indices of that share (rounded up) with the largest predictions, longest first; ties keep the given order."""
     if not 0 <= share <= 1:
         raise ValueError(f"share {share} of the trajectories: between 0 and 1")
     return lpt_order(predicted)[: math.ceil(share * len(predicted) - 1e-9)]
@@ -64,8 +65,8 @@ def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DispatchGroup:
-    """Trajectories that are served alike: how many, the tokens each is taken to generate (StreamRL: P90 of the long
-    group, P50 of the rest), and the largest batch whose KV cache fits an instance."""
+    """Trajectories that are served alike: their number, the tokens that each is assumed to generate (StreamRL: P90 of
+    the long group, P50 of the rest), and the largest batch whose KV cache fits an instance."""
 
     trajectories: int
     tokens: float
@@ -78,7 +79,7 @@ class DispatchGroup:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSplit:
-    """Instances and batch size of each group, and when both are done, in seconds. A group without trajectories has no
+    """Instances and batch size of each group, and the seconds until both are done. A group without trajectories has no
     instance and batch 0."""
 
     long_instances: int
@@ -91,11 +92,12 @@ class InstanceSplit:
 def split_instances(
     instances: int, long: DispatchGroup, rest: DispatchGroup, token_s: Callable[[int], float]
 ) -> InstanceSplit:
-    """Every division N_l + N_r = N of equal instances, and every batch size: the one that is done first, where a group
-    takes `PTL(bs) x L x ceil(M / bs)` for the M trajectories that an instance of it gets.
+    """The division N_l + N_r = N of equal instances, and the batch sizes, that finish first. A group takes `PTL(bs) x L
+    x ceil(M / bs)` for the M trajectories of each of its instances.
 
-    `token_s(bs)` is the seconds per generated token of one trajectory in a batch of bs. Ties: the lesser sum of both
-    groups' times, then fewer instances for the long ones. Raises ValueError where there is no instance for each group.
+    `token_s(bs)` is the seconds per generated token of one trajectory in a batch of bs. Ties go to the smaller sum of
+    both groups' times, then to fewer instances for the long group. ValueError where there is no instance for each
+    group.
     """
     need = (long.trajectories > 0) + (rest.trajectories > 0)
     if instances < max(need, 1):
@@ -119,11 +121,11 @@ def split_instances(
 
 @dataclass(slots=True)
 class BatchSpeed:
-    """Seconds per token of one trajectory in a batch of bs, as a line through what was seen (least squares, the recent
-    ones weighing most; neither intercept nor slope below 0)."""
+    """Seconds per token of one trajectory in a batch of bs: a line fitted to the observations by least squares, recent
+    ones weighing most; neither intercept nor slope is below 0."""
 
     memory: float = 0.99
-    """Weight that an observation keeps with each later one: about a hundred back."""
+    """Factor on an observation's weight with each later one: an effective window of about a hundred."""
     _n: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -141,7 +143,7 @@ class BatchSpeed:
         return self._n > 0
 
     def token_s(self, batch: int) -> float:
-        """ValueError while nothing was seen."""
+        """ValueError without observations."""
         if not self._n:
             raise ValueError("no speed of an engine that generated nothing")
         mean, y = self._x / self._n, self._y / self._n
@@ -152,7 +154,7 @@ class BatchSpeed:
 
 
 def _times(group: DispatchGroup, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:
-    """Per number of instances 0..N: the least seconds and the smallest batch size that needs them."""
+    """For each number of instances 0..N: the least seconds, and the smallest batch size that attains them."""
     if group.trajectories == 0:
         return [(0.0, 0)] * (instances + 1)
     most = min(group.most_batch, group.trajectories)

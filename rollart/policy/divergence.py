@@ -1,4 +1,4 @@
-"""How far a policy has moved from earlier versions: mean KL, by what was sampled under them."""
+"""Distance of the policy from its earlier versions: mean KL, grouped by the version that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable
 __all__ = ["mean_kl"]
 
 LARGEST = 20.0
-"""Log-ratios beyond it, in nats, count as it: one token that the new policy all but forbids is far enough."""
+"""Log-ratios are clipped to this magnitude, in nats: one token that the new policy all but forbids is far enough."""
 
 
 def mean_kl(tokens: Iterable[tuple[int, float, float]]) -> dict[int, float]:
-    """KL(version ‖ now) in nats per token, by the version that sampled it, from (version, log-probability then,
-    log-probability now). The estimator e^r − 1 − r, r = now − then, of tokens drawn then: unbiased and never negative
+    """KL(version ‖ now) in nats per token, by sampling version, from (version, log-probability then, log-probability
+    now). The estimator is e^r − 1 − r with r = now − then, over tokens drawn then: unbiased and never negative
     (Schulman 2020, "Approximating KL divergence")."""
     total: dict[int, float] = {}
     count: dict[int, int] = {}

@@ -1,8 +1,9 @@
-"""How much of every step each domain gets: weights, floors and caps, and shares that follow what is measured.
+"""Each domain's share of every step: weights, floors and caps, and shares that follow measurements.
 
-Three parts, each usable alone. `bounded_shares` turns weights into fractions within floors and caps. `Apportionment`
-turns fractions into whole numbers that sum exactly, step after step. `DriftQuota` moves the weights with measured cost
-and learning (asynchronous multi-model federated learning schedules by energy and drift; here a domain is a model).
+The three parts can be used separately. `bounded_shares` turns weights into fractions within floors and caps.
+`Apportionment` turns fractions into whole numbers that sum exactly, step after step. `DriftQuota` adjusts the weights
+to measured cost and learning (asynchronous multi-model federated learning schedules by energy and drift; here a domain
+is a model).
 """
 
 from __future__ import annotations
@@ -24,27 +25,29 @@ __all__ = [
 ]
 
 DOMAIN_SHARE = "domain_share"
-"""Event of a run at each publish, one per domain: what it was to have of the batches so far, and what it had."""
+"""Event of a run at each publish, one per domain: the share of all batches that the domain was due, and the share that
+it got."""
 
 _SLACK = 1e-9
-"""Rounding noise of sums of fractions: 0.1 + 0.2 is not a broken rule."""
+"""Tolerance for rounding in sums of fractions: 0.1 + 0.2 does not break a rule."""
 
 
 @dataclass(slots=True)
 class Apportionment:
-    """Whole units per step by largest remainder, with what rounding took or gave carried to the next step.
+    """Whole units per step by largest remainder; rounding errors are carried to the next step.
 
-    Floors and caps hold in every step, in whole units: a domain gets at least floor(floor * units) and at most
-    ceil(cap * units), which always leaves a solution. Ties go to the earlier domain. The carried debts sum to zero and
-    are bounded, so long-run shares converge to the fractions like 1 / steps. A unit is what is launched: a group.
+    Floors and caps hold in every step, in whole units: a domain gets at least floor(floor * units) and at most ceil(cap
+    * units), which always leaves a solution. Ties go to the earlier domain. The carried debts sum to zero and are
+    bounded, so long-run shares converge to the fractions like 1 / steps. A unit is the object that is launched: a
+    group.
     """
 
     domains: tuple[DomainShare, ...]
     debt: dict[str, float] = field(default_factory=dict)
-    """Units that a domain is still owed (negative: has had too many). Save it to resume."""
+    """Units that a domain is still owed (negative: it has had too many). Save it to resume."""
 
     def step(self, units: int, shares: Mapping[str, float] | None = None) -> dict[str, int]:
-        """How many of `units` each domain gets now; the numbers sum to `units`. `shares` default to the weights'."""
+        """The units of each domain in this step; they sum to `units`. `shares` default to those of the weights."""
         if units < 0:
             raise ValueError(f"units {units} must not be negative")
         shares = bounded_shares(self.domains) if shares is None else shares
@@ -66,12 +69,12 @@ class Apportionment:
 
 @dataclass(slots=True)
 class DriftQuota:
-    """Shares that follow what domains cost and how much the policy still moves on them.
+    """Shares that follow each domain's cost and the policy's drift on it.
 
     The target weight of a domain is weight * (drift / cost) ** `sensitivity`, both relative to their means over
-    domains: what teaches more per second or dollar gets more. `memory` steps are averaged; a step moves no share by
-    more than `max_step`. A step goes a part of the way from one point within floors and caps to another, so they hold
-    on the way. Domains that nothing was observed of count as average.
+    domains: domains that teach more per second or dollar get more. Averages run over `memory` steps; a step moves no
+    share by more than `max_step`. A step moves part of the distance between two points within floors and caps, so every
+    point between them keeps floors and caps too. Domains without observations count as average.
     """
 
     domains: tuple[DomainShare, ...]
@@ -92,8 +95,8 @@ class DriftQuota:
         self.shares = self.shares or bounded_shares(self.domains)
 
     def observe(self, domain: str, *, cost: float, drift: float) -> None:
-        """One step's figures of a domain: `cost` per sample (seconds or dollars, > 0), `drift` >= 0 of the policy on it
-        (say, the mean absolute advantage, or KL between versions)."""
+        """Record one step of a domain: `cost` per sample (seconds or dollars, > 0), and `drift` >= 0 of the policy on
+        it (for example the mean absolute advantage, or KL between versions)."""
         if domain not in {d.domain for d in self.domains}:
             raise ValueError(f"domain {domain} has no share")
         if not (cost > 0 and drift >= 0 and math.isfinite(cost) and math.isfinite(drift)):
@@ -120,7 +123,7 @@ class DriftQuota:
         drift = sum(g for _, g in self.seen.values()) / len(self.seen)
         factors = {}
         for name, (c, g) in self.seen.items():
-            # A domain that has stopped moving keeps a thousandth: it may start again, and its floor is the caller's.
+            # A domain without drift keeps a thousandth: it may drift again. Its floor is the caller's decision.
             moved = max(g / drift, 1e-3) if drift > 0 else 1.0
             factors[name] = (moved * cost / c) ** self.sensitivity
         return {n: w * factors.get(n, 1.0) for n, w in base.items()}
@@ -128,7 +131,7 @@ class DriftQuota:
 
 @dataclass(frozen=True, slots=True)
 class DriftSettings:
-    """How shares follow what is measured: see `DriftQuota`."""
+    """How shares follow measurements: see `DriftQuota`."""
 
     sensitivity: float = 1.0
     memory: float = 10.0
@@ -137,17 +140,18 @@ class DriftSettings:
 
 @dataclass(slots=True)
 class FairBatches:
-    """How many groups of each domain the next batch takes, and which domain starts a group next.
+    """The number of groups that the next batch takes from each domain, and the domain that starts a group next.
 
-    A batch has `units` groups. Each domain is due its share of every batch; what rounding, or a batch that took what
-    was ready, gave or took from it is its debt, and made good later. A batch takes of each domain its exact part, or,
-    with a `slack` of some groups, at least `low` and at most `high`: those within its floor and cap that leave a debt
-    of no more than the slack. So a batch need not wait for a domain that is late, yet served counts follow the shares:
+    A batch has `units` groups. Each domain is due its share of every batch; deviations, through rounding or because a
+    batch took the groups that were ready, accumulate as its debt and are repaid later. A batch takes each domain's
+    exact part, or, with a `slack` of some groups, at least `low` and at most `high` groups: the range within the
+    domain's floor and cap that leaves a debt of no more than the slack. So a batch need not wait for a late domain, yet
+    served counts follow the shares:
 
         |served - due| <= (slack + 1) x domains    after every batch, for every domain
 
     Each batch has at least floor(floor x units) and at most ceil(cap x units) groups of a domain. Ties go to the
-    earlier domain. A batch that was taken and is not trained is given back by `untake`.
+    earlier domain. `untake` returns a batch that was taken and is not trained.
     """
 
     domains: tuple[DomainShare, ...]
@@ -178,7 +182,7 @@ class FairBatches:
         return total
 
     def bounds(self) -> dict[str, tuple[int, int]]:
-        """(low, high) of each domain in the next batch: between them lies its exact part."""
+        """(low, high) of each domain in the next batch; its exact part lies between them."""
         base, debt = self.planned(), self._debt()
         found = {}
         for d in self.domains:
@@ -189,8 +193,8 @@ class FairBatches:
         return found
 
     def choose(self, ready: Mapping[str, int], taken: Mapping[str, int] | None = None) -> dict[str, int] | None:
-        """How many of the `ready` groups the next batch takes, or None while it has to wait for some domain. `taken` =
-        groups that it has already (a batch that grows)."""
+        """How many of the `ready` groups the next batch takes, or None while it waits for some domain. `taken` counts
+        the groups that a growing batch already has."""
         have = dict.fromkeys(self.due, 0) | dict(taken or {})
         bounds, base = self.bounds(), self.planned()
         room = {n: have[n] + ready.get(n, 0) for n in have}
@@ -204,13 +208,13 @@ class FairBatches:
                 return None
             name = max(open_, key=lambda n: base[n] - count[n])
             count[name], missing = count[name] + 1, missing - 1
-        while missing < 0:  # it grew beyond the exact part of some domain
+        while missing < 0:  # the batch grew beyond the exact part of some domain
             name = max((n for n in count if count[n] > max(have[n], bounds[n][0])), key=lambda n: count[n] - base[n])
             count[name], missing = count[name] - 1, missing + 1
         return {n: count[n] - have[n] for n in count}
 
     def grow(self, ready: Mapping[str, int], taken: Mapping[str, int]) -> dict[str, int]:
-        """How many of the `ready` groups a batch that grows may take now, whatever comes later: the rest of it always
+        """How many of the `ready` groups a growing batch may take now, whatever comes later: the remaining room always
         suffices for every domain's lower bound."""
         bounds = self.bounds()
         have = dict.fromkeys(self.due, 0) | dict(taken)
@@ -239,13 +243,13 @@ class FairBatches:
     ) -> str | None:
         """The domain that should start a group now, or None.
 
-        `ahead` = groups that wait or run for batches to come; at most `window` batches of them may, and `batches` are
-        still to be taken; `extra` = redundant groups by domain. A domain starts its exact part of these batches; beyond
-        its part of the next one only while room is left for those of the others: so whatever ends, the next batch can
-        be formed (no slot is held for ever by a domain that has enough). `idle` = no batch is in training: what the
-        next one needs starts even where a resume found the window full of what other shares had asked for, and it
-        cannot be formed of that. Picks the
-        lowest share of its part in use.
+        `ahead` counts the groups that wait or run for batches to come; at most `window` batches of them may, and
+        `batches` are still to be taken; `extra` counts redundant groups by domain. A domain starts its exact part of
+        these batches. Beyond its part of the next batch it starts a group only while room is left for the other
+        domains' parts, so the next batch can be formed whatever ends: a domain that has enough holds no slot for ever.
+        `idle` means that no batch is in training: the groups that the next batch needs then start even if a resume
+        found the window full of groups that were admitted under other shares, from which the batch cannot be formed.
+        The domain with the lowest share of its part in use is picked.
         """
         batches = min(window, batches)
         if batches <= 0:
@@ -270,13 +274,13 @@ class FairBatches:
         self._serve(counts, 1)
 
     def untake(self, counts: Mapping[str, int], shares: Mapping[str, float]) -> None:
-        """It is not trained after all. `shares` = those that it was taken under."""
+        """Undo `take` for a batch that is not trained after all. `shares` are those under which it was taken."""
         now, self.shares = self.shares, dict(shares)
         self._serve(counts, -1)
         self.shares = now
 
     def debt(self) -> dict[str, float]:
-        """Groups that each domain is owed (negative: has had too many)."""
+        """Groups that each domain is owed (negative: it has had too many)."""
         return self._debt()
 
     def _serve(self, counts: Mapping[str, int], sign: int) -> None:

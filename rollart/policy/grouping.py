@@ -15,7 +15,7 @@ STALE_RESTARTS = 4
 
 
 class GroupDecision(enum.Enum):
-    """What to do with a group after an event."""
+    """The action for a group after an event."""
 
     WAIT = "wait"
     COMPLETE = "complete"
@@ -26,8 +26,8 @@ class GroupDecision(enum.Enum):
 
 @dataclass(slots=True)
 class GroupState:
-    """Counts only. `finished` holds v0 per finished member; `attempts` counts failed attempts of the group, those that
-    one incident (the end of a host) ended as one."""
+    """Counters of one group. `finished` maps a finished member to its v0; `attempts` counts failed attempts of the
+    group, where all attempts that one incident (the end of a host) ended count once."""
 
     size: int
     max_attempts: int
@@ -37,18 +37,19 @@ class GroupState:
     incidents: set[str] = field(default_factory=set)
 
     def finish(self, member: str, v0: int) -> GroupDecision:
-        """A member is scored. Finishing one member twice is our own bug."""
+        """A member is scored. Finishing one member twice is a bug of the caller."""
         assert member not in self.finished, f"{member} finished twice"
         self.finished[member] = v0
         return GroupDecision.COMPLETE if len(self.finished) == self.size else GroupDecision.WAIT
 
     def fail(self, reason: AbortReason, incident: str = "") -> GroupDecision:
-        """A member's attempt failed: try it again in a fresh environment, or give the group up.
+        """A member's attempt failed: retry it in a fresh environment, or give the group up.
 
-        An incident that took several members counts once: it says nothing more about their prompt than one of them.
+        An incident that ended several members counts once: several losses give no more evidence about the prompt than
+        one.
 
         Staleness is not a failure of the prompt, so it has a bound of its own: a prompt whose trajectories outlive
-        `STALE_RESTARTS` versions' worth of trying is slower than the run can wait for.
+        `STALE_RESTARTS` versions' worth of attempts is slower than the run can wait for.
         """
         if reason is AbortReason.STALE:
             self.stale += 1
@@ -61,8 +62,8 @@ class GroupState:
         return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
 
     def published(self, version: int, bound: StalenessBound) -> GroupDecision:
-        """A version was published: a group with a finished stale member can never be consumed whole, so it is
-        dropped; otherwise its stale members in flight are restarted."""
+        """A version was published. A group with a finished stale member can never be consumed whole, so it is dropped;
+        otherwise its stale members in flight are restarted."""
         if any(bound.stale(v0, version) for v0 in self.finished.values()):
             return GroupDecision.DROP
         return GroupDecision.RESTART_STALE

@@ -1,4 +1,4 @@
-"""How many hand-offs may be on their way to a decode engine: the look-ahead rule of `policy.pipeline` at its queue."""
+"""Depth of the hand-off queue of a decode engine: the look-ahead rule of `policy.pipeline`."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from rollart.policy.pipeline import handoff_depth
 __all__ = ["EMPTY_HANDOFFS", "HANDOFFS", "MOST_HANDED", "UNUSED_PREFILL", "HandoffCounts", "HandoffDepth"]
 
 HANDOFFS = "handoffs"
-"""Event at each publish: hand-offs since the last one that were decoded, `failed`, or pulled nothing (`empty`)."""
+"""Event at each publish: hand-offs since the previous event that were decoded, `failed`, or transferred no KV
+(`empty`)."""
 
 EMPTY_HANDOFFS = "handoffs_pull_nothing"
-"""Event, once: prefill engines work, and no decode engine pulled a token of what they computed."""
+"""Event, once: prefill engines work, and no decode engine pulled a token of the KV that they computed."""
 
 UNUSED_PREFILL = "prefill_unused"
 """Event, once: prefill engines serve, and the router gave them no turn."""
 
 ENOUGH = 20
-"""Hand-offs that have to have pulled nothing before the run says so."""
+"""Hand-offs without any pulled KV before `EMPTY_HANDOFFS` is emitted."""
 
 MANY = 200
-"""Turns that have to have been prefilled where they are decoded before the run says that all of them were."""
+"""Turns prefilled on their decode engine before `UNUSED_PREFILL` is emitted."""
 
 MOST_HANDED = 64
-"""Hand-offs that the rule lets wait for one engine: each keeps the KV of its context on a prefill engine meanwhile."""
+"""Most hand-offs that the rule queues for one engine: each keeps the KV of its context on a prefill engine
+meanwhile."""
 
 FIRST = 2
-"""Before anything was seen: one on its way, one that waits."""
+"""Depth before the first measurement: one hand-off in transfer, one waiting."""
 
 SEEN = 64
-"""Prefills and ends of turns that the rule looks back on: enough for a 90th percentile, few enough to follow a
-change."""
+"""Window of the rule, in prefills and ends of turns: enough for a 90th percentile, few enough to follow a change."""
 
 
 @dataclass(slots=True)
 class HandoffDepth:
-    """One decode engine's. `fixed` hand-offs, or as many as the rule says of what was seen (None).
+    """The hand-off depth of one decode engine: `fixed`, or computed from measurements (None).
 
-    The engine admits a turn when one that it generates ends, so `admit_s` is the mean time between two ends; the way
-    there and back is what a prefill elsewhere took, its 90th percentile as jitter. A depth n that was too small shows
-    itself: the engine then ends n turns in the time of one prefill, and the rule says n + 1.
+    The engine admits a turn when another turn ends, so `admit_s` is the mean time between two ends. The round trip is
+    the duration of a remote prefill, with its 90th percentile as jitter. A depth n that is too small corrects itself:
+    the engine then ends n turns in the time of one prefill, and the rule yields n + 1.
     """
 
     fixed: int | None = None
@@ -52,17 +53,18 @@ class HandoffDepth:
     ended_at: float | None = None
 
     def prefilled(self, seconds: float) -> None:
-        """From the request to its answer."""
+        """Record a remote prefill: seconds from the request to its answer."""
         self.prefills_s.append(seconds)
 
     def ended(self, now: float, *, idle: bool) -> None:
-        """A turn left the engine. `idle`: nothing runs there any more, and the time until something does is no gap."""
+        """A turn left the engine. `idle`: no turn runs there any more, and the time until the next start is not counted
+        as a gap."""
         if self.ended_at is not None:
             self.gaps_s.append(now - self.ended_at)
         self.ended_at = None if idle else now
 
     def depth(self) -> int:
-        """Hand-offs that may be under way, between 1 and `MOST_HANDED`."""
+        """Hand-offs that may be queued or in transfer, between 1 and `MOST_HANDED`."""
         if self.fixed is not None:
             return self.fixed
         if not self.prefills_s or not self.gaps_s:
@@ -75,7 +77,7 @@ class HandoffDepth:
 
 @dataclass(slots=True)
 class HandoffCounts:
-    """What became of hand-offs since the last `report`, and in all."""
+    """Outcomes of hand-offs since the last `report`, and in total."""
 
     decoded: int = 0
     failed: int = 0
@@ -85,15 +87,15 @@ class HandoffCounts:
     told: bool = False
 
     def ended(self, *, pulled: int) -> None:
-        """A turn was decoded, on so many tokens of KV from its prefill engine."""
+        """A turn was decoded with `pulled` tokens of KV from its prefill engine."""
         self.decoded += 1
         self.seen += 1
         self.empty += pulled <= 0
         self.pulled = self.pulled or pulled > 0
 
     def report(self, version: int, tell: Callable[..., None], ways: Mapping[str, int]) -> None:
-        """`ways`: how many turns were routed for each reason (`policy.routing.TurnPath.why`). Nothing where nothing was
-        handed over and no prefill engine stood by."""
+        """Emit the events of a publish. `routes` counts routed turns by reason (`policy.routing.TurnPath.why`). Nothing
+        is emitted where no KV was handed over and no prefill engine was idle."""
         if self.decoded or self.failed:
             tell(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
         if self.seen >= ENOUGH and not self.pulled and not self.told:

@@ -1,9 +1,9 @@
-"""Which host an episode goes to: the least loaded of those that do no worse than their peers.
+"""Host selection for episodes: the least loaded host among the hosts that do no worse than their peers.
 
-A host is judged by the share of its episodes that end in a fault, a moving average, and by the time that its calls take
-beside the environment's own, the median of the last that were looked at; both against the median of the others: where
-all are as bad, it is the environments or the machine, and leaving one out would help nobody. Pure: `now` in, decisions
-out.
+Two measures judge a host, each against the median of the other hosts: the share of its episodes that end in a fault (a
+moving average), and the overhead of its calls beyond the environment's own time (the median of the last samples). Where
+all hosts are equally bad, the cause is the environments or the machine, and quarantining one host would not help. Pure:
+`now` in, decisions out.
 """
 
 from __future__ import annotations
@@ -16,57 +16,58 @@ from dataclasses import dataclass, field
 __all__ = ["BUSY", "HostRules", "HostSelector", "HostRecord", "hosts_for"]
 
 BUSY = 0.7
-"""Share of its core that a host's environments may take on average: beyond it, a turn waits for others' turns."""
+"""Average share of its core that a host's environments may take: beyond it, turns wait for each other."""
 
 
 def hosts_for(*, cores: float, most: int, episodes: int, per_host: int) -> int:
-    """Hosts for environments that keep `cores` busy, on a pool with `most` of them, and for so many episodes at a time.
-    A host is a process of one interpreter, so that it uses about one core; room for all episodes goes before cores."""
+    """Hosts for environments that keep `cores` busy, on a pool with at most `most` hosts, and for `episodes` at a time.
+    A host is a process of one interpreter, so it uses about one core. Room for all episodes takes precedence over
+    cores."""
     return max(1, min(math.ceil(cores / BUSY), most), math.ceil(episodes / per_host))
 
 
 @dataclass(frozen=True, slots=True)
 class HostRules:
-    """When a host is left alone, and for how long."""
+    """When a host is quarantined, and for how long."""
 
     weight: float = 0.2
-    """Of what is new in the moving average: about the last nine episodes count."""
+    """Weight of a new episode in the moving average: about the last nine episodes count."""
     seen: int = 5
-    """Episodes, or calls that were looked at, before a host is judged: one broken seed is no broken host."""
+    """Episodes, or sampled calls, before a host is judged: one broken seed is no broken host."""
     apart_s: float = 0.2
-    """Between two calls that are looked at. A loop that stood still, the host's or the controller's, answers what has
-    waited all at once, a hundred calls or more: together they are one observation, and one of `seen`."""
+    """Minimum interval between two sampled calls. After a loop was blocked (the host's or the controller's), a hundred
+    or more delayed calls return at once: together they count as one observation, one of `seen`."""
     failing: float = 0.4
-    """Share of episodes that fail beyond that of its peers."""
+    """Excess of its share of failed episodes over that of its peers."""
     slow: float = 8.0
-    """Times the overhead of its peers, beside `slow_floor_s`."""
+    """Factor on the overhead of its peers, in addition to `slow_floor_s`."""
     slow_floor_s: float = 0.5
-    """Overhead that nobody minds: a turn of a policy takes as long."""
+    """Tolerated overhead: a turn of a policy takes as long."""
     shortest_s: float = 10.0
     longest_s: float = 600.0
-    """The first back-off and the longest, each twice the one before."""
+    """The first and the longest back-off; each is twice the previous one."""
     probes: int = 1
-    """Episodes at a time of a host whose back-off is over."""
+    """Concurrent episodes on a host whose back-off is over."""
     crowd: int = 2
     crowd_from: int = 8
-    """How far a host that has an episode's images may be ahead of the emptiest."""
+    """How far a host that has an episode's images may be ahead of the least loaded host."""
     proofs: int = 3
-    """Episodes in a row that go well before it counts as the others do."""
+    """Consecutive successful episodes that end a host's probation."""
 
 
 @dataclass(slots=True)
 class HostRecord:
-    """How one host does."""
+    """The track record of one host."""
 
     failures: float = 0.0
     overheads: tuple[float, ...] = ()
-    """Of the last calls that were looked at, `seen` at most."""
+    """Overheads of the last sampled calls, at most `seen`."""
     looked: float = -math.inf
     episodes: int = 0
     until: float = 0.0
     back_off_s: float = 0.0
     proofs: int = 0
-    """Episodes that must still go well; above 0 it is left alone or on probation."""
+    """Episodes that must still succeed; above 0 the host is quarantined or on probation."""
     cause: str = ""
 
     @property
@@ -82,11 +83,11 @@ class HostRecord:
 
 @dataclass(slots=True)
 class HostSelector:
-    """The hosts of a run and how each does.
+    """The hosts of a run and their track records.
 
-    Bounds: of n hosts at most n // 2 are left alone at a time, so one host never is and never all are; `choose` finds a
-    place whenever there is one, with a host that is left alone only if no other has room. Ties go to the host that was
-    named first.
+    Bounds: of n hosts at most n // 2 are quarantined at a time, so a single host is never quarantined, and never all
+    hosts. `choose` finds a host whenever one has room, and picks a quarantined host only if no other has room. Ties go
+    to the host that joined first.
     """
 
     rules: HostRules = field(default_factory=HostRules)
@@ -96,17 +97,19 @@ class HostSelector:
         self.standing.setdefault(host, HostRecord())
 
     def leave(self, host: str, now: float) -> None:
-        """It is gone for good. Fewer hosts may be left alone now: the first whose time is over comes back."""
+        """Remove a host for good. Fewer hosts may be quarantined now: the host whose back-off ends first returns."""
         self.standing.pop(host, None)
         while len(away := self._away(now)) > len(self.standing) // 2:
             self.standing[min(away, key=lambda name: self.standing[name].until)].until = now
 
     def restarted(self, host: str) -> None:
-        """It is a new process: what the old one did says nothing of its speed. Its faults stay: they are why."""
+        """The host is a new process: the old process's overheads are discarded. Its faults stay: they caused the
+        restart."""
         self.standing[host].overheads = ()
 
     def called(self, host: str, overhead_s: float, now: float) -> str | None:
-        """A call took so long beside its environment. The cause, if the host is left alone from now on."""
+        """Record a call's overhead beyond its environment's time. Returns the cause if the host is quarantined from now
+        on."""
         one, seen = self.standing[host], self.rules.seen
         if now < one.looked + self.rules.apart_s:
             return None
@@ -121,7 +124,7 @@ class HostSelector:
         )
 
     def ended(self, host: str, *, fault: bool, now: float) -> str | None:
-        """An episode is over. The cause, if the host is left alone from now on."""
+        """Record the end of an episode. Returns the cause if the host is quarantined from now on."""
         one = self.standing[host]
         one.episodes += 1
         one.failures += self._share(one.episodes) * (float(fault) - one.failures)
@@ -137,10 +140,10 @@ class HostSelector:
     def choose(
         self, room: Mapping[str, tuple[int, int]], now: float, missing: Mapping[str, int] | None = None
     ) -> str | None:
-        """A host for an episode. `room`: by host that is up, the episodes that it holds and the most that it may hold.
-        `missing`: images that it needs and a host lacks. Those that lack fewest are chosen among, except that one with
-        more than `crowd` times the episodes of the emptiest and `crowd_from` more is as good as without. None if all
-        are full."""
+        """A host for an episode, or None if all are full. `room` maps each host that is up to its live episodes and its
+        capacity; `missing` counts the images that the episode needs and a host lacks. Among the hosts that lack fewest
+        images the least loaded is chosen. A host with more than `crowd` times the episodes of the least loaded host,
+        plus `crowd_from`, counts as lacking its images."""
         if missing:
             least = min((live for live, most in room.values() if live < most), default=0)
             bound = self.rules.crowd * least + self.rules.crowd_from
@@ -155,7 +158,8 @@ class HostSelector:
         return self._least(room, now)
 
     def _least(self, room: Mapping[str, tuple[int, int]], now: float) -> str | None:
-        """In one pass: with thousands of hosts this is what an episode's beginning costs."""
+        """The least loaded host, in one pass: with thousands of hosts this dominates the cost of starting an
+        episode."""
         well = probed = tried = anyone = None
         least: dict[str, float] = dict.fromkeys(("well", "probed", "tried", "anyone"), math.inf)
         for name, (live, most) in room.items():
@@ -178,11 +182,11 @@ class HostSelector:
         return tried or anyone
 
     def _serves(self, host: str, now: float) -> bool:
-        """Whether nothing is said against it."""
+        """True if the host is neither quarantined nor on probation."""
         return not self.standing[host].proofs
 
     def _tried(self, host: str, one: HostRecord, fault: bool, now: float) -> str | None:
-        if now < one.until:  # an episode of before
+        if now < one.until:  # the episode began before the back-off
             return None
         if fault:
             return self._leave_alone(host, now, "it failed again on probation")
@@ -210,7 +214,7 @@ class HostSelector:
     def _median(
         self, host: str, value: Callable[[HostRecord], float], seen: Callable[[HostRecord], int]
     ) -> float | None:
-        """Of the other hosts that were seen often enough and count; None if there is none."""
+        """Median over the other hosts that have enough observations and serve normally; None if there is none."""
         values = [
             value(other)
             for name, other in self.standing.items()

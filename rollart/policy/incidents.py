@@ -1,4 +1,4 @@
-"""Which ends of environment hosts are one incident, and when incidents have taken too much. Pure: `now` in."""
+"""Grouping of environment-host failures into incidents, and the limit on losses to incidents. Pure: `now` in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 __all__ = ["IncidentTracker", "IncidentWindow"]
 
 TOGETHER_S = 10.0
-"""Ends of hosts of one node that are no further apart are the node's: a connection that breaks is known at once, a
-silent one by its health check, and a node whose memory is full kills its processes one by one."""
+"""Failures of hosts of one node that are at most this far apart belong to the node. A broken connection is detected at
+once, a silent one by its health check, and a node whose memory is full kills its processes one by one."""
 
 REMEMBERED = 1000
-"""Lives whose ends are remembered: an episode may learn of its host's end as late as its next step."""
+"""Host lives whose ends are remembered: an episode may learn of its host's end as late as its next step."""
 
 
 @dataclass(slots=True)
@@ -26,8 +26,9 @@ class _Incident:
 class IncidentTracker:
     """Hosts that ended, and the incident that each end belongs to.
 
-    Rule: an end belongs to the last incident of its node if that began within `TOGETHER_S` and has no end of the same
-    host. Bound: an incident has one end of a host at most, so a host that ends over and over is as many.
+    Rule: an end belongs to the last incident of its node if that incident began within `TOGETHER_S` and contains no end
+    of the same host. Bound: an incident contains at most one end of a host, so a host that ends repeatedly causes as
+    many incidents.
     """
 
     last: dict[str, _Incident] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class IncidentTracker:
     """By life."""
 
     def of(self, life: str, host: str, node: str, now: float) -> str:
-        """The incident that took this life of the host; the first who asks says when."""
+        """The incident that ended this life of the host; the first call fixes its time."""
         if (found := self.known.get(life)) is not None:
             return found
         incident = self.last.get(node)
@@ -51,18 +52,18 @@ class IncidentTracker:
 
 @dataclass(slots=True)
 class IncidentWindow:
-    """The last `size` attempts that ended, and which of them ended with which incident."""
+    """The last `size` attempts that ended, and the incident that ended each."""
 
     size: int
     attempts: deque[str] = field(default_factory=deque)
-    """The incident of each; '' for those that ended otherwise."""
+    """The incident of each attempt; '' for attempts that ended otherwise."""
     counts: dict[str, int] = field(default_factory=dict)
     """Attempts in the window by incident."""
     lost: int = 0
     """Attempts in the window that ended with an incident."""
 
     def add(self, incident: str) -> bool:
-        """An attempt ended. Whether it is the first of its incident in the window; True for none."""
+        """Record the end of an attempt. True if it is the first of its incident in the window, or belongs to none."""
         first = incident not in self.counts
         self.attempts.append(incident)
         if incident:
@@ -84,11 +85,10 @@ class IncidentWindow:
 
     @property
     def together(self) -> int:
-        """Attempts that were lost beside the first of their incident, which is a fault like others."""
+        """Attempts lost beyond the first of their incident; the first one counts as an ordinary fault."""
         return self.lost - self.incidents
 
     def too_many(self, *, share: float, incidents: int, least: int) -> bool:
-        """Whether incidents, at least so many, took more than that share of the window, and at least so many
-        attempts."""
+        """True if at least `incidents` incidents took at least `least` attempts and more than `share` of the window."""
         many = self.incidents >= incidents and self.together >= least
         return many and self.together > share * len(self.attempts)

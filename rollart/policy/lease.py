@@ -1,4 +1,4 @@
-"""Every wait has an owner, a deadline and an action on expiry. This is the book of them; `runtime.leases` drives it."""
+"""Leases: every wait has an owner, a deadline and an action on expiry. `runtime.leases` drives this book."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Expiry", "Lease", "LeaseBook"]
 
 
 class Expiry(enum.StrEnum):
-    """What happens when a lease expires: bounded and automatic."""
+    """Action on the expiry of a lease: bounded and automatic."""
 
     RETRY = "retry"
     GAP_FILL = "gap_fill"
@@ -20,8 +20,8 @@ class Expiry(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'. Not changed once granted
-    (not frozen all the same: two are made per turn of every trajectory)."""
+    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'. A lease does not change
+    once granted, but it is not frozen: two are made per turn of every trajectory, and frozen dataclasses are slower."""
 
     id: int
     owner: str
@@ -48,7 +48,7 @@ class LeaseBook:
         return lease
 
     def enter(self, lease: Lease) -> None:
-        """It is open from now on."""
+        """Open a lease."""
         self.granted += 1
         lease.id = self.granted
         self.open[lease.id] = lease
@@ -60,5 +60,5 @@ class LeaseBook:
         return tuple(lease for lease in self.open.values() if lease.deadline <= now)
 
     def oldest(self, count: int = 5) -> tuple[Lease, ...]:
-        """The longest waits: what a watchdog names first."""
+        """The longest waits: the first ones that a watchdog reports."""
         return tuple(sorted(self.open.values(), key=lambda x: (x.granted, x.id))[:count])

@@ -1,8 +1,8 @@
-"""How long a trajectory will be, learned from those that finished: what dispatch and lending plan with.
+"""Prediction of trajectory lengths from finished trajectories, for dispatch and lending.
 
-StreamRL (arXiv 2504.15930) trains a small model to rank prompts by length; here the same answer comes from
-quantiles that run along: of the prompt (the prompts of an epoch come again, and the members of a group finish one after
-another), of its domain, and of the attempt (a prompt that was put off is put off because it was long).
+StreamRL (arXiv 2504.15930) trains a small model to rank prompts by length; this module uses running quantiles instead:
+of the prompt (the prompts of an epoch recur, and the members of a group finish one after another), of its domain, and
+of the attempt (a prompt was deferred because it was long).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 __all__ = ["LengthEstimate", "LengthRanker", "QuantileWindow", "conditional_quantile"]
 
 WINDOW = 512
-"""Finished trajectories of a domain and attempt that its quantiles look back on: a P90 over so many has an error of
+"""Finished trajectories per domain and attempt in the window of its quantiles: a P90 over this many has an error of
 about 1.3 % of rank, and a policy whose answers grow is followed within a few steps."""
 
 PROMPT_WINDOW = 32
@@ -26,11 +26,11 @@ PROMPTS = 16_384
 """Prompts remembered, the least recently finished dropped first: about 35 MB at the most."""
 
 PRIOR = 2.0
-"""Trajectories of a prompt that count as much as its domain's quantile in its estimate: with fewer, one odd answer
-would rank it; with more, a group of eight would not."""
+"""Weight of the domain's quantile in a prompt's estimate, in trajectories: with a smaller weight one odd answer would
+determine the rank; with a larger one a group of eight would not."""
 
 ATTEMPTS = 3
-"""Attempts told apart: the first, the second, and later ones."""
+"""Attempts that are distinguished: the first, the second, and later ones."""
 
 
 class QuantileWindow:
@@ -67,8 +67,8 @@ class QuantileWindow:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Tokens that a trajectory is taken to generate. `own` counts the prompt's finished trajectories behind it, `known`
-    those of its domain."""
+    """Expected tokens of a trajectory. `own` counts the finished trajectories of the prompt behind the estimate,
+    `known` those of its domain."""
 
     p50: float
     p90: float
@@ -78,14 +78,14 @@ class LengthEstimate:
 
 @dataclass(slots=True)
 class LengthRanker:
-    """Fed once per finished trajectory; what it says depends on nothing but what it was fed, in order.
+    """Updated once per finished trajectory; estimates depend only on the recorded trajectories, in order.
 
-    Trajectories that were stopped early are lower bounds: `stopped` counts them only where they are already longer than
-    what was expected, so that a batch that keeps its short members does not teach that all are short.
+    The lengths of trajectories that were stopped early are lower bounds: `stopped` records them only where they already
+    exceed the estimate, so a batch that keeps its short members does not bias the estimates towards short lengths.
     """
 
     default_tokens: float = 512.0
-    """The estimate while nothing has finished; P50 of the published workloads."""
+    """The estimate before any trajectory has finished; P50 of the published workloads."""
     _domains: dict[tuple[str, int], QuantileWindow] = field(default_factory=dict)
     _all: QuantileWindow = field(default_factory=lambda: QuantileWindow(WINDOW))
     _prompts: OrderedDict[tuple[str, str], QuantileWindow] = field(default_factory=OrderedDict)
@@ -101,14 +101,15 @@ class LengthRanker:
         self._own(prompt, domain).add(tokens)
 
     def stopped(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
-        """A trajectory was stopped after `tokens`, for being long, stale or no more needed."""
+        """A trajectory was stopped after `tokens`: it was too long, stale or redundant."""
         _check(tokens, attempt)
         if tokens > self.estimate(prompt, domain, attempt=attempt).p50:
             self._own(prompt, domain).add(tokens)
 
     def estimate(self, prompt: str, domain: str, *, attempt: int = 0) -> LengthEstimate:
-        """Quantiles of the domain and attempt, drawn towards the prompt's own on the log scale: weights n and PRIOR.
-        What was not seen falls back: attempt to earlier attempts, domain to all domains, all to `default_tokens`."""
+        """Quantiles of the domain and attempt, blended with the prompt's own on the log scale with weights PRIOR and n.
+        Without data the estimate falls back: attempt to earlier attempts, domain to all domains, all to
+        `default_tokens`."""
         _check(0.0, attempt)
         known = self._known(domain, attempt)
         p50 = known.quantile(0.5) if known else self.default_tokens
@@ -120,16 +121,17 @@ class LengthRanker:
         return LengthEstimate(a, max(_blend(own.quantile(0.9), len(own), p90), a), len(own), len(known))
 
     def ranked(self, prompts: Sequence[tuple[str, str, int]]) -> list[int]:
-        """Indices of (prompt, domain, attempt), longest estimate first; equal ones in the order given."""
+        """Indices of (prompt, domain, attempt), longest estimate first; ties keep the given order."""
         estimates = [self.estimate(p, d, attempt=a) for p, d, a in prompts]
         return sorted(range(len(prompts)), key=lambda n: (-estimates[n].p50, -estimates[n].p90, n))
 
     def overall(self, q: float) -> float:
-        """Quantile of all that finished within the window; `default_tokens` while nothing has."""
+        """Quantile of all finished trajectories in the window; `default_tokens` if there is none."""
         return self._all.quantile(q) if self._all else self.default_tokens
 
     def lengths(self, domain: str, *, attempt: int = 0) -> tuple[float, ...]:
-        """What finished of a domain and attempt within the window, ascending: a distribution for `parallelism.lend`."""
+        """Finished lengths of a domain and attempt in the window, ascending: a distribution for
+        `parallelism.plan_lending`."""
         return self._known(domain, attempt).values()
 
     def _known(self, domain: str, attempt: int) -> QuantileWindow:
@@ -150,8 +152,8 @@ class LengthRanker:
 
 
 def conditional_quantile(lengths: Sequence[float], so_far: float, q: float) -> float | None:
-    """The q-quantile of ascending lengths among those longer than `so_far`: what a trajectory that has come so far will
-    end at. None where nothing was longer: then nothing is known but its limit."""
+    """The q-quantile of ascending lengths among those longer than `so_far`: the expected final length of a trajectory
+    that has this length now. None if no length exceeds `so_far`: then only the trajectory's limit is known."""
     start = bisect.bisect_right(lengths, so_far)
     return _at(lengths, start, q) if start < len(lengths) else None
 
@@ -164,7 +166,7 @@ def _at(ascending: Sequence[float], start: int, q: float) -> float:
 
 
 def _blend(own: float, count: int, known: float) -> float:
-    """Geometric mean with weights: lengths are nearer to log-normal than to normal."""
+    """Weighted geometric mean: lengths are closer to log-normal than to normal."""
     return math.exp((count * math.log1p(own) + PRIOR * math.log1p(known)) / (count + PRIOR)) - 1.0
 
 

@@ -1,9 +1,9 @@
-"""Who is let in next: those that were under way before, then in the order they came or the longest first.
+"""Admission order: resumed work first, then arrival order or longest first.
 
-Longest processing time first ends a set of trajectories soonest (StreamRL, arXiv 2504.15930, §4.3; Graham 1969), but
-where new ones keep coming somebody short might wait for ever. Those that come before the next one is let in are a wave,
-and go in LPT order exactly; but who came when a wave left S in line goes first once S + `GRACE` were let in since, so
-that at most 2 S + `GRACE` go before it.
+Longest processing time first (LPT) minimises the completion time of a set of trajectories (StreamRL, arXiv 2504.15930,
+§4.3; Graham 1969), but under a steady stream of arrivals a short item might wait for ever. Items that arrive before the
+next admission form a wave and are admitted in exact LPT order. An item of a wave that left S items in the queue has
+priority once S + `GRACE` items were admitted since the wave began, so at most 2 S + `GRACE` items precede it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ __all__ = ["GRACE", "AdmissionQueue"]
 T = TypeVar("T")
 
 GRACE = 8
-"""Later ones that may go before one that found the line empty: a group."""
+"""Later arrivals that may precede an item that found the queue empty: a group."""
 
 
 @dataclass(slots=True)
 class _Wave:
-    """`at`: how many had been let in before it; `size`: how long the line was when it ended, None while it goes on."""
+    """`admitted_before`: admissions before the wave; `size`: length of the queue at the end of the wave, None while it
+    lasts."""
 
-    at: int
+    admitted_before: int
     size: int | None = None
 
 
@@ -38,7 +39,7 @@ class _Place(Generic[T]):
 
 @dataclass(slots=True)
 class AdmissionQueue(Generic[T]):
-    """`longest`: by length, else by age. Ties: the earlier. Synchronous; O(log n) per call."""
+    """`longest`: order by length, then by age. Ties: the earlier arrival. Synchronous; O(log n) per call."""
 
     longest: bool = False
     _by_rank: list[tuple[tuple[float, ...], _Place[T]]] = field(default_factory=list)
@@ -52,7 +53,7 @@ class AdmissionQueue(Generic[T]):
         return self._waiting
 
     def add(self, item: T, *, age: int, length: float = 0.0, begun: bool = False) -> None:
-        """`age` counts up from the first that ever came; one that comes again keeps its own."""
+        """`age` counts up from the first arrival ever; an item that returns keeps its age."""
         if self._wave.size is not None:
             self._wave = _Wave(self._gone)
         place = _Place(item, begun, self._wave)
@@ -64,15 +65,15 @@ class AdmissionQueue(Generic[T]):
             heapq.heappush(self._by_age, (age, self._seq, place))
 
     def head(self) -> T | None:
-        """Who is next; None if nobody waits."""
+        """The next item to admit; None if the queue is empty."""
         place = self._next()
         return None if place is None else place.item
 
     def leave(self) -> T:
-        """The head is let in, or gave up."""
+        """Remove the head, which was admitted or gave up."""
         place = self._next()
         if place is None:
-            raise ValueError("nobody waits (rule: ask head first)")
+            raise ValueError("the queue is empty (rule: call head first)")
         if self._wave.size is None:
             self._wave.size = self._waiting
         place.left = True
@@ -91,5 +92,5 @@ class AdmissionQueue(Generic[T]):
         while self._by_age[0][2].left:
             heapq.heappop(self._by_age)
         wave = self._by_age[0][2].wave
-        overdue = wave.size is not None and self._gone - wave.at >= wave.size + GRACE
+        overdue = wave.size is not None and self._gone - wave.admitted_before >= wave.size + GRACE
         return self._by_age[0][2] if overdue else first

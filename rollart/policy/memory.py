@@ -1,4 +1,4 @@
-"""When a process of environments has too much memory, and what follows. Pure: figures and `now` in, decisions out."""
+"""Memory bounds of environment processes, and the actions above a bound. Pure: figures and `now` in, decisions out."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from enum import StrEnum
 __all__ = ["MemoryRules", "MemoryWatch", "MemoryAction"]
 
 SHARE = 0.7
-"""Of a machine's memory for its environment hosts together, where the spec sets no bound."""
+"""Share of a machine's memory for all of its environment hosts, where the spec sets no bound."""
 
 LEAST = 1e9
-"""Bytes that a host may always have where the spec sets no bound: interpreter, imports and a few hundred small
-environments take less."""
+"""Minimum bound of a host in bytes, where the spec sets none: interpreter, imports and a few hundred small environments
+take less."""
 
 HARD = 1.25
-"""Times its bound at which a host is not waited for any longer."""
+"""Factor on the bound above which a host is restarted without waiting for its episodes."""
 
 
 class MemoryAction(StrEnum):
     KEEP = "keep"
     DRAIN = "drain"
-    """From now on it gets no episodes."""
+    """The host gets no further episodes."""
     RESTART = "restart"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRules:
-    """`given`: the bound of each host in bytes; None: an equal share of its machine's memory. A host that drains has
-    `drain_s` for the episodes that it holds."""
+    """`given`: the bound of each host in bytes; None: an equal share of its machine's memory. A draining host has
+    `drain_s` for its remaining episodes."""
 
     given: float | None = None
     drain_s: float = 600.0
 
     def bound(self, machine: int, hosts: int) -> float:
-        """Of one of so many hosts on a machine with so many bytes; infinite if those are not known."""
+        """The bound of one of `hosts` hosts on a machine with `machine` bytes; infinite if the size is unknown."""
         if self.given is not None:
             return self.given
         return max(LEAST, SHARE * machine / max(1, hosts)) if machine else math.inf
 
     def words(self, machine: int, hosts: int) -> str:
-        """How the bound was chosen."""
+        """The origin of the bound, as text."""
         if self.given is not None:
             return "environments.memory_gb"
         return f"environments.memory_gb: auto, for {hosts} host{'s' * (hosts != 1)} on {machine / 1e9:.1f} GB"
@@ -49,12 +49,12 @@ class MemoryRules:
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """One life of a host. Rule: once above its bound it gets no more episodes, and it is started again when it holds
-    none, after `drain_s`, or when it is above `HARD` times its bound, whichever is first."""
+    """Memory state of one life of a host. Rule: above its bound the host gets no further episodes. It is restarted when
+    it is empty, after `drain_s`, or above `HARD` times its bound, whichever is first."""
 
     rules: MemoryRules
     since: float | None = None
-    """When it began to drain."""
+    """Start of draining."""
 
     def look(self, memory: float, bound: float, live: int, now: float) -> MemoryAction:
         if self.since is None and memory <= bound:

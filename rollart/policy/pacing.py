@@ -1,4 +1,4 @@
-"""Which groups a batch has to wait for so that none is lost for its length (schedule `paced`).
+"""Which groups a batch must wait for so that none expires because of its length (schedule `paced`).
 
 A group begun under v0 can be trained from version v0 + alpha at the latest: that version is its deadline. Batches are
 consumed one per version, `quota` samples of a domain each, so deadlines are kept exactly if every batch holds enough of
@@ -10,8 +10,8 @@ deadline is at most k versions away, the batch for the current version needs
 
 The admission window keeps count(k) <= (k + 1) * quota, by induction over batches: at admission k = alpha, and a batch
 that holds need(k + 1) leaves at most (k + 1) * quota of them. So need(k) never exceeds the quota, and a batch of
-`quota` samples can always meet it. Where more slots than the window's are given (redundant groups), or batches are
-smaller than their quota (token budgets, deadlines), need(0) may exceed the quota: then the batch is larger.
+`quota` samples can always meet it. Where more slots than the window's exist (redundant groups), or batches are smaller
+than their quota (token budgets, deadlines), need(0) may exceed the quota: then the batch is larger.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def groups_to_wait_for(
 ) -> tuple[PacedGroup, ...]:
     """The unfinished groups that the batch for `version` waits for, if it takes the oldest of `ready` first.
 
-    Empty: it need not wait. The groups of the earliest deadline that would be missed are returned."""
+    Empty: the batch need not wait. Otherwise the groups of the earliest deadline that would be missed.
+    """
     complete = list(ready)
     for k, need in enumerate(_needs([*complete, *unfinished], quota=quota, version=version, alpha=alpha)):
         held = _count(complete, version - alpha + k)
@@ -59,7 +60,7 @@ def may_join(
     version: int,
     alpha: int,
 ) -> bool:
-    """True if a batch that grows can take `candidate` beside `taken` and keep room for every group that needs it.
+    """True if a growing batch can take `candidate` beside `taken` and keep room for every group that needs it.
     `others`: the rest of the domain's groups, complete or not."""
     if last_chance(candidate.v0, version, alpha):
         return True

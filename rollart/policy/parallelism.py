@@ -1,7 +1,7 @@
-"""Two ways to put rollout GPUs to better use (RollPacker, arXiv 2509.21009): tensor parallelism that follows
-preemption, and rollout instances lent to training while a rollout ends.
+"""Two ways to use rollout GPUs better (RollPacker, arXiv 2509.21009): tensor parallelism adapted to preemptions, and
+rollout instances lent to training during a rollout's tail.
 
-Both decide only; values in, a decision with its reason out.
+Both are pure decisions: values in, a decision with its reason out.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ __all__ = [
 ]
 
 LEND_FROM, LEND_TO, LEND_EVERY = 20, 50, 5
-"""Percent of a rollout's requests that are done: lending is looked at from here to there, once in every so many
-(RollPacker). Before, too much KV is alive; after, too little of the rollout is left to be worth the move."""
+"""Percent of a rollout's requests that are done: lending is considered from `LEND_FROM` to `LEND_TO`, once per
+`LEND_EVERY` (RollPacker). Earlier, too much KV is in use; later, too little of the rollout is left to pay for the
+move."""
 
 LEND_QUANTILE = 0.9
-"""Quantile of the length that a request may yet reach, given how far it is. Summed over requests it is well above what
-they will need together, which is the margin: a wrong yes costs preemptions, a wrong no only the gain."""
+"""Quantile of a request's final length, given its length so far. Summed over requests it is well above the total that
+they will need, which is the margin: a wrong decision to lend costs preemptions, a wrong refusal only the gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRule:
-    """Bounds and thresholds. `sizes` are the TP sizes that the model's heads allow, ascending, each twice the one
-    before; a TP group stays within the `devices` of one host.
+    """Bounds and thresholds. `sizes` are the TP sizes that the model's heads allow, ascending, each twice the previous
+    one; a TP group stays within the `devices` of one host.
 
-    A halving that had to be taken back doubles the quiet steps that the next one waits for, up to `most_quiet_steps`;
-    a doubling for another cause sets them back. So a load that needs a size is left it ever less often.
+    A halving that had to be reverted doubles the quiet steps before the next halving, up to `most_quiet_steps`; a
+    doubling for another cause resets them. So a load that needs a size is disturbed ever less often.
     """
 
     sizes: tuple[int, ...]
@@ -54,7 +55,7 @@ class TensorParallelRule:
     quiet_steps: int = 4
     most_quiet_steps: int = 64
     noise: int = 1
-    """Preemptions per step below which a rise is none."""
+    """Preemptions per step below which an increase is ignored."""
 
     def __post_init__(self) -> None:
         doubled = all(b == 2 * a for a, b in itertools.pairwise(self.sizes))
@@ -68,8 +69,8 @@ class TensorParallelRule:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelState:
-    """What is remembered between steps. Keep one for each kind of round: the preemptions of short and long rounds of
-    tail batching are not comparable."""
+    """State between steps. Keep one for each kind of round: the preemptions of short and long rounds of tail batching
+    are not comparable."""
 
     tp: int
     preemptions: int | None = None
@@ -80,7 +81,7 @@ class TensorParallelState:
 
 
 def default_tp(throughput: Mapping[int, float]) -> int:
-    """TP size to start with, from a profile of tokens/s on the same devices: the fastest, of equals the smallest."""
+    """Initial TP size, from a profile of tokens/s on the same devices: the fastest; ties go to the smallest."""
     if not throughput:
         raise ValueError("no profile: measure at least one TP size")
     return min(throughput, key=lambda tp: (-throughput[tp], tp))
@@ -89,11 +90,13 @@ def default_tp(throughput: Mapping[int, float]) -> int:
 def next_tensor_parallelism(
     rule: TensorParallelRule, state: TensorParallelState, preemptions: int
 ) -> tuple[TensorParallelState, str]:
-    """After a rollout step with that many preemptions: the next state and, where its `tp` differs, why ('' if not).
+    """The next state after a rollout step with `preemptions` preemptions and, where its `tp` differs, the reason ('' if
+    not).
 
-    More than `rise` times the step before doubles the TP size (weights take less of each device, so there is more KV
-    per sequence); `quiet_steps` steps in a row without any preemption halve it (more engines, less communication).
-    Preemptions that stay level change nothing: the size to start with is the profile's affair (`default_tp`).
+    An increase to more than `rise` times the previous step's doubles the TP size (weights take less of each device, so
+    there is more KV per sequence); `quiet_steps` consecutive steps without preemption halve it (more engines, less
+    communication). A constant number of preemptions changes nothing: the profile determines the initial size
+    (`default_tp`).
     """
     if state.tp not in rule.sizes:
         raise ValueError(f"tp {state.tp} is none of {rule.sizes}")
@@ -119,8 +122,8 @@ def next_tensor_parallelism(
 
 @dataclass(frozen=True, slots=True)
 class RolloutInstance:
-    """One rollout engine: a whole TP group. `bundle` names what training can only take together (the instances on the
-    GPUs of one data-parallel replica); '' for an instance by itself. `kv_bytes` is its room for KV cache."""
+    """One rollout engine: a whole TP group. `bundle` names instances that training can only take together (those on the
+    GPUs of one data-parallel replica); '' for an independent instance. `kv_bytes` is its room for KV cache."""
 
     id: str
     devices: int
@@ -134,8 +137,8 @@ class RolloutInstance:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A response that is not finished: where it runs (None: it waits), its tokens so far with the prompt (the KV that
-    it holds), those of them that were generated, and the most that it may generate."""
+    """An unfinished response: its instance (None: it waits), its context in tokens with the prompt (the KV that it
+    holds), the tokens generated so far, and the most that it may generate."""
 
     id: str
     instance: str | None
@@ -147,7 +150,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """The request goes on elsewhere with the tokens it has; `recompute` of them are prefilled again (its KV)."""
+    """The request continues on `target` with its tokens; `recompute` of them are prefilled again (its KV)."""
 
     request: str
     source: str | None
@@ -161,17 +164,17 @@ class LendingRefusalReason(enum.Enum):
     EARLY = "early"
     LATE = "late"
     CHECKED = "checked"
-    """Nothing new since the last look."""
+    """This interval of progress was checked already."""
     WHOLE = "whole"
-    """No half without splitting a TP group or a bundle."""
+    """No half exists without splitting a TP group or a bundle."""
     KV = "kv"
-    """What is left would not fit on what is left."""
+    """The remaining requests would not fit on the remaining instances."""
 
 
 @dataclass(frozen=True, slots=True)
 class LendingPlan:
-    """The instances that go to training and what moves first. `peak_bytes` is the projected peak KV per instance that
-    stays."""
+    """The instances that go to training, and the migrations that precede it. `peak_bytes` is the projected peak KV of
+    each remaining instance."""
 
     instances: tuple[str, ...]
     devices: int
@@ -181,7 +184,7 @@ class LendingPlan:
 
 @dataclass(frozen=True, slots=True)
 class LendingRefusal:
-    """`checked` goes into the next call: the looks that were taken so far."""
+    """`checked`, the number of checks so far, is passed to the next call."""
 
     reason: LendingRefusalReason
     checked: int
@@ -199,13 +202,14 @@ def plan_lending(
     quantile: float = LEND_QUANTILE,
     headroom: float = 1.0,
 ) -> LendingPlan | LendingRefusal:
-    """Whether half of the rollout instances can train for the rest of this rollout: `done` requests are finished,
-    `requests` are not; `lengths` are generated tokens of finished responses per domain, ascending.
+    """Whether half of the rollout instances can train for the rest of this rollout. `done` counts finished requests,
+    `requests` are unfinished; `lengths` are generated tokens of finished responses per domain, ascending.
 
-    Looked at from 20 % to 50 % done, once in every 5 %. Half of the devices, or the next less that splits no TP group
-    and no bundle; of several choices the one with the fewest tokens to prefill again, then by order given. Yes only if
-    every instance that stays has room, times `headroom`, for the projected peak KV of what it will hold. A domain of
-    which nothing longer finished is taken to go to its limit.
+    Considered from 20 % to 50 % done, once per 5 %. The loan is half of the devices, or the next smaller set that
+    splits no TP group and no bundle; among several sets, the one with the fewest tokens to prefill again, then the
+    first in the given order. Instances are lent only if every remaining instance has room, times `headroom`, for the
+    projected peak KV of its requests. A request of a domain without longer finished responses is assumed to reach its
+    limit.
     """
     total = done + len(requests)
     if 100 * done < LEND_FROM * total or total == 0:
@@ -240,7 +244,7 @@ def plan_lending(
 
 
 def peak_kv_tokens(requests: Iterable[tuple[float, float]]) -> float:
-    """The most tokens of KV that (context, tokens yet to come) pairs hold together, when each gets one token per step
+    """The most tokens of KV that (context, remaining tokens) pairs hold together, when each gets one token per step
     until it is done. O(n log n): the peak is at the end of one of them."""
     peak = contexts = 0.0
     for n, (context, rest) in enumerate(sorted(requests, key=lambda x: -x[1]), 1):
@@ -250,7 +254,7 @@ def peak_kv_tokens(requests: Iterable[tuple[float, float]]) -> float:
 
 
 def _half(instances: Sequence[RolloutInstance], held: Mapping[str, int]) -> frozenset[str]:
-    """Subset sum over bundles: the most devices up to half, then the fewest held tokens, then the first given."""
+    """Subset sum over bundles: the most devices up to half, then the fewest held tokens, then the given order."""
     bundles: dict[tuple[bool, str], list[RolloutInstance]] = defaultdict(list)
     for x in instances:
         bundles[(True, x.bundle) if x.bundle else (False, x.id)].append(x)
@@ -282,8 +286,8 @@ def _placed(
     lengths: Mapping[str, Sequence[float]],
     quantile: float,
 ) -> tuple[dict[str, list[tuple[float, float]]], list[Migration]]:
-    """(context, tokens yet to come) of what each staying instance will hold. What runs there stays; the others go, the
-    largest first, to the instance that is least full (of its own room; of equals the first given)."""
+    """(context, remaining tokens) of the requests of each remaining instance. Requests that run there stay; the others
+    are placed, the largest first, on the least full instance (relative to its own room; ties go to the given order)."""
     placed: dict[str, list[tuple[float, float]]] = {x.id: [] for x in staying}
     full = dict.fromkeys(placed, 0.0)
     moving = []

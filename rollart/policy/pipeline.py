@@ -1,8 +1,8 @@
-"""Look-ahead for work that crosses a slow link (Adaptra, arXiv 2504.19232): how much must be in flight.
+"""Look-ahead for work that crosses a slow link (Adaptra, arXiv 2504.19232): the number of items that must be in flight.
 
-A static order absorbs a delay only up to its slack. Two forms of that one rule live here: the quotas of a pipeline of
-F/B/W stages (its schedules are in `policy.pipelining`), and `in_flight` for any hop between a producer and a consumer.
-Times are seconds in the docstrings; every function keeps the unit it is given.
+A static order absorbs a delay only up to its slack. Two forms of that rule are here: the quotas of a pipeline of F/B/W
+stages (its schedules are in `policy.pipelining`), and `in_flight` for any hop between a producer and a consumer.
+Docstrings give times in seconds; every function works in any unit.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ __all__ = [
 ]
 
 ROUNDING = 1e-9
-"""Share of one unit of work below which a look-ahead is not rounded up: (0.1 + 2 x 0.1) / 0.1 is 3, whatever floating
-point makes of it."""
+"""Share of one unit of work below which a look-ahead is not rounded up: (0.1 + 2 x 0.1) / 0.1 is 3 in spite of
+floating-point error."""
 
 LEAST_SLACK = 2
 """Slackness of a link without delay: one micro-batch on its way forward and one on its way back (Adaptra)."""
 
 InFlight = Literal["auto"] | int
-"""Buckets on their way at a time: as many as the rule says, or a number."""
+"""Buckets in transfer at a time: computed by the rule, or a number."""
 
 MOST_BUCKETS = 64
-"""Connections that a store is asked for at most, whatever the memory: small buckets would otherwise open hundreds."""
+"""Most connections to a store, whatever the memory: small buckets would otherwise open hundreds."""
 
 AHEAD_BYTES = 4 * 2**30
-"""Memory of a host for buckets on their way: sixteen of the default size. An engine's weights are not among them."""
+"""Host memory for buckets in transfer: sixteen of the default size. An engine's weights are not included."""
 
 FIRST_BUCKETS = 2
-"""While the one or the other is not known: one on its way, one that is applied."""
+"""Depth before both measurements exist: one bucket in transfer, one being applied."""
 
 SEEN_BUCKETS = 64
-"""Applied buckets that the rule looks back on."""
+"""Window of the rule, in applied buckets."""
 
 SEEN_VERSIONS = 8
-"""Versions whose first bucket the rule looks back on: few, since a link's mood of an hour ago says little."""
+"""Window of the rule, in first buckets of versions: small, because a link's speed an hour ago is no longer
+informative."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Seconds per micro-batch: forward, backward for the input, backward for the weights (which nobody waits for)."""
+    """Seconds per micro-batch: forward, backward for the input, backward for the weights (off the critical path)."""
 
     forward_s: float
     backward_s: float
@@ -72,14 +73,14 @@ class PipelineStage:
 
     @property
     def turn_s(self) -> float:
-        """One forward and one backward: the pace at which a stage returns what it was given."""
+        """One forward and one backward: the period at which a stage returns its input."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`delays_s[i]` is what the link between stages i and i+1 adds to each activation (forward) and to each gradient
-    (backward) without keeping either stage busy; shape (stages - 1,). `memory` is the most micro-batches whose
+    """`delays_s[i]` is the delay that the link between stages i and i+1 adds to each activation (forward) and to each
+    gradient (backward) without keeping either stage busy; shape (stages - 1,). `memory` is the most micro-batches whose
     activations a stage can hold between their forward and their backward: M / M_F of the paper."""
 
     stages: tuple[PipelineStage, ...]
@@ -97,14 +98,14 @@ class Pipeline:
 
     @property
     def most(self) -> int:
-        """No quota is above it: there are no more micro-batches, or there is no room for them."""
+        """Upper bound of every quota: the number of micro-batches, or the memory for them."""
         return self.micro_batches if self.memory is None else min(self.micro_batches, self.memory)
 
 
 def initial_quotas(pipeline: Pipeline) -> tuple[int, ...]:
-    """In-flight micro-batches per stage before any delay is known: the room of the first stage, spread over the links
-    as evenly as it goes, the first links having one more; 1 at the last stage (Adaptra's initial schedule). Without
-    a bound on memory, the slack of a zero-bubble schedule: two per link."""
+    """In-flight micro-batches per stage before any delay is known: the first stage's capacity, spread over the links as
+    evenly as possible, the first links having one more; 1 at the last stage (Adaptra's initial schedule). Without a
+    bound on memory, the slack of a zero-bubble schedule: two per link."""
     links = len(pipeline.stages) - 1
     first = pipeline.most if pipeline.memory is not None else min(pipeline.most, 1 + LEAST_SLACK * links)
     quotas, share, rest = [first], *divmod(first - 1, max(links, 1))
@@ -115,11 +116,11 @@ def initial_quotas(pipeline: Pipeline) -> tuple[int, ...]:
 
 def adapted_quotas(pipeline: Pipeline, *, most_slack: int | None = None) -> tuple[int, ...]:
     """In-flight micro-batches per stage that absorb the measured delays (Adaptra's adaptation): from the last stage on,
-    a link's slack is the round trip of its upper stage over the pace of its lower one, and at least 2.
+    a link's slack is the round trip of its upper stage over the period of its lower one, and at least 2.
 
     Bounded by the micro-batches and by memory; where memory is short, the upper links lose their slack first. The paper
-    also bounds the slack by N - 2S (`most_slack`), which is inert in long runs of micro-batches and starves short ones:
-    by up to 31 % at N = 2S + 2.
+    also bounds the slack by N - 2S (`most_slack`), which has no effect for many micro-batches and starves short
+    iterations: by up to 31 % at N = 2S + 2.
     """
     if most_slack is not None and most_slack < 1:
         raise ValueError(f"most_slack {most_slack}: a link without slack never moves; at least 1")
@@ -137,16 +138,16 @@ def slackness(quotas: Sequence[int]) -> tuple[int, ...]:
 
 
 def absorbed_delay(pipeline: Pipeline, quotas: Sequence[int]) -> tuple[float, ...]:
-    """Per link, the largest delay that costs nothing beyond its own two crossings: the c of
-    `tF_i + tB_i + 2c = slack x (tF_{i+1} + tB_{i+1})`, which is (slack - 1) t for equal times (Adaptra, Theorem 1)."""
+    """Per link, the largest delay that costs nothing beyond its own two crossings: the c of `tF_i + tB_i + 2c = slack x
+    (tF_{i+1} + tB_{i+1})`, which is (slack - 1) t for equal times (Adaptra, Theorem 1)."""
     stages, slack = pipeline.stages, slackness(quotas)
     return tuple(max((s * stages[i + 1].turn_s - stages[i].turn_s) / 2, 0.0) for i, s in enumerate(slack))
 
 
 def accumulated_delay(pipeline: Pipeline, quotas: Sequence[int]) -> float:
-    """Order of the delay of one iteration under a static order, in seconds (Adaptra, Theorem 1): c for a link that is
-    absorbed, N c / (slack + 1) for one that is not; slow links add up. A growth law with a constant of order 1, not a
-    forecast: `pipelining.replayed` gives the exact figure."""
+    """Order of the delay of one iteration under a static order, in seconds (Adaptra, Theorem 1): c for a link whose
+    delay is absorbed, N c / (slack + 1) for any other; slow links add up. A growth law with a constant of order 1, not
+    a forecast: `pipelining.replayed` gives the exact figure."""
     total = 0.0
     for delay, room, slack in zip(pipeline.delays_s, absorbed_delay(pipeline, quotas), slackness(quotas), strict=True):
         absorbed = delay <= room * (1 + ROUNDING)
@@ -158,10 +159,11 @@ def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: in
     """The fewest items in flight on a hop that keep its consumer busy: ceil((work + 2 delay) / work).
 
     The consumer works `work_s` on an item; then the request for another one takes `delay_s` to its producer, and the
-    item as long back, `jitter_s` more each at worst. With one item less the consumer waits in every round.
+    item takes as long back, each `jitter_s` more in the worst case. With one item less the consumer waits in every
+    round.
 
-    `most` (memory) wins over the rule, and both over nothing: a hop that takes no time to work needs a `most`.
-    Raises ValueError for negative or infinite times, for least > most, and for no work without `most`.
+    `most` (memory) takes precedence over the rule; a hop whose work takes no time needs a `most`. ValueError for
+    negative or infinite times, for least > most, and for no work without `most`.
     """
     if not (0 <= work_s < math.inf and 0 <= delay_s < math.inf and 0 <= jitter_s < math.inf):
         raise ValueError(f"work {work_s} s, delay {delay_s} s, jitter {jitter_s} s: finite and not negative")
@@ -181,8 +183,8 @@ def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: in
 def weight_buckets_in_flight(
     load_s: float, delay_s: float, *, bucket_bytes: float, memory_bytes: float, jitter_s: float = 0.0
 ) -> int:
-    """Weight buckets on their way to an engine that takes `load_s` to load one: as many as keep it loading, within the
-    memory that it can spare. Raises ValueError where not even one bucket fits."""
+    """Weight buckets in transfer to an engine that takes `load_s` to load one: as many as keep it loading, within its
+    spare memory. ValueError where not even one bucket fits."""
     if bucket_bytes <= 0 or memory_bytes < bucket_bytes:
         raise ValueError(
             f"a weight bucket of {bucket_bytes:.4g} bytes in {memory_bytes:.4g} bytes of memory: use smaller buckets"
@@ -192,16 +194,16 @@ def weight_buckets_in_flight(
 
 @dataclass(slots=True)
 class BucketDepth:
-    """One end of a way: a trainer's that pushes, or a host's that pulls. `fixed` buckets, or `auto`.
+    """One end of a weight transfer: a trainer that pushes, or a host that pulls. `fixed` buckets, or `auto`.
 
-    A bucket is fetched (or sent) in the seconds of the way there and back, and applied in the seconds that this end
-    needs for it by itself: checked and written to disk or loaded onto a device; read from disk where it is pushed.
-    Buckets that share a link slow each other, so that the seconds of a bucket among n say little of the way and a rule
-    on them would raise itself. Under `auto` the first bucket of each version therefore moves alone, and is what counts
-    (a probe of one bucket a version); the slowest of the last ones stands for the jitter.
+    Two durations are measured per bucket: the round trip of its transfer, and the local time to apply it (checking and
+    writing it to disk or loading it onto a device; reading it from disk where it is pushed). Buckets that share a link
+    slow each other, so the transfer time of one bucket among n is no measure of the link, and a rule based on it would
+    raise its own result. Under `auto` the first bucket of each version is therefore moved alone and measured (a probe
+    of one bucket a version); the slowest of the last probes gives the jitter.
 
-    Between 1 and the smaller of `MOST_BUCKETS` and what fits into `memory_bytes`, but always 1. A number is taken as
-    it is: who gives it knows the memory. ValueError for less than 1.
+    The depth is between 1 and the smaller of `MOST_BUCKETS` and the buckets that fit into `memory_bytes`, but always at
+    least 1. A `fixed` number is not checked against the memory. ValueError for less than 1.
     """
 
     fixed: InFlight = "auto"
@@ -214,15 +216,15 @@ class BucketDepth:
             raise ValueError(f"{self.fixed} weight buckets in flight (rule: `auto` or at least 1)")
 
     def alone(self, seconds: float) -> None:
-        """The first bucket of a version came, from the request on, or was sent."""
+        """Record the transfer of a version's first bucket: received, from the request on, or sent."""
         self.alone_s.append(seconds)
 
     def applied(self, seconds: float) -> None:
-        """This end is done with a bucket."""
+        """Record the local time for one bucket."""
         self.applied_s.append(seconds)
 
     def depth(self, moved: int, bucket_bytes: float) -> int:
-        """Buckets of a version that may be under way, `moved` of which came (or were sent) already."""
+        """Buckets of a version that may be in transfer, when `moved` of them were received (or sent) already."""
         if self.fixed != "auto":
             return self.fixed
         memory = max(self.memory_bytes, bucket_bytes)
@@ -243,15 +245,15 @@ class BucketDepth:
 
 def handoff_depth(admit_s: float, transfer_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
     """Depth of the queue of prefilled requests before a decode engine that admits one every `admit_s`, where the
-    request for more and the KV cache take `transfer_s` each way. `most`: the requests whose KV fits beside those that
-    decode. Prefill engines are taken to keep pace; that is the placer's part."""
+    request for more and the KV cache take `transfer_s` each way. `most`: the requests whose KV fits beside the decoding
+    ones. Prefill engines are assumed to keep pace; the placement ensures that."""
     return in_flight(admit_s, transfer_s, jitter_s=jitter_s, most=most)
 
 
 def prefetched_environments(episode_s: float, reset_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
-    """Environments per slot that are reset ahead of need, beside the one in use: as many as keep the slot busy where an
-    episode takes `episode_s` and a reset `reset_s`, `jitter_s` more at worst. Resets of one slot run side by side.
-    `most` bounds them; 0 where a reset takes no time."""
+    """Environments per slot to reset ahead of need, beside the one in use: as many as keep the slot busy where an
+    episode takes `episode_s` and a reset `reset_s`, `jitter_s` more in the worst case. Resets of one slot run
+    concurrently. `most` bounds the result; it is 0 where a reset takes no time."""
     if most is not None and most < 0:
         raise ValueError(f"most {most}: a number of environments is not negative")
     bound = None if most is None else most + 1

@@ -1,8 +1,8 @@
 """Schedules of a pipeline of F/B/W stages, by event simulation (Adaptra, arXiv 2504.19232): planned, replayed, refined.
 
-A stage runs one thing at a time and never stops in the middle. A forward needs the activations of the stage above, a
-backward the gradient of the stage below, each one link delay after it was made; the weights' part W needs the stage's
-own backward and nobody waits for it. Micro-batches go in order at every stage.
+A stage runs one operation at a time, without preemption. A forward needs the activations of the stage above, a backward
+the gradient of the stage below, each one link delay after it was computed; the weights' part W needs only the stage's
+own backward, and no operation depends on it. Micro-batches are processed in order at every stage.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rollart.policy.pipeline import Pipeline, adapted_quotas
 __all__ = ["PipelineOp", "PipelineSchedule", "check_quotas", "least_makespan", "planned", "refined", "replayed"]
 
 SAME_TIME = 1e-9
-"""Share of the shortest operation within which two events are one moment: the order in which floating point added up
-two equal times decides nothing."""
+"""Share of the shortest operation within which two events count as simultaneous: floating-point error must not order
+events of equal time."""
 
 
 class PipelineOp(enum.StrEnum):
@@ -32,8 +32,8 @@ class PipelineOp(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """One iteration: what each stage runs in order, when each of it starts (seconds, same shape), and when the last one
-    ends. `quotas` is None for a replay."""
+    """One iteration: the order of operations of each stage, their start times (seconds, same shape), and the end of the
+    last one. `quotas` is None for a replay."""
 
     orders: tuple[tuple[PipelineOp, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
@@ -41,24 +41,24 @@ class PipelineSchedule:
     quotas: tuple[int, ...] | None = None
 
     def bubble(self, pipeline: Pipeline) -> float:
-        """Share of stage time in which nothing runs, in [0, 1)."""
+        """Idle share of stage time, in [0, 1)."""
         busy = sum(s.turn_s + s.weight_s for s in pipeline.stages) * pipeline.micro_batches
         return 1.0 - busy / (self.makespan_s * len(pipeline.stages))
 
 
 def planned(pipeline: Pipeline, quotas: Sequence[int]) -> PipelineSchedule:
-    """The schedule that quotas give under the pipeline's delays: a stage runs forwards only until it has its quota in
-    flight; from then on B before F before W, with never more than the quota between forward and backward.
+    """The schedule that follows from quotas under the pipeline's delays: a stage runs only forwards until its quota is
+    in flight; from then on B before F before W, with never more than the quota between forward and backward.
 
-    Makespan is within the quotas' power, not optimal: a stage takes what is ready and does not wait for better.
-    Cost O(N S log(N S)). Raises ValueError for quotas that cannot run.
+    The makespan is greedy, not optimal: a stage takes a ready operation and does not wait for a better one. Cost O(N S
+    log(N S)). ValueError for quotas that cannot run.
     """
     return _Run(pipeline, tuple(quotas), None).run()
 
 
 def replayed(pipeline: Pipeline, orders: Sequence[Sequence[PipelineOp]]) -> PipelineSchedule:
-    """A fixed order under the pipeline's delays: a stage waits for the next thing in its list, whatever else is ready.
-    Raises ValueError for an order that is not N of each or that waits for itself."""
+    """A fixed order under the pipeline's delays: a stage waits for the next operation of its list even if another is
+    ready. ValueError for an order that does not have N of each operation or that deadlocks."""
     want = dict.fromkeys(PipelineOp, pipeline.micro_batches)
     if len(orders) != len(pipeline.stages) or any({op: list(o).count(op) for op in PipelineOp} != want for o in orders):
         raise ValueError(f"an order runs each of F, B, W {pipeline.micro_batches} times at each stage")
@@ -67,9 +67,9 @@ def replayed(pipeline: Pipeline, orders: Sequence[Sequence[PipelineOp]]) -> Pipe
 
 def refined(pipeline: Pipeline, *, runs: int = 64) -> PipelineSchedule:
     """The adapted schedule, improved by simulated steps to neighbouring quotas until none is better or `runs`
-    simulations were spent. For stages of unequal times, where the closed form, which looks at two neighbours at a time,
-    was seen to need up to 16 % more; with equal stages it is as good as any quotas and comes back as it is. Ties keep
-    the smaller quotas."""
+    simulations were spent. Useful for stages of unequal times: the closed form considers two neighbouring stages at a
+    time and was up to 16 % slower there. With equal stages it is already as good as any quotas and is returned
+    unchanged. Ties keep the smaller quotas."""
     best = planned(pipeline, adapted_quotas(pipeline))
     tried = {best.quotas}
     enough = least_makespan(pipeline) * (1 + SAME_TIME)
@@ -91,8 +91,8 @@ def refined(pipeline: Pipeline, *, runs: int = 64) -> PipelineSchedule:
 
 
 def least_makespan(pipeline: Pipeline) -> float:
-    """Seconds below which no order of any kind can be: a stage has all of its work to do after the first activation
-    reached it, and one micro-batch has to go down and come back."""
+    """Lower bound in seconds for any order: a stage has all of its work to do after the first activation arrives, and
+    one micro-batch must travel down and back."""
     head, bound, way = 0.0, 0.0, 0.0
     for stage, delay in zip(pipeline.stages, (*pipeline.delays_s, 0.0), strict=True):
         bound = max(bound, head + pipeline.micro_batches * (stage.turn_s + stage.weight_s))
@@ -102,7 +102,8 @@ def least_makespan(pipeline: Pipeline) -> float:
 
 
 def check_quotas(pipeline: Pipeline, quotas: Sequence[int]) -> None:
-    """ValueError for quotas that deadlock (a stage that waits for more than the one above gives it) or do not fit."""
+    """ValueError for quotas that deadlock (a stage waits for more micro-batches than the stage above supplies) or do
+    not fit."""
     if len(quotas) != len(pipeline.stages) or any(a < b for a, b in itertools.pairwise(quotas)):
         raise ValueError(
             f"quotas {tuple(quotas)}: one per stage ({len(pipeline.stages)}), none above the one before it"
@@ -112,8 +113,8 @@ def check_quotas(pipeline: Pipeline, quotas: Sequence[int]) -> None:
 
 
 def _neighbours(quotas: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-    """One or two more, or all that there is, for every stage up to some link; one or two less at one stage;
-    in the order tried."""
+    """One or two more, or the maximum, for every stage up to some link; one or two less at one stage; in the order
+    tried."""
     found: list[tuple[int, ...]] = []
     stages = range(len(quotas))
     for i in stages:
@@ -126,7 +127,7 @@ def _neighbours(quotas: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
 
 @dataclass(slots=True)
 class _StageState:
-    """Counts of what started (f, b, w) and of what arrived to be run; `order` is filled as it runs."""
+    """Counts of started operations (f, b, w) and of arrived inputs; `order` is filled during the run."""
 
     times: dict[PipelineOp, float]
     quota: int
@@ -170,7 +171,8 @@ class _StageState:
 
 
 class _Run:
-    """Events: (time, number, stage, what), where what is the operation that ends there, or that arrives to be run."""
+    """Events: (time, number, stage, operation, arrives). An event is the end of the operation or, if `arrives`, the
+    arrival of its input."""
 
     def __init__(
         self, pipeline: Pipeline, quotas: tuple[int, ...] | None, orders: tuple[tuple[PipelineOp, ...], ...] | None
@@ -209,9 +211,7 @@ class _Run:
                 self._dispatch(i, now)
         stuck = [i for i, s in enumerate(self.stages) if s.w < self.pipeline.micro_batches]
         if stuck:
-            raise ValueError(
-                f"the order of stage {stuck[0]} waits for what only comes after it: no deadlock-free order"
-            )
+            raise ValueError(f"the order of stage {stuck[0]} waits for a later operation: no deadlock-free order")
         starts = tuple(tuple(s.starts) for s in self.stages)
         return PipelineSchedule(tuple(tuple(s.order) for s in self.stages), starts, self.end, self.quotas)
 
@@ -223,7 +223,8 @@ class _Run:
             self._push(now + stage.times[op], i, op, arrives=False)
 
     def _finish(self, i: int, op: PipelineOp, now: float) -> None:
-        """The stage is free; what it made is under way. The last stage turns its own forward round at once."""
+        """The stage is free and its result is in transfer. The last stage starts the backward of its own forward at
+        once."""
         stage = self.stages[i]
         stage.busy = False
         self.end = max(self.end, now)

@@ -1,4 +1,5 @@
-"""Who gets the next place on an environment host, and what gives one up: those that run before those that might."""
+"""Priorities for slots on environment hosts: which waiting episode gets the next slot, and which prefetched ones are
+reclaimed."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ T = TypeVar("T")
 
 
 class PlacementPriority(enum.IntEnum):
-    """What an episode is for, in the order that places are given out in."""
+    """The purpose of an episode, in order of priority."""
 
     TRAIN = 0
     """A trajectory that its group needs."""
     EVALUATE = 1
     SPARE = 2
-    """A member beyond those that its group needs."""
+    """A redundant member of its group."""
     AHEAD = 3
-    """An environment that is reset before its trajectory is admitted: it gives its place up to any of the others."""
+    """An environment that is reset before its trajectory is admitted: it yields its slot to any other purpose."""
 
     @property
     def gives_up(self) -> bool:
@@ -30,7 +31,8 @@ class PlacementPriority(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A claim, and how old its group is: of two alike the older (lower) goes first, so that what was begun ends."""
+    """A priority, and the seniority of the group: at equal priority the older group (lower) goes first, so that started
+    groups finish."""
 
     claim: PlacementPriority = PlacementPriority.TRAIN
     seniority: int = 0
@@ -38,48 +40,48 @@ class PlacementRequest:
 
 @dataclass(slots=True)
 class PlacementQueue(Generic[T]):
-    """Those that wait, in the order in which they get a place: by claim, then seniority, then as they came.
+    """Waiting episodes in the order in which they get a slot: by priority, then seniority, then arrival.
 
-    Bound: nobody who waits is passed by more than those before it in that order. Trajectories under way are bounded
-    (I4) and end by themselves once they have a place, so each of them gets one, as long as any place ever gets free.
+    Bound: a request is overtaken only by requests that precede it in that order. Running trajectories are bounded (I4)
+    and end by themselves once they have a slot, so each of them gets one, provided that slots become free at all.
     """
 
     heap: list[tuple[int, int, int, T]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
-    """Numbers of those in the heap that wait no more."""
+    """Numbers of requests in the heap that were withdrawn."""
     waiting: dict[PlacementPriority, int] = field(default_factory=lambda: dict.fromkeys(PlacementPriority, 0))
     number: int = 0
 
     def add(self, wish: PlacementRequest, who: T) -> int:
-        """Its number, by which it may leave."""
+        """Add a request; returns its number, by which it may be withdrawn."""
         self.number += 1
         heapq.heappush(self.heap, (wish.claim, wish.seniority, self.number, who))
         self.waiting[wish.claim] += 1
         return self.number
 
     def first(self) -> T | None:
-        """Who is next; None if nobody waits."""
+        """The next item; None if the queue is empty."""
         while self.heap and self.heap[0][2] in self.gone:
             self.gone.discard(heapq.heappop(self.heap)[2])
         return self.heap[0][3] if self.heap else None
 
     def pop(self) -> None:
-        """The first has its place."""
+        """Remove the first item, which got its slot."""
         claim, *_ = heapq.heappop(self.heap)
         self.waiting[PlacementPriority(claim)] -= 1
 
     def leave(self, number: int, wish: PlacementRequest) -> None:
-        """It gave up waiting."""
+        """Withdraw a request."""
         self.gone.add(number)
         self.waiting[wish.claim] -= 1
 
     @property
     def pressing(self) -> int:
-        """Those that wait and for whom others give up."""
+        """Waiting requests for which prefetched environments yield their slots."""
         return sum(count for claim, count in self.waiting.items() if not claim.gives_up)
 
 
 def slots_to_reclaim(*, pressing: int, going: int, held: int) -> int:
-    """How many more of the places that are `held` ahead of need are given up, the newest first: one for each that
-    presses, less those whose place is `going` to be free already."""
+    """How many more of the `held` prefetched slots to reclaim, the newest first: one per pressing request, less the
+    slots that are being freed already (`going`)."""
     return max(0, min(pressing - going, held))

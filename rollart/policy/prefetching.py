@@ -1,4 +1,4 @@
-"""How many environments to reset before anybody needs them: the look-ahead rule of `policy.pipeline` at admission."""
+"""How many environments to reset ahead of admission: the look-ahead rule of `policy.pipeline`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rollart.policy.pipeline import prefetched_environments
 __all__ = ["MOST_AHEAD", "PrefetchDepth", "environments_to_prefetch"]
 
 MOST_AHEAD = 4
-"""Batches of environments that the rule may keep ahead: each of them holds memory on some host all the time."""
+"""Most batches of environments that the rule keeps ahead: each holds memory on some host all the time."""
 
 SEEN = 64
-"""Resets per domain that the rule looks back on: enough for a 90th percentile, few enough to follow a change."""
+"""Window of the rule, in resets per domain: enough for a 90th percentile, few enough to follow a change."""
 
 
 @dataclass(slots=True)
 class PrefetchDepth:
-    """One domain's look-ahead. `fixed` environments, or as many as the rule says of what was seen (None)."""
+    """The prefetch depth of one domain: `fixed` environments, or computed from measurements (None)."""
 
     fixed: int | None
     quota: int
     resets_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     period_s: float | None = None
-    """Seconds from one admission of a batch to the next, an even mean of the last and those before."""
+    """Seconds from one admission of a batch to the next: the mean of the last period and the previous value."""
     admitted_at: float | None = None
 
     def reset(self, seconds: float) -> None:
@@ -40,16 +40,16 @@ class PrefetchDepth:
         self.admitted_at = now
 
     def wanted(self) -> int:
-        """Environments to have reset, or being reset, for prompts that are not admitted yet."""
+        """Environments to keep reset, or in reset, for prompts that are not admitted yet."""
         if self.fixed is not None:
             return self.fixed
         return environments_to_prefetch(self.quota, self.period_s, self.resets_s)
 
 
 def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Sequence[float]) -> int:
-    """Whole batches of environments: slots come back a batch at a time, one every `period_s`, and the resets of a batch
-    should have ended when they do. So many batches as `prefetched_environments` says for the mean reset with its
-    90th percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before a reset was seen."""
+    """Whole batches of environments: slots are freed a batch at a time, one batch every `period_s`, and the resets of a
+    batch should have ended by then. The number of batches is `prefetched_environments` of the mean reset with its 90th
+    percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before the first measured reset."""
     if not resets_s or max(resets_s) <= 0:
         return 0
     if period_s is None or period_s <= 0:

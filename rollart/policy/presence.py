@@ -1,13 +1,14 @@
 """Which devices a plan may count on while nodes come and go.
 
-A node that came counts once it has stayed: for `settle_s`, and twice as long for every short life of a node of its pool
-in an unbroken series, up to `2**MOST` times. One that went, or is to go, counts no more at once; but the plan is looked
-at only when `settle_s` have passed without another loss (at most `PATIENCE` times that): its engines may be back by
-then, on another node, without any plan.
+A new node counts after it has stayed for `settle_s`, a delay that doubles with each short life of a node of its pool in
+an unbroken series, up to `2**MOST` times. A node that left or is about to leave stops counting at once, but the plan is
+reviewed only after `settle_s` without another loss (at most `PATIENCE` times that): the node's engines may be back on
+another node by then, without a new plan.
 
 Bound: of a pool whose nodes live shorter than `settle_s * 2**MOST`, one after the other with gaps of at most
-`memory_s`, nodes begin to count at most `MOST + 1` times, however long it goes on: every such life doubles what the
-next one must last, and only calm for `memory_s` forgets them. Whatever happens, no more is counted than is there.
+`memory_s`, nodes begin to count at most `MOST + 1` times, however long the series lasts: every such life doubles the
+required duration of the next, and only `memory_s` without a short life resets it. The counted devices never exceed the
+present ones.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 __all__ = ["MOST", "PATIENCE", "NodeAvailability", "AvailabilitySettings"]
 
 MOST = 5
-"""Doublings of `settle_s`: with 30 s, a node of a pool that flaps must stay for 16 minutes."""
+"""Doublings of `settle_s`: with 30 s, a node of a flapping pool must stay for 16 minutes."""
 
 PATIENCE = 4
-"""A plan waits at most so many times `settle_s` for losses to end: something always goes on a large fleet."""
+"""Longest wait of a plan for losses to end, in multiples of `settle_s`: on a large fleet some node is always
+leaving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class AvailabilitySettings:
 @dataclass(slots=True)
 class _Node:
     devices: Mapping[str, int]
-    """By pool: labels may put a node into several."""
+    """By pool: a node's labels may put it into several."""
     came: float
     counts: float
     leaves: bool = False
@@ -44,14 +46,14 @@ class _Node:
 
 @dataclass(slots=True)
 class _Series:
-    """Short lives of a pool's nodes, one after the other."""
+    """Consecutive short lives of a pool's nodes."""
 
     lives: int = 0
     last: float = -math.inf
 
 
 class NodeAvailability:
-    """Values and `now` in, seconds; `now` never falls. Ties: what counts at an instant counts from it on."""
+    """Values and `now` in, seconds; `now` never falls. Ties: a node whose delay ends at `now` counts."""
 
     def __init__(self, settings: AvailabilitySettings | None = None) -> None:
         self._settings = settings or AvailabilitySettings()
@@ -61,7 +63,8 @@ class NodeAvailability:
         self._first_loss = math.inf
 
     def come(self, node: str, devices: Mapping[str, int], now: float, *, trusted: bool = False) -> None:
-        """A node with so many devices of each pool; `trusted`: it counts at once. One that is there stays as it is."""
+        """A node appears with its devices by pool; `trusted`: it counts at once. No effect if the node is present
+        already."""
         if node in self._nodes:
             return
         held = [s.lives for pool in devices if (s := self._series.get(pool)) and now - s.last <= self._memory]
@@ -69,7 +72,7 @@ class NodeAvailability:
         self._nodes[node] = _Node(dict(devices), now, now + stays)
 
     def warn(self, node: str) -> None:
-        """It is to go: its devices count no more, and there is no time to lose."""
+        """The node is about to leave: its devices stop counting at once."""
         if node in self._nodes:
             self._nodes[node].leaves = True
 
@@ -86,30 +89,30 @@ class NodeAvailability:
         self._quiet = min(now + self._settings.settle_s, self._first_loss + PATIENCE * self._settings.settle_s)
 
     def there(self) -> Mapping[str, int]:
-        """Devices by pool of all nodes that are there, whether they count or not."""
+        """Devices by pool of all present nodes, counted or not."""
         return _sum(self._nodes.values())
 
     def counted(self, now: float, used: Collection[str] = ()) -> Mapping[str, int]:
-        """Devices by pool that a plan may use. Nodes in `used` have something running on them, so that they count."""
+        """Devices by pool that a plan may use. Nodes in `used` run work, so they count."""
         return _sum(n for name, n in self._nodes.items() if not n.leaves and (n.counts <= now or name in used))
 
     def leaving(self) -> frozenset[str]:
-        """Nodes that are there and are to go."""
+        """Present nodes that are about to leave."""
         return frozenset(name for name, node in self._nodes.items() if node.leaves)
 
     def ready(self, now: float) -> bool:
-        """Whether losses have come to rest, so that a plan may follow what is counted."""
+        """True if no loss is recent, so that a plan may follow the counted devices."""
         if now < self._quiet:
             return False
         self._first_loss = math.inf
         return True
 
     def rest(self, now: float) -> None:
-        """The plan could not follow: not ready again for as long as losses may last."""
+        """The plan could not follow: not ready again for the longest wait."""
         self._quiet = now + PATIENCE * self._settings.settle_s
 
     def wait(self, now: float) -> float:
-        """Seconds until `counted` or `ready` may answer otherwise though nothing happens; infinite if they will not."""
+        """Seconds until `counted` or `ready` may change without a further event; infinite if they will not."""
         times = [n.counts for n in self._nodes.values() if not n.leaves]
         return min((t - now for t in (*times, self._quiet) if t > now), default=math.inf)
 

@@ -1,7 +1,8 @@
-"""What a path costs, and the rules that decide between prefilling at home and on another engine.
+"""Prices of turn paths, and the rules that choose between local and remote prefill.
 
-The price of a path is Σ λ·(1 + backlog/target)·seconds over the engines it uses, plus what it holds (KV, a place in
-flight) and sends (links): λ are the plan's dual prices, the backlog is what the gateway measures (drift plus penalty).
+The price of a path is Σ λ·(1 + backlog/target)·seconds over the engines it uses, plus the resources it holds (KV, a
+slot in flight) and its link transfers: λ are the plan's dual prices; the backlog is measured by the gateway (drift plus
+penalty).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ __all__ = [
 ]
 
 MARGIN = 0.10
-"""Gain at which a trajectory changes between local and remote prefill, and the difference up to which two homes cost
-the same. Calibrated predictions of a turn are off by 5-15 %: less is noise, and a change leaves warm KV behind."""
+"""Relative gain above which a trajectory changes between local and remote prefill, and the price difference up to which
+two engines tie. Calibrated predictions of a turn are off by 5-15 %: a smaller gain is noise, and a change leaves warm
+KV behind."""
 
 IDLE_SHARE = 0.05
-"""An engine that the plan leaves slack has λ = 0, and no backlog would ever make it dearer. Its backlog is priced as if
-λ were this share of the highest one; without a backlog it stays free (as in `placement.price`)."""
+"""An engine with slack in the plan has λ = 0, so no backlog would ever raise its price. Its backlog is priced as if λ
+were this share of the highest λ; without a backlog the engine stays free (as in `placement.price`)."""
 
 DYNAMO_TOKENS, DYNAMO_RATIO = 2048, 0.7
 """NVIDIA Dynamo 1.x, `isl_bounding`: local while fewer tokens than this are uncached and they are less than this share
@@ -46,7 +48,8 @@ UNCACHED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine to price: its kind, seconds of work waiting there, tokens of this trajectory's KV that it holds."""
+    """An engine to price: its kind, its backlog in seconds of work, and the tokens of this trajectory's KV that it
+    holds."""
 
     kind: EngineKind
     backlog_s: float = 0.0
@@ -55,7 +58,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class PathCost:
-    """`price` in the plan's money; `seconds` that the trajectory waits for its turn."""
+    """`price` in the plan's units; `seconds` is the trajectory's latency for the turn."""
 
     price: float
     seconds: float
@@ -63,13 +66,13 @@ class PathCost:
 
 @dataclass(frozen=True, slots=True)
 class PathPricing:
-    """Prices applied to turns. Where nothing is scarce (every price 0) a turn costs its seconds. A path with no end
-    (KV that cannot get there) has no price that anybody pays: infinity."""
+    """Prices applied to turns. Where nothing is scarce (every price 0), the price of a turn is its duration. A path
+    without a KV connection has an infinite price."""
 
     prices: RoutePrices
     model: TurnModel
     scarce: bool = field(init=False)
-    """Whether anything has a price at all."""
+    """True if any price is positive."""
     floor: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,15 +82,16 @@ class PathPricing:
         object.__setattr__(self, "floor", IDLE_SHARE * max(prices.engines.values(), default=0.0))
 
     def local(self, home: EngineLoad, tokens: int, output: float) -> PathCost:
-        """All of the turn on `home`."""
+        """Cost of the whole turn on `target`."""
         prefill = self.model.prefill_s(home.kind, max(tokens - home.cached, 0), min(home.cached, tokens))
         decode = self.model.decode_s(home.kind, tokens, output)
         seconds = home.backlog_s + prefill + decode * self.model.batch(home.kind)
         return self._cost(self.second(home) * (prefill + decode), 0.0, home, tokens, seconds)
 
     def remote(self, prefill: EngineLoad, home: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
-        """Prefill on `prefill`, decode on `home`. `returns`: `home` gives its KV back, so that only what neither holds
-        is computed; only what the receiver lacks is sent, either way."""
+        """Cost of prefill on `prefill` and decode on `target`. `returns`: the decode engine returns its KV to the
+        prefill engine, so only tokens that neither holds are computed. In both directions only missing KV is
+        transferred."""
         back = max(home.cached - prefill.cached, 0) if returns else 0
         known = min(prefill.cached + back, tokens)
         compute = self.model.prefill_s(prefill.kind, max(tokens - known, 1), known)
@@ -102,15 +106,15 @@ class PathPricing:
         return self._cost(self.second(prefill) * compute + self.second(home) * decode, sent, home, tokens, seconds)
 
     def second(self, load: EngineLoad) -> float:
-        """Price of an engine-second there: λ ← λ·(1 + backlog/target), with the floor of `IDLE_SHARE` on the growth."""
+        """Price of an engine-second: λ ← λ·(1 + backlog/target), with the floor of `IDLE_SHARE` on the growth."""
         own = self.prices.engines.get(load.kind)
         if own is None:
             own = self._alike(load.kind)
         return own + max(own, self.floor) * load.backlog_s / self.prices.target_s
 
     def _alike(self, kind: EngineKind) -> float:
-        """A role that the plan does not have (somebody flipped an engine) costs what those devices cost in another: the
-        dearest, lest every turn go there. Devices that the plan does not use at all are free."""
+        """A role that the plan does not have (an engine was flipped) costs as much as the same devices in another role:
+        the highest such price, lest every turn go there. Devices that the plan does not use at all are free."""
         return max((p for k, p in self.prices.engines.items() if (k.pool, k.tp) == (kind.pool, kind.tp)), default=0.0)
 
     def _cost(self, work: float, sent: float, home: EngineLoad, tokens: int, seconds: float) -> PathCost:
@@ -122,8 +126,8 @@ class PathPricing:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """A turn at its decode engine, and the best prefill engine for it. `local` and `remote` are prices, None where
-    nobody set any; `was_remote` is how its last turn went (None: there was none)."""
+    """A turn at its decode engine, and the best prefill engine for it. `local` and `remote` are prices, None without
+    prices; `was_remote` describes the trajectory's last turn (None: there was none)."""
 
     tokens: int
     uncached: int
@@ -137,7 +141,7 @@ PrefillRule = Callable[[PrefillChoice], bool]
 
 
 def prefill_rule(name: str) -> PrefillRule:
-    """The rule of that name. ValueError for a name that is none."""
+    """The rule of that name. ValueError for an unknown name."""
     try:
         return PREFILL_RULES[name]
     except KeyError:
@@ -147,7 +151,7 @@ def prefill_rule(name: str) -> PrefillRule:
 
 
 def _priced(offer: PrefillChoice) -> bool:
-    """The cheaper one; a trajectory that had a turn changes sides only for a gain above `MARGIN`. Equal prices: local,
+    """The cheaper side; a trajectory that had a turn changes sides only for a gain above `MARGIN`. Ties are local,
     which needs one engine less. Without prices: vllm-router's threshold."""
     if offer.local is None or offer.remote is None:
         return _vllm_router(offer)

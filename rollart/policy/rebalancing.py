@@ -1,4 +1,4 @@
-"""Whether a better plan is worth moving to, in which order, and how to route meanwhile."""
+"""Whether a better plan is worth its moves, the order of the moves, and the routes during the transition."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = [
 ]
 
 MIN_GAIN = 0.02
-"""Relative gain below which a plan is not changed, however cheap the moves: less is the noise of what was measured, and
-a plan that follows noise goes back and forth."""
+"""Relative gain below which a plan is kept, however cheap the moves: a smaller gain is measurement noise, and a plan
+that follows noise oscillates."""
 
 SHARE_NEWS, PRICE_NEWS = 0.05, 0.25
-"""Changes of a planned share (of a domain's trajectories) and of a price (relative) that deserve an event: prices move
-a little at every look."""
+"""Changes of a planned share (of a domain's trajectories) and of a price (relative) that are worth an event: prices
+change a little at every update."""
 
 
 def worth_moving(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
-    """Whether to move, and why in words: the trajectories gained over the horizon must exceed those lost by moving, and
-    the gain must not be noise. Ties keep the plan that runs. Where plans are to be cheap, dollars per trajectory
-    decide."""
+    """Whether to move, and the reason as text: the trajectories gained over the horizon must exceed those lost by
+    moving, and the gain must exceed the noise. Ties keep the running plan. Where plans minimise cost, dollars per
+    trajectory decide."""
     now, after = proposal.rate_now, proposal.rate_after
     if proposal.usd_per_hour is not None and now > 0 and after > 0:
         return _cheaper(proposal, proposal.usd_per_hour, horizon_s)
@@ -43,11 +43,11 @@ def worth_moving(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
 
 
 def order_moves(moves: Iterable[FleetMove], *, serving: int, free: Mapping[str, int]) -> list[FleetMove]:
-    """Drains and starts engine by engine, in the order given, except that a drain of the last engine that serves lets
-    the first start go before it whose pool has the devices. `serving` engines serve now, `free` devices are free by
+    """Drains and starts engine by engine, in the given order, with one exception: before a drain of the last serving
+    engine comes the first start whose pool has the devices. `serving` engines serve now; `free` counts free devices by
     pool.
 
-    So no more is down at a time than must be, and none serves only where no start fits beside the last one.
+    So no more engines than necessary are down at a time, and none serves only where no start fits beside the last one.
     """
     left = [replace(m, replicas=1) for m in moves if m.kind is not FleetMoveKind.FLIP for _ in range(m.replicas)]
     room = dict(free)
@@ -67,13 +67,13 @@ def order_moves(moves: Iterable[FleetMove], *, serving: int, free: Mapping[str, 
 
 
 def reverse_drain(drained: FleetMove) -> FleetMove:
-    """The start that brings back what a drain took away."""
+    """The start that reverts a drain."""
     return replace(drained, kind=FleetMoveKind.START, before=None, after=drained.before)
 
 
 def transition_routes(now: Routes, after: Routes) -> Routes:
-    """Routes while engines of both plans serve: the new ones, with the old prices of kinds that the new plan does not
-    know. A kind without a price would draw every trajectory."""
+    """Routes while engines of both plans serve: the new ones, with the old prices of kinds that the new plan lacks. A
+    kind without a price would attract every trajectory."""
     if now.prices is None or after.prices is None:
         return after
     engines = {**now.prices.engines, **after.prices.engines}
@@ -82,8 +82,8 @@ def transition_routes(now: Routes, after: Routes) -> Routes:
 
 
 def _cheaper(proposal: Proposal, usd_per_hour: tuple[float, float], horizon_s: float) -> tuple[bool, str]:
-    """The same where trajectories are to be cheap: dollars saved on those made over the horizon against dollars paid
-    for those that are not made while engines move."""
+    """As `worth_moving` where plans minimise cost: dollars saved over the horizon against the dollars paid for
+    trajectories that are lost while engines move."""
     now, after = usd_per_hour[0] / 3600 / proposal.rate_now, usd_per_hour[1] / 3600 / proposal.rate_after
     saved, lost = (now - after) * proposal.rate_after * horizon_s, now * proposal.cost
     prices = f"{1000 * after:.4g} USD per 1,000 trajectories after {1000 * now:.4g}"
@@ -95,7 +95,7 @@ def _cheaper(proposal: Proposal, usd_per_hour: tuple[float, float], horizon_s: f
 
 
 def notable_change(before: Routes, after: Routes) -> str:
-    """What changed enough to be told, in words; '' for nothing."""
+    """The first change large enough for an event, as text; '' if there is none."""
     for domain in sorted({*before.shares, *after.shares}):
         a, b = before.shares.get(domain, {}), after.shares.get(domain, {})
         for pool in sorted({*a, *b}):

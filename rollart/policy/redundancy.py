@@ -1,10 +1,10 @@
-"""Redundant environments: how many more to run than are needed, which to cancel, and what that does to the data.
+"""Redundant environments: how many to run beyond need, which to cancel, and the resulting bias of the data.
 
 A batch needs N groups of G trajectories. More groups (`num_env_groups`) and more members per group
-(`group_size_redundancy`) keep one broken or slow environment from holding all of it up (RollArt §1.4, ROLL Flash §2.1:
-more groups beat larger groups). Taking whatever ends first has two prices. Sandbox time is thrown away, up to
-r / (1 + r) of it: so what is launched follows the health that is observed, and is nothing while all is well. And what
-ends first is short and easy: so every cancellation is reported beside what was kept.
+(`group_size_redundancy`) keep one broken or slow environment from delaying the whole batch (RollArt §1.4, ROLL Flash
+§2.1: more groups beat larger groups). Taking the first to finish has two costs. Sandbox time is wasted, up to r / (1 +
+r) of it: so redundancy follows the observed health, and is zero while all is well. And the first to finish are short
+and easy: so every cancellation is reported beside the kept trajectories.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
 """Event of a run at each publish, one per `BiasFeature` of the report over the last trajectories of either kind."""
 
 NOTABLE = 0.33
-"""Cliff's delta from which a difference is worth a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
+"""Cliff's delta from which a difference causes a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
 
 ENOUGH = 20
 """Trajectories on both sides before a difference is judged: with fewer, 0.33 is within chance."""
 
 
 class TrajectoryEnding(enum.StrEnum):
-    """How a trajectory ended, as far as redundancy cares."""
+    """How a trajectory ended, as far as redundancy is concerned."""
 
     GOOD = "good"
     FAILED = "failed"
     """Infrastructure: the environment or its host, never the policy."""
     STRAGGLED = "straggled"
-    """It ended, but later than its batch could wait."""
+    """It ended after its batch's deadline."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class HealthMeter:
         self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not TrajectoryEnding.GOOD))
 
     def rate(self, domain: str, hosts: Mapping[str, float] | None = None) -> tuple[float, float]:
-        """(share of bad ends, ends behind it) of a domain. `hosts` = how much will run on each: rates are weighted with
-        it, a host that was never seen counts as the others together. None: as it ran so far."""
+        """(share of bad ends, number of ends behind it) of a domain. `hosts` is the planned load per host: rates are
+        weighted with it, and an unknown host counts as the mean of the others. None: weighted as observed."""
         mine = {h: v for (d, h), v in self._seen.items() if d == domain}
         weight = sum(w for w, _ in mine.values())
         overall = sum(b for _, b in mine.values()) / weight if weight else 0.0
@@ -79,9 +79,10 @@ class HealthMeter:
 
 @dataclass(frozen=True, slots=True)
 class RedundancySettings:
-    """`confidence`: how likely the needed number ends well without waiting for a bad one. `by_groups`, `by_size`: which
-    kinds are used. `cap`: extra trajectories as a share of those needed. `prior` is the bad share that is assumed until
-    `min_seen` ends were seen. A bad share below `ignore` launches nothing: retries are cheaper."""
+    """`confidence`: the probability that enough trajectories end well without waiting for a bad one. `by_groups`,
+    `by_size`: the kinds of redundancy in use. `cap`: extra trajectories as a share of those needed. `prior` is the bad
+    share that is assumed before `min_seen` observed ends. A bad share below `ignore` launches nothing: retries are
+    cheaper."""
 
     by_groups: bool = True
     by_size: bool = False
@@ -101,8 +102,8 @@ class RedundancySettings:
 
 @dataclass(frozen=True, slots=True)
 class RedundantLaunch:
-    """Extra groups, and extra members per group of all groups. `bad` is the share it was sized for; `capped`: the
-    confidence would have asked for more."""
+    """Extra groups, and extra members per group of all groups. `bad` is the bad share behind these numbers; `capped`:
+    the confidence would need more."""
 
     groups: int
     members: int
@@ -115,9 +116,9 @@ def redundant_launch(
 ) -> RedundantLaunch:
     """How much to launch beyond `groups` x `group_size`.
 
-    The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then
-    over groups with what is left of a group's risk. Members of different hosts fail at different rates; taking their
-    mean is on the safe side (Hoeffding 1956). With both kinds, members come first, for half of the cap.
+    The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then over
+    groups with the remaining risk of a group. Members of different hosts fail at different rates; taking their mean is
+    on the safe side (Hoeffding 1956). With both kinds, members come first, for half of the cap.
     """
     if groups < 1 or group_size < 1:
         raise ValueError(f"groups {groups} and group size {group_size} must be positive")
@@ -140,8 +141,8 @@ def redundant_launch(
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """What a run asks for: `groups` and `size` are factors on a domain's groups per batch and on a group's members.
-    With `health` they are the most that is launched, and what is launched follows the observed share of bad ends."""
+    """The redundancy that a run requests: `groups` and `size` are factors on a domain's groups per batch and on a
+    group's members. With `health` they are upper limits, and the redundancy follows the observed share of bad ends."""
 
     groups: float = 1.0
     size: float = 1.0
@@ -156,11 +157,11 @@ class Redundancy:
         return self.groups > 1 or self.size > 1
 
     def most(self, groups: int, group_size: int) -> RedundantLaunch:
-        """The most that is launched beyond `groups` x `group_size`: whole groups and members, rounded down."""
+        """The upper limit beyond `groups` x `group_size`: whole groups and members, rounded down."""
         return RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
 
     def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> RedundantLaunch:
-        """What to launch now, given the share of bad ends and how many ends are behind it."""
+        """The extra launches now, given the share of bad ends and the number of ends behind it."""
         most = self.most(groups, group_size)
         if not self.health:
             return most
@@ -178,8 +179,8 @@ def _times(count: int, factor: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySnapshot:
-    """One trajectory as it stood when it was kept or cancelled; of a cancelled one, tokens, age and turns are lower
-    bounds. `difficulty` = mean reward of its group so far, `reward` its own; None where unknown."""
+    """A trajectory when it was kept or cancelled; for a cancelled one, tokens, age and turns are lower bounds.
+    `difficulty` is the mean reward of its group so far, `reward` its own; None where unknown."""
 
     id: str
     tokens: int
@@ -191,7 +192,7 @@ class TrajectorySnapshot:
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """A group under way: who has finished, in order, and who still runs. Lost members are in neither."""
+    """A running group: its finished members in order, and its running members. Lost members are in neither."""
 
     id: str
     finished: tuple[TrajectorySnapshot, ...]
@@ -200,7 +201,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Who is cancelled, and why."""
+    """The cancelled trajectories, and the reason."""
 
     ids: tuple[str, ...]
     reason: str
@@ -211,9 +212,9 @@ class Cancelled:
 
 
 def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) -> tuple[Cancelled, ...]:
-    """What is no longer needed: members beyond the first `group_size` of a complete group, and everything else once
-    `target` groups are complete. `groups` stand in order of completion; complete ones beyond the target are surplus.
-    Nothing is cancelled that a group or the batch could still need."""
+    """The trajectories that are no longer needed: members beyond the first `group_size` of a complete group, and
+    everything else once `target` groups are complete. `groups` are in order of completion; complete groups beyond the
+    target are surplus. A trajectory that a group or the batch could still need is never cancelled."""
     complete = [g for g in groups if len(g.finished) >= group_size]
     beyond = [t.id for g in complete for t in (*g.finished[group_size:], *g.running)]
     cancelled = [Cancelled(tuple(beyond), "group_complete")] if beyond else []
@@ -229,7 +230,7 @@ def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) 
 @dataclass(frozen=True, slots=True)
 class BiasFeature:
     """One figure of kept and cancelled trajectories. `delta` is Cliff's: P(cancelled > kept) - P(cancelled < kept),
-    from -1 to 1; ranks, because lengths have heavy tails."""
+    from -1 to 1; it uses ranks, because lengths have heavy tails."""
 
     name: str
     kept: float
@@ -244,7 +245,7 @@ class BiasFeature:
 
 @dataclass(frozen=True, slots=True)
 class BiasReport:
-    """How cancelled trajectories differ from kept ones; means and effect size per figure that both sides know."""
+    """Differences between cancelled and kept trajectories: means and effect size per figure that both sides know."""
 
     features: tuple[BiasFeature, ...]
     threshold: float
@@ -290,7 +291,7 @@ def _smallest(need: int, good: float, confidence: float, most: int) -> tuple[int
 
 
 def _at_least(need: int, count: int, good: float) -> float:
-    """P[Binomial(count, good) >= need], summed over the few that may be bad."""
+    """P[Binomial(count, good) >= need], summed over the small number of bad outcomes."""
     if good >= 1.0:
         return 1.0
     if good <= 0.0:

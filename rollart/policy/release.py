@@ -1,8 +1,8 @@
 """When a slot of the admission window is freed.
 
-A consumed sample gives its slot back after the publish of the version it was trained into, not when it leaves the
-buffer: otherwise rollout would run a batch ahead of what the staleness bound allows. A dropped or aborted
-sample gives it back at once.
+A consumed sample returns its slot after the publish of the version that it was trained into, not when it leaves the
+buffer: otherwise rollout would run a batch ahead of the staleness bound. A dropped or aborted sample returns its slot
+at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["SlotLedger"]
 
 @dataclass(slots=True)
 class SlotLedger:
-    """Who holds slots, by group. Pure bookkeeping; a group releases exactly what it was admitted with."""
+    """Slots held by each group. A group releases exactly the slots that it was admitted with."""
 
     held: dict[str, tuple[str, int]] = field(default_factory=dict)
     outstanding: Counter[str] = field(default_factory=Counter)
     ahead: Counter[str] = field(default_factory=Counter)
-    """Of the outstanding ones, those that were not given to training as the batch before the next."""
+    """The outstanding slots of groups that were not yet given to training."""
     ready: Counter[str] = field(default_factory=Counter)
-    """Of those ahead, samples of complete groups."""
+    """The slots in `ahead` of complete groups."""
     _training: set[str] = field(default_factory=set)
     _ready: set[str] = field(default_factory=set)
 
@@ -34,19 +34,19 @@ class SlotLedger:
         self.ahead[domain] += samples
 
     def complete(self, group: str) -> None:
-        """All that the group needs is there."""
+        """All samples that the group needs are present."""
         domain, samples = self.held[group]
         self._ready.add(group)
         self.ready[domain] += samples
 
     def incomplete(self, domain: str) -> list[str]:
-        """Its groups that are neither complete nor in training, oldest first."""
+        """The domain's groups that are neither complete nor in training, oldest first."""
         return [
             g for g, (d, _) in self.held.items() if d == domain and g not in self._ready and g not in self._training
         ]
 
     def train(self, group: str) -> None:
-        """The group is in training, and counts no longer against what may start."""
+        """The group is in training, and no longer limits further starts."""
         if group not in self._training:
             domain, samples = self.held[group]
             self._training.add(group)
@@ -54,7 +54,7 @@ class SlotLedger:
             self._unready(group, domain, samples)
 
     def release(self, group: str) -> int:
-        """Free the group's slots, returns how many. Releasing twice is our own bug."""
+        """Free the group's slots; returns their number. Releasing twice is a bug of the caller."""
         domain, samples = self.held.pop(group)
         self.outstanding[domain] -= samples
         if group in self._training:

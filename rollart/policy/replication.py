@@ -1,8 +1,7 @@
-"""Which groups teach something, and when enough of them do: dynamic filtering (ROLL Flash §2.1).
+"""Dynamic filtering: which groups carry a training signal, and when enough of them do (ROLL Flash §2.1).
 
-A group whose rewards are all alike has no advantage and teaches nothing. Extra prompts run, and generation stops as
-soon as enough groups qualify. Prompt replication itself is `rollout.replication` (`runtime.together` is what goes
-without it).
+A group of equal rewards has no advantage and hence no gradient. Extra prompts run, and generation stops as soon as
+enough groups qualify. Prompt replication itself is `rollout.replication` (`runtime.together` serves runs without it).
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ FILTERED_AGAINST_KEPT = "filtered_against_kept"
 """Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
 
 TOLERANCE = 1e-8
-"""Rewards that differ by less are alike: noise of sums of floats, far below any reward that means something."""
+"""Rewards that differ by less are equal: rounding of sums of floats, far below any meaningful difference."""
 
 
 class GroupVerdict(enum.StrEnum):
-    """What became of a group, or of all of it."""
+    """The classification of a finished group."""
 
     QUALIFIED = "qualified"
     ALIKE = "alike"
-    """All rewards are the same: no advantage."""
+    """All rewards are equal: no advantage."""
     FAULTY = "faulty"
-    """A member has no reward because of the infrastructure: nothing is known of it."""
+    """A member has no reward because of the infrastructure: the group cannot be judged."""
     SURPLUS = "surplus"
     """It ended after enough others qualified."""
 
 
 def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> GroupVerdict:
-    """Whether a group's rewards tell its members apart (None: an InfraFault, which is never a number)."""
+    """Whether a group's rewards distinguish its members (None: an InfraFault, which is never a number)."""
     known = [r for r in rewards if r is not None]
     if len(known) < len(rewards) or not known:
         return GroupVerdict.FAULTY
@@ -51,9 +50,9 @@ def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERAN
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """What a run filters. `additional` prompts run beyond what a step needs; at most `most` times the groups of a step
-    are filtered of a domain before one of its batches is trained, then the run fails, or (`keep`) trains the rest as
-    they are."""
+    """The filter of a run. `additional` prompts run beyond the need of a step. Before one of a domain's batches is
+    trained, at most `most` times the groups of a step are filtered; then the run fails, or (`keep`) trains the
+    remaining groups as they are."""
 
     zero_variance: bool = False
     additional: int = 0
@@ -67,8 +66,8 @@ class FilterSettings:
 
 @dataclass(slots=True)
 class RefillBudget:
-    """Counts the groups of one domain that were filtered since its last step: each is replaced by a fresh prompt, so
-    this bounds how long a step can go on in vain. Bound: `filtered` never exceeds `limit`."""
+    """Counts the groups of one domain that were filtered since its last step. Each is replaced by a fresh prompt, so
+    the budget bounds how long a step can continue in vain. Bound: `filtered` never exceeds `limit`."""
 
     limit: int
     filtered: int = 0
@@ -89,14 +88,14 @@ class RefillBudget:
         return self.filtered >= self.limit
 
     def trained(self) -> None:
-        """Groups of the domain went into a step: it may filter as many again."""
+        """Groups of the domain went into a step: the budget is reset."""
         self.filtered = self.qualified = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
-    """`launch` further prompts now; `stop`: enough qualify, cancel whatever runs. `exhausted`: nothing runs and no more
-    may be launched, so the batch stays smaller than its target."""
+    """`launch` further prompts now; `stop`: enough qualify, cancel the running ones. `exhausted`: nothing runs and no
+    more may be launched, so the batch stays smaller than its target."""
 
     verdict: GroupVerdict
     launch: int = 0
@@ -106,10 +105,10 @@ class FilterDecision:
 
 @dataclass(slots=True)
 class DynamicFilter:
-    """Counts groups until `target` qualify, keeping `target + extra - qualified` under way.
+    """Counts groups until `target` qualify, keeping `target + extra - qualified` running.
 
     Bound: at most `most` prompts are ever launched. Nothing is launched after `stop`. Groups qualify in the order in
-    which they end, which favours short ones: `policy.redundancy.bias_report` shows by how much.
+    which they end, which favours short ones: `policy.redundancy.bias_report` measures the bias.
     """
 
     target: int
@@ -132,7 +131,7 @@ class DynamicFilter:
         return self.launched - len(self.verdicts)
 
     def start(self) -> int:
-        """How many prompts to launch at the beginning."""
+        """The number of prompts to launch at the beginning."""
         return self._more()
 
     def ended(self, group: str, rewards: Sequence[float | None]) -> FilterDecision:

@@ -1,7 +1,7 @@
-"""Whether a change of tensor parallelism pays: what preemption costs against what draining and starting costs.
+"""Whether a change of tensor parallelism pays: the cost of preemption against the cost of draining and starting.
 
-`policy.parallelism.next_tensor_parallelism` says when RollPacker would change; a change moves whole engines here, so
-it is weighed. Units: engine-seconds, of engines of the size that runs now.
+`policy.parallelism.next_tensor_parallelism` gives RollPacker's decision; here a change moves whole engines, so it is
+weighed against its cost. Units: engine-seconds, of engines of the current size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = [
 ]
 
 LEAST_GAIN = 0.02
-"""Share of the engines' time that smaller engines are taken to save, by fewer all-reduces. What it really is depends on
-the batch; the least that is worth a change is assumed."""
+"""Assumed share of engine time that smaller engines save, by fewer all-reduces. The true share depends on the batch;
+this is the least that is worth a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Of the engines of one kind, since some moment."""
+    """Counters of the engines of one kind, since some moment."""
 
     preemptions: int = 0
     computed_tokens: int = 0
@@ -42,7 +42,7 @@ class EngineCounters:
         )
 
     def since(self, before: EngineCounters) -> EngineCounters:
-        """What was added; all of it where an engine began anew in between."""
+        """The increase since `before`; all of it where an engine restarted in between."""
         if self.preemptions < before.preemptions or self.computed_tokens < before.computed_tokens:
             return self
         return EngineCounters(
@@ -55,9 +55,9 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """One step of one kind of engine: its seconds, the engines that served, what they did, and the mean context of a
-    turn in tokens. `speedup`: how much faster the same devices generate in engines of twice the size where the KV
-    memory is full in both, as a larger engine keeps more of it and runs larger batches; 1 where nothing says so."""
+    """One step of one kind of engine: its seconds, the engines that served, their counters, and the mean context of a
+    turn in tokens. `speedup`: how much faster the same devices generate in engines of twice the size when the KV memory
+    is full in both, since a larger engine keeps more KV and runs larger batches; 1 if unknown."""
 
     step_s: float
     engines: int
@@ -67,8 +67,8 @@ class StepMeasurement:
 
 
 def preemption_loss_s(seen: StepMeasurement) -> float:
-    """Engine-seconds that went into computing preempted requests again: as many contexts as there were preemptions, at
-    what a token of prefill took; never more than all prefills."""
+    """Engine-seconds spent on computing preempted requests again: one context per preemption, at the measured prefill
+    time per token; never more than all prefills."""
     did = seen.did
     if not did.preemptions or not did.computed_tokens:
         return 0.0
@@ -76,9 +76,9 @@ def preemption_loss_s(seen: StepMeasurement) -> float:
 
 
 def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
-    """Whether to change, and why in words. Larger engines save at most what preemption loses and, of the rest of what
-    they computed, what larger batches are faster; smaller ones `LEAST_GAIN` of the time; either over the steps of the
-    horizon. Each engine is away for `move_s`, once."""
+    """Whether to change, and the reason as text. Larger engines save at most the preemption loss and, of the remaining
+    compute, the gain of larger batches; smaller ones save `LEAST_GAIN` of the time; either over the steps of the
+    horizon. Each engine is unavailable for `move_s`, once."""
     if seen.step_s <= 0:
         return False, "no time has passed"
     lost = preemption_loss_s(seen)
@@ -90,8 +90,8 @@ def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizo
 
 
 def resharding_moves(pool: str, role: EngineRole, tp: int, to: int, engines: int) -> list[FleetMove]:
-    """Drains and starts, as few away at a time as must be: two drains and a start of twice the size, or a drain and
-    two starts of half of it. An odd engine out keeps its size."""
+    """Drains and starts with as few engines unavailable at a time as possible: two drains and a start of twice the
+    size, or a drain and two starts of half the size. An odd engine keeps its size."""
     drain = FleetMove(FleetMoveKind.DRAIN, pool, tp, 1, before=role)
     start = FleetMove(FleetMoveKind.START, pool, to, 1, after=role)
     if to > tp:

@@ -1,7 +1,8 @@
-"""Which sessions' KV an engine still holds, and how much room is spoken for: estimated, since engines do not say.
+"""Estimate of the sessions whose KV an engine holds, and of its reserved memory: engines do not report either.
 
-An engine keeps the KV of a session between its turns until somebody needs the memory; then the session that was used
-least recently loses the end of it, as vLLM frees blocks. Whoever knows what was sent there, and what fits, can follow.
+An engine keeps the KV of a session between its turns until the memory is needed; then the least recently used session
+loses the end of its KV, as vLLM frees blocks. The estimate follows from the requests sent to the engine and from its
+capacity.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections import OrderedDict
 __all__ = ["KvResidency"]
 
 KEPT = 0.5
-"""A session that lost more than this share of its KV at once is taken to have lost all: it is routed as a new one."""
+"""A session that lost more than this share of its KV at once is assumed to have lost all: it is routed as a new one."""
 
 
 class KvResidency:
-    """One engine's KV memory, in tokens. Sessions with a request there are never evicted; of the others the least
+    """One engine's KV memory, in tokens. Sessions with a request in flight are never evicted; of the others the least
     recently used goes first.
 
-    `capacity` and `most` (sessions) are infinite until known. A session counts for what it is expected to grow to as
-    far as `spoken` is concerned: admitted sessions are not to evict each other later. Invariant: what is held exceeds
-    neither bound, unless running sessions alone do.
+    `capacity` and `most` (sessions) are infinite until known. For `spoken` a session counts with its expected final
+    size, so that admitted sessions do not evict each other later. Invariant: the held KV exceeds neither bound, unless
+    sessions with a request in flight alone exceed it.
     """
 
     __slots__ = ("_busy", "_fresh", "_idle", "_kept", "_wanted", "capacity", "evicted", "most", "spoken", "total")
@@ -31,9 +32,9 @@ class KvResidency:
         self._busy: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._fresh: set[str] = set()
-        """Admitted, and no request since."""
+        """Sessions that were admitted and have sent no request yet."""
         self._kept: dict[str, tuple[int, int]] = {}
-        """Seats kept free, and tokens spoken for by each."""
+        """Reserved slots, and the reserved tokens of each slot, by name."""
         self.capacity = math.inf
         self.most = math.inf
         self.total = 0
@@ -49,44 +50,44 @@ class KvResidency:
 
     @property
     def taken(self) -> int:
-        """Sessions here, and seats that are kept for others."""
-        return len(self) + sum(seats for seats, _ in self._kept.values()) if self._kept else len(self)
+        """Sessions on this engine, and reserved slots."""
+        return len(self) + sum(slots for slots, _ in self._kept.values()) if self._kept else len(self)
 
     @property
     def quiet(self) -> bool:
-        """Nothing runs here, and nothing is about to."""
+        """True if no request is in flight and none is about to start."""
         return not self._busy and not self._fresh
 
     def know(self, capacity: float, most: float = math.inf) -> None:
-        """What fits."""
+        """Set the capacity."""
         self.capacity, self.most = capacity, most
         self._shrink()
 
     def held(self, session: str) -> int:
-        """Tokens of the session's KV that are there."""
+        """Tokens of the session's KV on this engine."""
         found = self._idle.get(session)
         return self._busy.get(session, 0) if found is None else found
 
     def fill(self) -> float:
-        """Share of the memory that is spoken for; 0 while nobody knows how much there is."""
+        """Reserved share of the memory; 0 while the capacity is unknown."""
         return self.spoken / self.capacity
 
     def fits(self, tokens: int, *, share: float = 1.0, sessions: int = 1) -> bool:
-        """Whether so many sessions that are to hold so many tokens each find room within that share, evicting nobody.
-        One that is alone always does."""
+        """True if `sessions` sessions of `tokens` tokens each fit within that share without an eviction. A session
+        always fits on an empty engine."""
         if not self.taken:
             return True
         return self.spoken + sessions * tokens <= share * self.capacity and self.taken + sessions <= self.most
 
-    def keep(self, name: str, seats: int, tokens: int) -> None:
-        """So many seats of so many tokens each are kept free for whoever goes by that name; 0: none any more."""
+    def keep(self, name: str, slots: int, tokens: int) -> None:
+        """Reserve `slots` slots of `tokens` tokens each under a name; 0 ends the reservation."""
         before, each = self._kept.pop(name, (0, 0))
-        self.spoken += seats * tokens - before * each
-        if seats:
-            self._kept[name] = seats, tokens
+        self.spoken += slots * tokens - before * each
+        if slots:
+            self._kept[name] = slots, tokens
 
     def admit(self, session: str, wanted: int) -> None:
-        """The session lives here from now on, and is expected to hold `wanted` tokens; it has none yet."""
+        """Assign the session to this engine with an expected size of `wanted` tokens; it has no KV yet."""
         self.drop(session)
         self._wanted[session] = wanted
         self.spoken += wanted
@@ -94,7 +95,7 @@ class KvResidency:
         self._fresh.add(session)
 
     def begin(self, session: str, tokens: int) -> None:
-        """A request that will hold so many tokens; idle sessions make room."""
+        """A request starts that will hold `tokens` tokens; idle sessions make room."""
         before = self._out(session)
         self._fresh.discard(session)
         self._busy[session] = tokens
@@ -102,7 +103,8 @@ class KvResidency:
         self._shrink()
 
     def end(self, session: str, tokens: int) -> None:
-        """It is over: its KV stays, the most recently used. Nothing happens if the session is not here any more."""
+        """The request is over: its KV stays, as the most recently used. No effect if the session is no longer on this
+        engine."""
         if session not in self._busy:
             return
         before = self._out(session)
@@ -111,7 +113,7 @@ class KvResidency:
         self._shrink()
 
     def drop(self, session: str) -> None:
-        """The session's KV leaves."""
+        """Remove the session's KV."""
         if session not in self:
             return
         tokens = self._out(session)
@@ -137,7 +139,7 @@ class KvResidency:
         self.spoken += max(tokens, wanted) - max(before, wanted)
 
     def _shrink(self) -> None:
-        """Of the oldest idle session first the end goes."""
+        """Evict from the end of the oldest idle session first."""
         while self._idle and (self.total > self.capacity or len(self) > self.most):
             session = next(iter(self._idle))
             tokens = self._idle[session]

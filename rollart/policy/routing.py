@@ -1,20 +1,20 @@
-"""Which engine takes a turn, and which prefills it.
+"""Selection of the decode engine and the prefill engine of a turn.
 
-A trajectory stays with the engine that holds its prefix KV (its home) while that engine is healthy. Engines that have
-not loaded the current version are not eligible, for decode nor for prefill (version fence).
+A trajectory stays on the engine that holds its prefix KV (its sticky engine) while that engine is healthy. Engines that
+have not loaded the current version are not eligible, for decode nor for prefill (version fence).
 
-A first turn chooses the home: in the pools that the domain prefers; among their kinds of engine by the price of the
-turn; homes whose prices differ by no more than `MARGIN` tie, and of their pools the one that is furthest below its
-planned share of the domain takes it, shares being taken among these pools (at a plan's dual prices every path that it
-uses costs the same, so the prices alone would not keep to the plan). Then the emptiest KV memory, where that is
-followed (it spreads trajectories over engines of all sizes by what they hold), the least backlog, the fewest turns
-running, the fewest sessions, the lower id. Without prices the engine with the fewest turns running takes it, then fewer
+A first turn chooses the sticky engine in these steps: the pools that the domain prefers; among their engine kinds, the
+price of the turn; engines whose prices differ by no more than `MARGIN` tie. Of the tied pools, the one furthest below
+its planned share of the domain wins, shares being relative to these pools (at a plan's dual prices every path that it
+uses costs the same, so prices alone would not keep to the plan). Further ties are broken by the emptiest KV memory,
+where it is tracked (this spreads trajectories over engines of all sizes by their KV), then the least backlog, the
+fewest running turns, the fewest sessions, the lower id. Without prices: the fewest running turns, then the fewest
 sessions, then the lower id.
 
-The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog, then the fewest
-turns, then the fewest trajectories whose KV it keeps (a prefill is over in no time: without the last all of them would
-meet on the first engine, whose memory they do not fit); a priced router weighs the two by their
-price. A rule (`pricing.RULES`) decides between it and prefilling at home.
+The prefill engine is one that holds the trajectory's KV, or else the engine with the least backlog, then fewest turns,
+then the fewest trajectories whose KV it keeps (a prefill takes almost no time: without the last criterion all
+trajectories would gather on the first engine and exceed its memory); a priced router weighs the two by their price. A
+rule (`pricing.PREFILL_RULES`) decides between remote prefill and prefill on the sticky engine.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _NO_SEAT = EnginePlacement()
 
 
 class EngineView(NamedTuple):
-    """What routing knows of an engine: identity, seat, load, health, version. Nothing of the request's content.
+    """Routing's view of an engine: identity, placement, load, health, version. Independent of the request's content.
 
-    `sessions`: trajectories that live there or were prefilled there last. `backlog_s` seconds of work wait there; it
-    holds the KV of `cached` tokens of the trajectory to route. `barred`: its hand-offs fail, and it prefills for nobody
-    else. `fill`: share of its KV memory that is spoken for, 0 if unknown.
+    `sessions`: trajectories assigned to the engine, or last prefilled there. `backlog_s`: seconds of queued work.
+    `cached`: tokens of KV that it holds of the trajectory to route. `barred`: its hand-offs fail, so it prefills only
+    for itself. `fill`: reserved share of its KV memory, 0 if unknown.
     """
 
     id: str
@@ -60,9 +60,9 @@ class EngineView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """The turn to route: `tokens` of context in all, `output` expected. `was_remote`: whether the last turn of the
-    trajectory prefilled elsewhere. `returns`: its home would give its KV back to a prefill engine. `at_home`: it must
-    prefill there."""
+    """The turn to route: `tokens` of context in total, `output` expected. `was_remote`: the trajectory's last turn was
+    prefilled remotely. `returns`: its sticky engine can return its KV to a prefill engine. `at_home`: it must be
+    prefilled on the sticky engine."""
 
     tokens: int
     output: float = 1.0
@@ -73,8 +73,8 @@ class TurnView:
 
 
 class TurnPath(NamedTuple):
-    """Where the turn goes. `prefill` None: all of it on `decode`. `preferred` is False where affinity had to fall back;
-    `predicted_s` is what the prices' model expects it to take."""
+    """The engines of a turn. `prefill` None: the whole turn runs on `decode`. `preferred` is False where affinity had
+    to fall back; `predicted_s` is the duration that the pricing model predicts."""
 
     decode: str
     prefill: str | None
@@ -85,13 +85,13 @@ class TurnPath(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutingPolicy:
-    """How turns are routed; replaced whole when prices or flows change."""
+    """The routing policy; replaced as a whole when prices or flows change."""
 
     routes: Routes = field(default_factory=Routes)
     affinity: HardwareAffinity = field(default_factory=HardwareAffinity)
     rule: PrefillRule = PREFILL_RULES["priced"]
     tariff: PathPricing | None = field(init=False, compare=False)
-    """None where nobody set prices."""
+    """None without prices."""
 
     def __post_init__(self) -> None:
         routes = self.routes
@@ -99,13 +99,13 @@ class RoutingPolicy:
         object.__setattr__(self, "tariff", priced)
 
     def plain(self, kinds: int) -> bool:
-        """Whether load and version alone decide among so many kinds of engine that prefill and decode: engines of one
+        """True if load and version alone decide among `kinds` kinds of engine that prefill and decode: engines of one
         kind have one price."""
         return not self.affinity and (kinds <= 1 or (self.routes.prices is None and not self.routes.shares))
 
 
 def choose_engine(engines: Sequence[EngineView], *, sticky: str | None, version: int) -> str | None:
-    """The id of the engine to use, or None when none is eligible (the caller waits for one)."""
+    """The id of the engine to use, or None if none is eligible (the caller waits for one)."""
     eligible = [e for e in engines if e.healthy and e.version == version]
     if sticky is not None and any(e.id == sticky for e in eligible):
         return sticky
@@ -123,9 +123,10 @@ def route(
     version: int,
     homes: Mapping[str, float] = _NOWHERE,
 ) -> TurnPath | None:
-    """The turn's path; None when no engine is eligible. `homes` counts the domain's homes given so far, by pool.
+    """The turn's path; None if no engine is eligible. `homes` counts the domain's sticky-engine assignments so far, by
+    pool.
 
-    A prefill engine serves whole turns only while there is no other engine at all: better there than nowhere.
+    A prefill engine serves whole turns only while there is no other engine at all.
     """
     eligible = [e for e in engines if e.healthy and e.version == version]
     serving = [e for e in eligible if e.seat.role is not EngineRole.PREFILL]
@@ -162,12 +163,12 @@ def _home(
     tariff: PathPricing | None,
     homes: Mapping[str, float],
 ) -> tuple[EngineView, bool]:
-    """The decode engine for a trajectory that has none, and whether its domain prefers to be there."""
+    """The sticky engine for a trajectory that has none, and whether it has the domain's preferred hardware."""
     rank = 0
     if router.affinity:
         rank = router.affinity.best(turn.domain, [e.seat for e in serving])
         serving = [e for e in serving if router.affinity.rank(turn.domain, e.seat) == rank]
-    # The best of each kind: the others of it would cost the same or more.
+    # The best of each kind: other engines of the kind cost the same or more.
     best: dict[object, EngineView] = {}
     for engine in serving:
         kind = engine.seat.kind if tariff is not None else engine.seat.pool
@@ -181,7 +182,7 @@ def _home(
         if tariff is None:
             return min((e for _, e in tied), key=_least_loaded), rank == 0
         return min(tied, key=lambda x: (x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
-    # Among these alone: what a pool that is down or dear now would take goes to the others by their shares.
+    # Relative to these pools: the share of a pool that is down or expensive now goes to the others by their shares.
     pools = {engine.seat.pool for _, engine in tied}
     part = sum(shares.get(pool, 0.0) for pool in pools)
     given = sum(homes.get(pool, 0) for pool in pools) + 1
@@ -196,7 +197,7 @@ def _home(
 def _cheapest(
     home: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
 ) -> float:
-    """The price of the turn on its path by way of `home`; 0 without prices: all homes tie."""
+    """The price of the turn by way of the decode engine `home`; 0 without prices: all engines tie."""
     if tariff is None:
         return 0.0
     local = tariff.local(home.load, turn.tokens, turn.output).price
@@ -212,8 +213,8 @@ def _cheapest(
 def _prefill(
     prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: PathPricing | None
 ) -> tuple[EngineView, float | None, float | None]:
-    """The engine to prefill on, its path's price and predicted seconds. By prefix, then load, then id; with prices
-    the cheapest of: the one with the longest prefix and the one with the least backlog, of every kind."""
+    """The prefill engine, and the price and predicted seconds of the path. By prefix, then load, then id; with prices
+    the cheapest among, for every kind, the engine with the longest prefix and the one with the least backlog."""
     if tariff is None:
         return min(prefills, key=_prefix_first), None, None
     costs = []

@@ -1,7 +1,7 @@
-"""Which of the ready rows a consumer of the sample table takes next. A sampler is a value that can be called.
+"""Samplers: which of the ready rows a consumer of the sample table takes next. A sampler is a callable value.
 
-All of them keep the table's order of readiness where nothing else is said, and answer None until they can make a whole
-batch: waiting is the caller's. What is random is a hash of the row's id, so a resumed run chooses alike.
+By default samplers keep the table's order of readiness. They return None until they can form a whole batch: waiting is
+the caller's task. Random choices are hashes of the row's id, so a resumed run makes the same choices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Fifo:
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups:
-    """The first `groups` groups of which every row is ready, all or nothing: what GRPO's advantage needs."""
+    """The first `groups` groups whose rows are all ready, all or nothing: GRPO's advantage needs whole groups."""
 
     groups: int
 
@@ -56,7 +56,7 @@ class WholeGroups:
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """What another sampler takes, spread over `consumers` so that their tokens are about equal.
+    """The selection of another sampler, spread over `consumers` so that their tokens are about equal.
 
     A row goes to one consumer whole; the members of a group need not stay together (advantages are known by then).
     """
@@ -78,10 +78,10 @@ class Balanced:
 class TokenBudget:
     """Batches of exactly `tokens` tokens, so that every training step takes the same time (Ring-lite's C3PO).
 
-    Whole groups are taken in order until their tokens reach the budget. Of their rows, in an order drawn by `salt`
-    and row id, all tokens are kept until the budget is full; the row at the edge is cut, the rest is consumed without
-    being trained. What is lost is less than one group. Every row is as likely as another to be among the lost: the
-    cut does not favour short ones. The salt changes with each step.
+    Whole groups are taken in order until their tokens reach the budget. Their rows are then visited in an order drawn
+    from `salt` and row id, and all tokens are kept until the budget is full; the row at the edge is cut, and the
+    remaining rows are consumed without being trained. Less than one group is lost. Every row is equally likely to be
+    lost: the cut does not favour short rows. The salt changes with each step.
     """
 
     tokens: int
@@ -108,12 +108,13 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`target` rows, or at the deadline (`due`) what is there, if that is at least `least` (asynchronous federated
-    learning aggregates on a clock).
+    """`target` rows, or at the deadline (`due`) the available rows, if there are at least `least` (asynchronous
+    federated learning aggregates on a clock).
 
-    Oldest version first, then the group that is nearest to complete, then the order of readiness (Pangu's priority
-    queues): what is closest to its bound is trained before it is lost, what is nearly whole is made whole. With
-    `whole_groups`, only complete groups, and no more than fit into `target`. Each row weighs gamma ** age.
+    Order: oldest version first, then the group closest to completion, then readiness (Pangu's priority queues): rows
+    close to their staleness bound are trained before they expire, and nearly complete groups are completed. With
+    `whole_groups`, only complete groups are taken, and only if they fit into `target`. Each row has weight gamma **
+    age.
     """
 
     target: int
@@ -137,7 +138,7 @@ class Deadline:
             if len(rows) + len(unit) <= self.target:
                 rows += unit
             elif self.whole_groups:
-                # A younger, smaller group must not overtake one that does not fit: it waits for the next batch.
+                # A younger, smaller group must not overtake a group that does not fit: it waits for the next batch.
                 break
         full = len(rows) == self.target or len(rows) < sum(map(len, units))
         if not (full or self.due) or len(rows) < self.least:
@@ -148,8 +149,8 @@ class Deadline:
 
 
 def age_weights(versions: Sequence[int], version: int, gamma: float) -> tuple[float, ...]:
-    """gamma ** age, age being publishes since v0, scaled to a mean of 1 so that the step size stays what it was.
-    gamma 1 is no weighting."""
+    """gamma ** age, with age in publishes since v0, scaled to a mean of 1 so that the step size is unchanged. gamma 1
+    is no weighting."""
     if not 0 < gamma <= 1:
         raise ValueError(f"gamma {gamma} must lie within (0, 1]")
     ages = [version - v for v in versions]
@@ -198,7 +199,7 @@ def _differencing(sizes: Sequence[int], order: Sequence[int], parts: int) -> lis
 
 
 def _whole(ready: ReadyRows) -> list[list[SampleRow]]:
-    """Groups of which every row is ready, in the order in which they became so."""
+    """Groups whose rows are all ready, in the order in which they became ready."""
     groups: dict[str, list[SampleRow]] = {}
     whole: list[list[SampleRow]] = []
     for row in ready.rows.values():

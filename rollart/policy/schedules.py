@@ -1,8 +1,8 @@
-"""The published schedules, and `paced`, as values: which of a few independent switches each of them sets.
+"""The published schedules, and `paced`, as values: each sets a few independent switches.
 
-A schedule says when rollout, reward, training and weight updates may overlap, and what keeps samples fresh. The runtime
-follows the switches; nothing anywhere asks for a schedule by its name. Sources: RollArt §4, §7.2 (sync, sync_plus,
-one_off, areal and rollart as compared there), ROLL Flash §2 (roll_flash), AReaL (interruptible rollouts).
+A schedule determines when rollout, reward, training and weight updates may overlap, and how samples are kept fresh. The
+runtime follows the switches and never tests a schedule's name. Sources: RollArt §4, §7.2 (sync, sync_plus, one_off,
+areal and rollart as compared there), ROLL Flash §2 (roll_flash), AReaL (interruptible rollouts).
 """
 
 from __future__ import annotations
@@ -29,60 +29,60 @@ __all__ = [
 
 
 class TurnSynchrony(enum.StrEnum):
-    """What a turn waits for."""
+    """The condition for a trajectory's next turn."""
 
     LOCKSTEP = "lockstep"
     """Every trajectory of the batch: generate for all, then step all environments."""
     TRAJECTORY = "trajectory"
-    """Its own environment only."""
+    """The trajectory's own environment only."""
 
 
 class RewardTiming(enum.StrEnum):
     """When rewards are computed."""
 
     INLINE = "inline"
-    """As a stage of its own, once every trajectory of the batch has ended."""
+    """In a separate stage, once every trajectory of the batch has ended."""
     ASYNCHRONOUS = "asynchronous"
     """As each trajectory ends."""
 
 
 class StalenessCheck(enum.StrEnum):
-    """Where n - v0 is held against alpha."""
+    """When n - v0 is compared with alpha."""
 
     NOWHERE = "nowhere"
-    """The order of the stages leaves no other lag than alpha; the buffer checks it all the same."""
+    """The order of the stages allows no lag other than alpha; the buffer checks it nevertheless."""
     AT_START = "at_start"
-    """Admission alone; a trajectory that outlives its bound is trained as it is."""
+    """At admission alone; a trajectory that outlives its bound is trained as it is."""
     AT_BATCH = "at_batch"
-    """A group that is too old is left out of the batch; its trajectories run on to their end, for nothing."""
+    """When a batch is formed: it omits groups that are too old; their trajectories run to their end, in vain."""
     EVERY_TURN = "every_turn"
-    """At every turn and every publish; what is too old is aborted there and then (I2)."""
+    """At every turn and every publish; trajectories past the bound are aborted immediately (I2)."""
 
 
 class Admission(enum.StrEnum):
     """How far rollout may run ahead of training."""
 
     ONE_BATCH = "one_batch"
-    """A batch, once the one before has been trained and published."""
+    """One batch, once the previous one has been trained and published."""
     NEXT_BATCH = "next_batch"
-    """A batch, once the one before has been generated: it is trained meanwhile."""
+    """One batch, once the previous one has been generated; the previous one is trained meanwhile."""
     WINDOW = "window"
     """Group by group, while samples that wait, run or are in training stay within (alpha + 1) batches (I4)."""
 
 
 class InFlightHandling(enum.StrEnum):
-    """What a weight update finds under way."""
+    """The treatment of running trajectories by a weight update."""
 
     DRAINED = "drained"
-    """Nothing: it waits until all have ended."""
+    """None run: the update waits until all have ended."""
     RESUMED = "resumed"
-    """Trajectories that go on under the new weights, tokens kept, KV recomputed (I5)."""
+    """Trajectories continue under the new weights, tokens kept, KV recomputed (I5)."""
     TURN_REDONE = "turn_redone"
-    """Trajectories whose turn is aborted and generated again from its history; finished turns are kept."""
+    """The current turn is aborted and generated again from its history; finished turns are kept."""
 
 
 class Consumption(enum.StrEnum):
-    """What training takes."""
+    """Which groups training takes."""
 
     OLDEST_BATCH = "oldest_batch"
     """The groups that were admitted together, all of them."""
@@ -92,7 +92,7 @@ class Consumption(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`alpha` in publishes. ValueError where two switches contradict each other."""
+    """`alpha` is in publishes. ValueError for switches that contradict each other."""
 
     name: str
     turns: TurnSynchrony
@@ -149,12 +149,12 @@ class Schedule:
 
     @property
     def windowed(self) -> bool:
-        """Whether groups start one by one, as slots of (alpha + 1) batches get free."""
+        """True if groups start one by one, as slots of (alpha + 1) batches become free."""
         return self.admission is Admission.WINDOW
 
     @property
     def aborts_stale(self) -> bool:
-        """Whether trajectories past their bound are aborted (I2)."""
+        """True if trajectories past their bound are aborted (I2)."""
         return self.judged is StalenessCheck.EVERY_TURN
 
     @property
@@ -163,7 +163,7 @@ class Schedule:
         return self.judged is not StalenessCheck.AT_START
 
     def may_publish(self, *, running: int) -> bool:
-        """Whether a finished training step may update the engines now."""
+        """True if a finished training step may update the engines now."""
         return self.in_flight is not InFlightHandling.DRAINED or running == 0
 
 
@@ -205,14 +205,14 @@ def _named(name: str, alpha: int) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {name: partial(_named, name) for name in _SWITCHES}
-"""By name, from alpha. RollArt §7.2 compares the first five."""
+"""Constructors by name, from alpha. RollArt §7.2 compares the first five."""
 
 FIXED_LAG: dict[str, int] = {"sync": 0, "sync_plus": 0, "one_off": 1}
 """Schedules whose lag follows from the order of their stages."""
 
 
 def resolve(name: str, staleness: int | None = None) -> Schedule:
-    """The schedule of that name; `staleness` None takes its own (1 where it is free). ValueError names the rule."""
+    """The schedule of that name; `staleness` None takes its default (1 where it is free). ValueError names the rule."""
     name = {"async": "rollart"}.get(name, name)
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule '{name}': choose one of {', '.join(SCHEDULES)}")

@@ -1,7 +1,7 @@
 """The staleness bound (invariants I2 and I3).
 
-A trajectory that drew its first token under version v0 may be trained into version n + 1 only while
-n - v0 <= alpha, n being the current (last published) version.
+A trajectory that sampled its first token under version v0 may be trained into version n + 1 only while n - v0 <= alpha,
+where n is the current (last published) version.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ class StalenessBound:
             raise ValueError(f"staleness must be at least 0, got {self.alpha}")
 
     def stale(self, v0: int | None, version: int) -> bool:
-        """Whether work begun under `v0` may no longer be trained at `version`. None = nothing sampled yet."""
+        """True if work begun under `v0` may no longer be trained at `version`. None = nothing sampled yet."""
         return v0 is not None and version - v0 > self.alpha

@@ -1,13 +1,12 @@
-"""The data plane's control side: a table of samples with readiness per column and consumption per task (AsyncFlow
-§6.1).
+"""Control state of the data plane: a sample table with readiness per column and consumption per task (AsyncFlow §6.1).
 
-A row is a sample, a column a field of it (responses, reward, reference log-probabilities, advantage, ...). A task
-declares which columns it reads; a row is ready for it once all of them are written, and is taken by it once. So reward,
-reference, advantage and training stream independently, each as fast as it can, and a consumer that asks more often
-gets more. The table knows sizes and versions, never payloads: those stay wherever `put` left them until the row is
-freed.
+A row is a sample; a column is a field of it (responses, reward, reference log-probabilities, advantage, ...). A task
+declares the columns that it reads; a row becomes ready for the task once all of them are written, and the task takes it
+once. So reward, reference, advantage and training stream independently, each at its own pace, and a consumer that asks
+more often gets more. The table holds sizes and versions, never payloads: payloads stay where `put` left them until the
+row is freed.
 
-Which ready rows a task takes is a sampler's decision (`rollart.policy.samplers`).
+A sampler (`rollart.policy.samplers`) decides which ready rows a task takes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["PickedRow", "ReadyRows", "SampleRow", "SampleTable", "Sampler", "Sel
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A sample as the table sees it. `version` = its v0; `tokens` = what a consumer's work is proportional to."""
+    """The table's view of a sample. `version` = its v0; `tokens` measures a consumer's work."""
 
     id: str
     group: str
@@ -49,8 +48,8 @@ class PickedRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRows:
-    """What a sampler sees: the rows that a task may take, by id, in the order in which they became ready; and how many
-    rows of a group are not ready for the task yet."""
+    """The input of a sampler: the rows that a task may take, by id, in order of readiness; and the number of rows of a
+    group that are not ready for the task yet."""
 
     rows: Mapping[str, SampleRow]
     missing: Callable[[str], int]
@@ -58,8 +57,7 @@ class ReadyRows:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One batch per consumer, and the rows that are used up by it: all of the picked ones, and what a token budget
-    cut."""
+    """One batch per consumer, and the rows that it consumes: all picked rows, and the rows cut by a token budget."""
 
     batches: tuple[tuple[PickedRow, ...], ...]
     consumed: tuple[str, ...]
@@ -72,12 +70,13 @@ class Selection:
 
 
 Sampler = Callable[[ReadyRows], Selection | None]
-"""Chooses among what is ready; None: not enough yet."""
+"""Chooses among the ready rows; None: not enough yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenRows:
-    """What a task was given. `freed`: rows that no task needs any more; fetch them before their payload goes."""
+    """The rows given to a task. `freed`: rows that no task needs any more; fetch them before their payload is
+    released."""
 
     batches: tuple[tuple[PickedRow, ...], ...]
     consumed: tuple[str, ...]
@@ -99,7 +98,7 @@ class _Task:
 class _Entry:
     row: SampleRow
     left: int
-    """Tasks that have not consumed it."""
+    """Tasks that have not consumed the row."""
     written: int = 0
 
 
@@ -114,9 +113,9 @@ class SampleTable:
     """Rows from `add` until every task has consumed them.
 
     Invariants: a task takes a row at most once and never before all of its columns are written; a task that was
-    declared with `whole_groups` takes groups whole or not at all (I6); tasks do not see one another. Bound: a group
-    takes room for all of its rows with its first, so at most `capacity` rows are held and every group that began can
-    complete.
+    declared with `whole_groups` takes groups whole or not at all (I6); tasks are independent of each other. Bound: a
+    group's first row reserves room for all of its rows, so at most `capacity` rows are held and every group that began
+    can complete.
     """
 
     def __init__(self, columns: Sequence[str], *, capacity: int) -> None:
@@ -135,8 +134,8 @@ class SampleTable:
         return len(self._rows)
 
     def declare(self, task: str, columns: Sequence[str], *, whole_groups: bool = False) -> None:
-        """A task that reads these columns. All tasks are declared before the first row: one that came later would have
-        missed those that are freed."""
+        """A task that reads these columns. All tasks are declared before the first row: a later task would have missed
+        the rows that were freed already."""
         if task in self._tasks:
             raise ValueError(f"task {task} is declared already")
         if self._groups:
@@ -152,7 +151,7 @@ class SampleTable:
     def add(self, row: SampleRow, *columns: str) -> None:
         """A new row, with the columns that are written already. ValueError if a new group does not fit."""
         if not self._tasks:
-            raise ValueError("no task is declared: nobody would ever free a row")
+            raise ValueError("no task is declared: no row would ever be freed")
         if row.id in self._rows:
             raise ValueError(f"row {row.id} is in the table already")
         group = self._groups.get(row.group)
@@ -171,8 +170,8 @@ class SampleTable:
         self.put(row.id, *columns)
 
     def put(self, row: str, *columns: str) -> bool:
-        """These columns of a row are written. False: the row is gone (dropped), the result is of no use. ValueError
-        if a column was written before."""
+        """Mark columns of a row as written. False: the row was dropped, and the result is not needed. ValueError if a
+        column was written before."""
         entry = self._rows.get(row)
         if entry is None:
             return False
@@ -187,7 +186,7 @@ class SampleTable:
         return True
 
     def ready(self, task: str) -> ReadyRows:
-        """What `take` would show to a sampler; a view, valid until the table changes."""
+        """The rows that `take` would show to a sampler; a view, valid until the table changes."""
         mine = self._task(task)
 
         def missing(group: str) -> int:
@@ -196,9 +195,9 @@ class SampleTable:
         return ReadyRows(mine.ready, missing)
 
     def take(self, task: str, sampler: Sampler, *, hold: bool = False) -> TakenRows | None:
-        """Let the sampler choose among the task's ready rows and mark its choice consumed, at once; with `hold` only
-        when it is settled. None: it chose to wait. A selection that breaks a rule of the table is the sampler's error:
-        ValueError, and nothing is consumed."""
+        """Let the sampler choose among the task's ready rows, and mark its choice consumed: at once, or with `hold`
+        only when it is settled. None: the sampler chose to wait. ValueError for a selection that breaks a rule of the
+        table, which is the sampler's error; then nothing is consumed."""
         mine = self._task(task)
         selection = sampler(self.ready(task))
         if selection is None:
@@ -210,8 +209,8 @@ class SampleTable:
         return TakenRows(selection.batches, selection.consumed, freed)
 
     def settle(self, task: str, rows: Iterable[str]) -> tuple[str, ...]:
-        """Rows that a task took are consumed by it; those that no task needs any more. What was dropped meanwhile is
-        passed over."""
+        """Mark taken rows as consumed by the task; returns the rows that no task needs any more. Rows dropped meanwhile
+        are ignored."""
         mine, freed = self._task(task), []
         for row in rows:
             if mine.held.pop(row, None) is not None:
@@ -223,8 +222,7 @@ class SampleTable:
         return tuple(freed)
 
     def restore(self, task: str, rows: Sequence[str]) -> None:
-        """Rows that a task took are ready for it again, before all others. What was dropped meanwhile is passed
-        over."""
+        """Make taken rows ready for the task again, before all others. Rows dropped meanwhile are ignored."""
         mine = self._task(task)
         for row in reversed(rows):
             held = mine.held.pop(row, None)
@@ -233,8 +231,8 @@ class SampleTable:
                 mine.ready.move_to_end(row, last=False)
 
     def drop(self, group: str) -> tuple[str, ...]:
-        """Give a group up for all tasks that have not consumed it; the rows that were still held. What comes for it
-        later finds nothing."""
+        """Give a group up for all tasks that have not consumed it; returns its rows that were still held. Later results
+        for the group are ignored."""
         found = self._groups.pop(group, None)
         if found is None:
             return ()

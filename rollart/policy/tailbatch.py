@@ -1,14 +1,14 @@
-"""Tail batching: long prompts are put off and run together, so that most rounds wait for no tail (RollPacker §3.1).
+"""Tail batching: long prompts are deferred and run together, so that most rounds have no long tail (RollPacker §3.1).
 
 A SHORT round launches eta times the prompts and eta times the responses that a step needs. A prompt is done with its
-first R0 responses, a domain with its first P0 prompts; what is not done by then is aborted, deferred, and generated
-afresh by a later policy. Once as many prompts are deferred as a step needs, a LONG round runs them without speculation
-to their end. Only the order of prompts changes: every prompt is trained once, on policy, with R0 responses.
+first R0 responses, a domain with its first P0 prompts; prompts that are not done by then are aborted, deferred, and
+generated afresh by a later policy. Once as many prompts are deferred as a step needs, a LONG round runs them to their
+end without speculation. Only the order of prompts changes: every prompt is trained once, on policy, with R0 responses.
 
-Cadence. A short round defers floor(eta * P0) - P0 prompts, so a long round follows every
-P0 / (floor(eta * P0) - P0) short ones: 4 : 1 at eta = 1.25 and P0 a multiple of 4.
+Cadence. A short round defers floor(eta * P0) - P0 prompts, so a long round follows every P0 / (floor(eta * P0) - P0)
+short ones: 4 : 1 at eta = 1.25 and P0 a multiple of 4.
 
-Domains. Each round trains exactly P0 prompts of each domain. The extra prompts of a short round are shared out in
+Domains. Each round trains exactly P0 prompts of each domain. The extra prompts of a short round are apportioned in
 proportion to P0 with carried debt; a long round takes a domain's deferred prompts first and fresh ones for the rest.
 When a domain has no fresh prompts left to speculate with, rounds are long until its queue is empty.
 """
@@ -43,8 +43,8 @@ class RoundKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Response:
-    """One response under way. `launch` counts how often its prompt was launched: what ends late of an earlier launch is
-    told apart by it."""
+    """A running response. `launch` counts the launches of its prompt: it distinguishes late responses of an earlier
+    launch."""
 
     prompt: str
     launch: int
@@ -53,7 +53,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class TailSettings:
-    """What a run asks for: how many times the prompts and the responses of a step a short round launches."""
+    """The factors by which a short round launches more prompts and responses than a step needs."""
 
     eta_prompts: float = 1.25
     eta_responses: float = 1.25
@@ -76,7 +76,8 @@ class TailDomain:
 
 @dataclass(frozen=True, slots=True)
 class TailRound:
-    """What to launch now. `target` = prompts per domain that end it; less than P0 only when the prompts run out."""
+    """The responses to launch now. `target` = prompts per domain that end the round; less than P0 only when the prompts
+    run out."""
 
     number: int
     kind: RoundKind
@@ -95,7 +96,7 @@ class CompletedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RoundEffect:
-    """What to do after an event. `late` = it was of a response that is no longer wanted: nothing changes."""
+    """The actions after an event. `late`: the event's response is no longer wanted, and nothing changes."""
 
     abort: tuple[Response, ...] = ()
     launch: tuple[Response, ...] = ()
@@ -107,7 +108,7 @@ class RoundEffect:
 
 @dataclass(slots=True)
 class _Active:
-    """A prompt of the current round. `next` is the index that the next response gets."""
+    """A prompt of the current round. `next` is the index of its next response."""
 
     domain: str
     launch: int
@@ -117,12 +118,12 @@ class _Active:
 
 
 class TailBatching:
-    """The state machine of the rounds. It draws nothing itself: the caller hands in fresh prompts and reports ends.
+    """The state machine of the rounds. The caller supplies fresh prompts and reports the ends of responses.
 
     Call `demand`, then `next_round` with that many fresh prompts (fewer: the epoch ends), then `finished`, `failed` or
-    `dropped` for each event until an effect says `round_over`. Invariant, in every state: each prompt ever handed in is
-    in exactly one of waiting, deferred, active, trained, dropped. Ties: deferred prompts keep the order in which they
-    were deferred, and those of one domain that are deferred together the order in which they were launched.
+    `dropped` for each event until an effect has `round_over`. Invariant, in every state: each supplied prompt is in
+    exactly one of waiting, deferred, active, trained, dropped. Ties: deferred prompts keep the order in which they were
+    deferred; prompts of one domain that are deferred together keep the order of their launch.
     """
 
     def __init__(
@@ -143,18 +144,18 @@ class TailBatching:
         self._round: tuple[RoundKind, dict[str, int]] | None = None
         self._number = 0
         self._launches: dict[str, int] = {}
-        """How often each prompt that is not done was launched."""
+        """Number of launches of each prompt that is not done."""
 
     def deferred(self) -> dict[str, tuple[str, ...]]:
         """The long-prompt queue, oldest first, per domain."""
         return {d: tuple(q) for d, q in self._deferred.items()}
 
     def waiting(self) -> dict[str, tuple[str, ...]]:
-        """Prompts that were handed in and never launched, per domain."""
+        """Prompts that were supplied and never launched, per domain."""
         return {d: tuple(q) for d, q in self._waiting.items()}
 
     def live(self) -> tuple[Response, ...]:
-        """Responses that should be under way. After a resume, exactly these are to be launched again."""
+        """Responses that should be running. After a resume, exactly these are to be launched again."""
         return tuple(Response(p, a.launch, i) for p, a in self._active.items() for i in a.live)
 
     def launch_of(self, prompt: str) -> int:
@@ -162,12 +163,12 @@ class TailBatching:
         return self._active[prompt].launch
 
     def demand(self) -> dict[str, int]:
-        """Fresh prompts per domain that the next round wants beside those that wait."""
+        """Fresh prompts per domain that the next round needs beyond the waiting ones."""
         return {d: max(n - len(self._waiting[d]), 0) for d, n in self._fresh_wanted().items()}
 
     def next_round(self, fresh: Mapping[str, Sequence[str]]) -> TailRound | None:
-        """Start a round. None once nothing waits and nothing is deferred. ValueError while a round is under way or if a
-        prompt is under way already: a prompt that comes again in a later epoch needs an id of its own."""
+        """Start a round. None once no prompt is waiting or deferred. ValueError while a round is running, or if a fresh
+        prompt is active already: a prompt that recurs in a later epoch needs a new id."""
         if self._round is not None:
             raise ValueError(f"round {self._number} is not over: {len(self._active)} prompts are active")
         self._accept(fresh)
@@ -209,8 +210,8 @@ class TailBatching:
         return RoundEffect((*abort, *more), (), completed, deferred, round_over=self._over())
 
     def failed(self, response: Response, *, defer: bool = False) -> RoundEffect:
-        """An attempt failed for reasons of the infrastructure. It is launched again, unless the redundant responses of
-        its prompt still suffice. With `defer` the whole prompt is put off instead, where the round can spare it."""
+        """An attempt failed because of the infrastructure. It is launched again, unless the redundant responses of its
+        prompt still suffice. With `defer` the whole prompt is deferred instead, where the round can spare it."""
         active = self._find(response)
         if active is None:
             return RoundEffect(late=True)
@@ -226,9 +227,9 @@ class TailBatching:
         return RoundEffect(launch=(Response(response.prompt, active.launch, active.live[-1]),))
 
     def dropped(self, prompt: str, fresh: Sequence[str] = ()) -> RoundEffect:
-        """The caller gives an active prompt up for good (its data are broken). Another one of its domain takes its
-        place where the round cannot end without it: a deferred one, one that waits, or one of `fresh`, which are
-        handed in. With none left, the round trains one less."""
+        """The caller gives an active prompt up for good (its data are broken). Another prompt of its domain replaces it
+        where the round cannot end without it: a deferred one, a waiting one, or one of `fresh`, which are added. With
+        none left, the round trains one prompt less."""
         active = self._active.get(prompt)
         if active is None:
             return RoundEffect(late=True)
@@ -248,7 +249,7 @@ class TailBatching:
         return RoundEffect((*abort, *more), launch, None, deferred, round_over=self._over())
 
     def state(self) -> dict[str, Any]:
-        """All of it as JSON values, for `restore`."""
+        """The complete state as JSON values, for `restore`."""
         return {
             "version": 1,
             "number": self._number,
@@ -264,7 +265,7 @@ class TailBatching:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. What it says is live is not running any more: launch `live()` again."""
+        """Continue from `state`. Its live responses are no longer running: launch `live()` again."""
         if state.get("version") != 1 or set(state["waiting"]) != set(self._domains):
             raise ValueError(
                 f"state of other domains {sorted(state['waiting'])}: resume with the spec it was saved under"
@@ -280,7 +281,7 @@ class TailBatching:
         self._spread.debt = dict(state["debt"])
 
     def _fresh_wanted(self) -> dict[str, int]:
-        """Never-launched prompts per domain that a round of the kind that is due takes."""
+        """Never-launched prompts per domain for the kind of round that is due."""
         if self._due_long():
             return {n: max(d.prompts - len(self._deferred[n]), 0) for n, d in self._domains.items()}
         if self._extra is None:
@@ -317,7 +318,7 @@ class TailBatching:
         return tuple(Response(prompt, number, i) for i in range(responses))
 
     def _find(self, response: Response) -> _Active | None:
-        """The response's prompt, if the response is still wanted. One that ends twice is the caller's error."""
+        """The response's prompt, if the response is still wanted. Reporting a response twice is the caller's error."""
         active = self._active.get(response.prompt)
         if active is None or active.launch != response.launch:
             return None
@@ -331,7 +332,7 @@ class TailBatching:
         return self._round[1]
 
     def _spare(self, domain: str) -> int:
-        """Active prompts of the domain beyond those that its target needs."""
+        """Active prompts of the domain beyond its target."""
         return sum(a.domain == domain for a in self._active.values()) - self._targets()[domain]
 
     def _abort(self, prompt: str, *, besides: int | None = None) -> tuple[Response, ...]:
@@ -339,7 +340,7 @@ class TailBatching:
         return tuple(Response(prompt, active.launch, i) for i in active.live if i != besides)
 
     def _close(self, domain: str) -> tuple[tuple[Response, ...], tuple[str, ...]]:
-        """A domain whose target is reached defers the rest of its prompts at once: their engine slots are of use."""
+        """Defer the remaining prompts of a domain whose target is reached, at once: this frees their engine slots."""
         if self._targets()[domain] > 0:
             return (), ()
         rest = tuple(p for p, a in self._active.items() if a.domain == domain)

@@ -1,18 +1,19 @@
-"""Which engines take a new version now, which wait, and why.
+"""Which engines load a new version now, which wait, and why.
 
-A publish makes version n current. Engines may lag behind it, but never so far that they would be of no use: a
-trajectory that begins on an engine with version v has v0 = v, so an engine with n - v > alpha may not generate for it
-at all. Such an engine is *blocked* until it is updated, whatever the policy. The policies differ in what else they do:
+A publish makes version n current. Engines may lag behind it, but only as far as they remain useful: a trajectory that
+begins on an engine with version v has v0 = v, so an engine with n - v > alpha may not generate for it at all. Such an
+engine is *blocked* until it is updated, under every policy. The policies differ in their treatment of the other
+engines:
 
-- all at once: every engine stands still, all update, all resume (RollArt §1.5, steps 2-4). Nobody serves meanwhile.
-- delayed: an engine keeps its weights until its generation iteration ends, or for `longest_s` (AsyncFlow §6.2). What is
-  in flight is not interrupted, and the weights reach the host's memory meanwhile.
-- staggered: at most a fraction updates at a time and somebody always serves (AsyncFlow's sub-step asynchrony, proposed
+- all at once: every engine is suspended, all update, all resume (RollArt §1.5, steps 2-4). No engine serves meanwhile.
+- delayed: an engine keeps its weights until its generation iteration ends, or for `longest_s` (AsyncFlow §6.2).
+  Requests in flight are not interrupted, and the weights reach the host's memory meanwhile.
+- staggered: at most a fraction updates at a time and an engine always serves (AsyncFlow's sub-step asynchrony, proposed
   there and not built).
 - on divergence: an engine pulls when the new policy has moved away from its own by more than a threshold, or when alpha
-  asks for it. AAPS as a pull: a small probe goes out at each publish, weights only to engines that want them.
+  requires it. AAPS as a pull: a small probe is sent at each publish, weights only to engines that need them.
 
-Pure: values in, a plan out. The caller asks again after each publish and each finished update.
+Pure: values in, a plan out. The caller computes a new plan after each publish and each finished update.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 
 
 ENGINE_UPDATED = "engine_updated"
-"""The event of an engine that loaded a version by itself, `skipped` versions after the one that it had."""
+"""The event of an engine that loaded a version by itself, `skipped` versions after its previous one."""
 
 
 class UpdateReason(enum.StrEnum):
@@ -49,22 +50,23 @@ class UpdateReason(enum.StrEnum):
 
     NEW_VERSION = "new_version"
     ALPHA = "alpha"
-    """It is blocked, or would be too soon for what it starts now."""
+    """It is blocked, or would be blocked too soon for a trajectory that starts now."""
     IDLE = "idle"
     """Its iteration has ended: an update interrupts nothing."""
     WAITED = "waited"
-    """It has put the update off for as long as it may."""
+    """It has delayed the update for the permitted time."""
     DIVERGED = "diverged"
     NEEDED = "needed"
-    """The engines that had the version of some trajectories' first token left for good: nobody else could go on."""
+    """The engines with the version of some trajectories' first token left for good: without an update no engine could
+    continue these trajectories."""
     SAME_WEIGHTS = "same_weights"
-    """The hash says that it has these weights: only its version number changes, no byte is sent."""
+    """Its weights have the same hash: only its version number changes, no byte is sent."""
     ITERATION = "iteration"
-    """Waits for what it generates."""
+    """Waits for its running requests."""
     TURN = "turn"
-    """Waits for others to finish updating, so that somebody serves."""
+    """Waits for others to finish updating, so that an engine always serves."""
     CLOSE = "close"
-    """Waits because the new policy is as good as its own."""
+    """Waits because the new policy is close to its own."""
     UPDATING = "updating"
     DOWN = "down"
     """It loads the current version when it comes back."""
@@ -72,8 +74,8 @@ class UpdateReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """An engine as the planner sees it. `busy` = requests in flight that began before the current version was
-    published; `since_s` = seconds since then on the caller's clock; `weights` = hash of what it serves."""
+    """The planner's view of an engine. `busy` = requests in flight that began before the current version was published;
+    `since_s` = seconds since then on the caller's clock; `weights` = hash of the weights that it serves."""
 
     id: str
     version: int
@@ -86,7 +88,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class VersionProbe:
-    """What a publish announces: the version, the hash of its weights, and how far it is from earlier versions: mean
+    """The announcement of a publish: the version, the hash of its weights, and its distance from earlier versions: mean
     KL in nats per token, measured by the trainer on recent prompts. A version that is not listed counts as far away."""
 
     version: int
@@ -96,9 +98,9 @@ class VersionProbe:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """`update`: engines that load the version now. `relabel`: that have its weights already. `wait`: all others that
-    lag. `blocked`: may not generate until they are updated, those that update included. `drain`: take no new
-    trajectories."""
+    """`update`: engines that load the version now. `relabel`: engines that have its weights already. `wait`: all others
+    that lag. `blocked`: engines that may not generate until they are updated, including those in `update`. `drain`:
+    engines that take no new trajectories."""
 
     update: Mapping[str, UpdateReason]
     relabel: Mapping[str, UpdateReason]
@@ -113,13 +115,13 @@ class UpdatePlan:
 
 class UpdatePolicy(Protocol):
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
-        """What to do now that `version` is current. ValueError if an engine is ahead of it."""
+        """The plan while `version` is current. ValueError if an engine is ahead of it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Suspend all, update all, resume all: nothing is generated until the last has the version."""
+    """Suspend all, update all, resume all: no engine generates until the last has the version."""
 
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
         lag = _Lag(engines, version, alpha)
@@ -131,7 +133,7 @@ class AllAtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """Each engine updates when what it generates is done, or after `longest_s`. Until then it starts no new
+    """Each engine updates when its running requests are done, or after `longest_s`. Until then it starts no new
     trajectories, or its iteration would never end."""
 
     longest_s: float
@@ -158,12 +160,13 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class Staggered:
-    """At most `fraction` of the healthy engines (at least one) update at a time, and one that may generate stays.
+    """At most `fraction` of the healthy engines (at least one) update at a time, and one engine that may generate
+    stays.
 
-    Order: oldest version first, then fewest requests in flight, then id. Engines that are blocked anyway all update
-    at once: that takes nobody from serving. With alpha 0 every publish blocks all engines, so it needs alpha >= 1; a
-    single engine cannot both update and serve, and updates at once. Somebody serves at every moment if each publish
-    waits for `may_publish`.
+    Order: oldest version first, then fewest requests in flight, then id. Blocked engines all update at once, since they
+    cannot serve anyway. With alpha 0 every publish blocks all engines, so the policy needs alpha >= 1; a single engine
+    cannot both update and serve, and updates at once. An engine serves at every moment if each publish waits for
+    `may_publish`.
     """
 
     fraction: float = 0.25
@@ -182,7 +185,7 @@ class Staggered:
         wait = dict(lag.waiting)
         healthy = [e for e in engines if e.healthy]
         able = [e for e in healthy if e.id not in lag.too_old and not e.updating]
-        # Those that update although they could serve: only they count against the fraction.
+        # Engines that update although they could serve: only these count against the fraction.
         away = sum(e.updating and e.id not in lag.too_old for e in healthy)
         most = max(int(self.fraction * len(healthy)), 1)
         for e in sorted(lag.behind, key=lambda e: (e.version, e.busy, e.id)):
@@ -201,7 +204,7 @@ class Staggered:
 class OnDivergence:
     """An engine pulls when KL(its version, current) > `threshold` nats, or when it lags by more than alpha - `reserve`.
 
-    `reserve` is how many publishes a trajectory that begins on a lagging engine can still live through: with 0 it may
+    `reserve` is the number of further publishes that a trajectory starting on a lagging engine survives: with 0 it may
     be stale at the very next one. So alpha = 1 with reserve 1 pulls every version, and savings begin at alpha = 2.
     """
 
@@ -231,30 +234,30 @@ class OnDivergence:
 
 
 def may_publish(engines: Sequence[EngineState], *, version: int, alpha: int) -> bool:
-    """Whether `version` may be published now: it leaves an engine that may generate, or none is being updated that
-    would be worth waiting for. With alpha 0 every publish blocks all engines."""
+    """True if `version` may be published now: it leaves an engine that may generate, or no running update would be
+    worth waiting for. With alpha 0 every publish blocks all engines."""
     healthy = [e for e in engines if e.healthy]
     serves = any(not e.updating and version - e.version <= alpha for e in healthy)
     return serves or alpha == 0 or not any(e.updating for e in healthy)
 
 
 def may_serve(engine: EngineState, *, v0: int | None, version: int, alpha: int) -> bool:
-    """Whether a turn of a trajectory that began under `v0` (None: it begins here) may go to the engine.
+    """True if a turn of a trajectory that began under `v0` (None: it begins here) may go to the engine.
 
-    Where engines lag, an engine older than v0 would write tokens that are older than the trajectory seems to be, and
-    the bound on n - v0 would no longer bound them. So versions never fall along a trajectory.
+    Where engines lag, an engine older than v0 would generate tokens older than v0, and n - v0 would no longer bound
+    their age. So versions never decrease along a trajectory.
     """
     fresh = version - engine.version <= alpha
     return engine.healthy and not engine.updating and fresh and (v0 is None or engine.version >= v0)
 
 
 def bytes_on_wire(plan: UpdatePlan, *, engines: int, weight_bytes: int, probe_bytes: int) -> int:
-    """What the plan sends: the probe to every engine, the weights to those that update."""
+    """Bytes that the plan sends: the probe to every engine, the weights to the updated ones."""
     return engines * probe_bytes + len(plan.update) * weight_bytes
 
 
 class _Lag:
-    """What all policies agree on: who lags, who may not generate, who cannot be updated now."""
+    """The common part of all policies: engines that lag, may not generate, or cannot be updated now."""
 
     def __init__(self, engines: Sequence[EngineState], version: int, alpha: int) -> None:
         if ahead := sorted(e.id for e in engines if e.version > version):

@@ -1,4 +1,4 @@
-"""What the task domains ask for, measured while they run, and how far that has moved from what a plan assumed."""
+"""The measured workload of the task domains, and its drift from the workload that a plan assumed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rollart.fleet import DomainWork
 __all__ = ["MEMORY", "MIN_FINISHED", "WorkloadMeter", "drift"]
 
 MEMORY = 200
-"""Finished trajectories of a domain that its means look back on. With lengths that vary as much as their mean, a mean
-over so many is good to about 5 %: well below the drift that asks for a new plan."""
+"""Window of a domain's means, in finished trajectories. Where the standard deviation of lengths equals their mean, a
+mean over this many is accurate to about 5 %: well below the drift that triggers a new plan."""
 
 MIN_FINISHED = 50
-"""Finished trajectories before a domain's means are judged at all. The first to finish are the short ones."""
+"""Finished trajectories before a domain's means are used at all. The first to finish are the short ones."""
 
 
 @dataclass(slots=True)
 class _Means:
-    """Sums with exponential decay over trajectories; `weight` is the sum of the decayed ones."""
+    """Sums with exponential decay over trajectories; `weight` is the sum of the decayed weights."""
 
     weight: float = 0.0
     turns: float = 0.0
@@ -32,7 +32,7 @@ class _Means:
 
 @dataclass(slots=True)
 class WorkloadMeter:
-    """Fed once per finished trajectory; O(1)."""
+    """Updated once per finished trajectory; O(1)."""
 
     finished: int = 0
     """Trajectories in all: its growth over a window is the measured rate."""
@@ -42,8 +42,8 @@ class WorkloadMeter:
     def add(
         self, domain: str, *, turns: int, first_tokens: int, new_tokens: int, output_tokens: int, wait_s: float
     ) -> None:
-        """A trajectory finished: `new_tokens` of observation after the first prompt, over all of its turns, as are
-        `output_tokens` and `wait_s`."""
+        """A trajectory finished. `new_tokens` of observation after the first prompt, `output_tokens` and `wait_s` are
+        totals over its turns."""
         self.finished += 1
         means = self._domains.get(domain)
         if means is None:
@@ -56,14 +56,14 @@ class WorkloadMeter:
         means.output = means.output * keep + output_tokens
         means.wait = means.wait * keep + wait_s
         means.finished += 1
-        # Shares look back on as many trajectories of the whole mix as there are domains to tell apart, times MEMORY.
+        # The window of the shares is MEMORY trajectories of the whole mix per domain.
         fade = 1.0 - 1.0 / (MEMORY * len(self._domains))
         for name in self._recent:
             self._recent[name] *= fade
         self._recent[domain] = self._recent.get(domain, 0.0) + 1.0
 
     def work(self) -> dict[str, DomainWork]:
-        """Every domain that was seen at least `MIN_FINISHED` times."""
+        """Every domain with at least `MIN_FINISHED` finished trajectories."""
         total = sum(self._recent.values())
         return {
             name: DomainWork(
@@ -81,9 +81,9 @@ class WorkloadMeter:
 
 
 def drift(before: Mapping[str, DomainWork], now: Mapping[str, DomainWork]) -> tuple[float, str]:
-    """The largest relative change of any figure that a plan depends on, and which one it is ('' for none). A change is
-    relative to the larger of the two: at most 1, either way. Domains that only one side knows say nothing: not seen
-    often enough is not gone; what has become rare shows in its share."""
+    """The largest relative change of any figure that a plan depends on, and the name of this figure ('' for none). A
+    change is relative to the larger of the two values: at most 1, in either direction. Domains on one side only are
+    ignored: a domain with few trajectories has not vanished, and a rare one shows in its share."""
     worst, name = 0.0, ""
     for domain in sorted(set(before) & set(now)):
         a, b = before[domain], now[domain]

@@ -52,7 +52,7 @@ def test_the_bound_is_tight() -> None:
 
 def test_asynchrony_pays_the_tail_once() -> None:
     """The published case: 128 workers, 256 samples, a tail of 20 times the median. Per sample, generation falls with
-    alpha as 1 / (alpha + 1), and two steps of lag bring about two thirds of what there is to gain."""
+    alpha as 1 / (alpha + 1), and two steps of lag bring about two thirds of the possible gain."""
     rng = random.Random(3)
     step: dict[int, float] = {}
     for alpha in (0, 1, 2, 4, 8, 64):

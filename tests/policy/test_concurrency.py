@@ -81,7 +81,9 @@ def test_each_reason() -> None:
     assert see(20, 1.0, preemptions=4, running=12) == (9, LimitChange.HOLD_SETTLING), (
         "use falls only as trajectories end"
     )
-    assert see(40, 0.9, preemptions=4) == (9, LimitChange.HOLD_BAND), "what was preempted while it drained is not new"
+    assert see(40, 0.9, preemptions=4) == (9, LimitChange.HOLD_BAND), (
+        "preemptions while it drained are not counted again"
+    )
     assert see(41, 0.9, preemptions=5) == (6, LimitChange.DOWN_PREEMPTED)
     assert see(80, 0.9, preemptions=0) == (6, LimitChange.HOLD_BAND), "a restarted engine counts anew"
     limits.forget("e")

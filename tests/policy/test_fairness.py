@@ -57,7 +57,7 @@ def test_apportionment_sums_exactly_keeps_bounds_and_converges(mix: tuple[Domain
             assert given_[d.domain] >= 0
             total[d.domain] += given_[d.domain]
     for name, share in shares.items():
-        assert abs(total[name] - share * sum(steps)) <= len(mix), "what rounding took comes back"
+        assert abs(total[name] - share * sum(steps)) <= len(mix), "rounding errors are repaid"
 
 
 def test_the_debt_is_all_there_is_to_resume() -> None:
@@ -106,7 +106,7 @@ def test_quota_follows_injected_drift_and_comes_back() -> None:
         quota.observe("math", cost=1.0, drift=0.0)
         quota.observe("web", cost=1.0, drift=1.0)
         shares.append(quota.step()["web"])
-    assert shares[-1] == pytest.approx(0.8), "what does not move any more falls to its floor and no lower"
+    assert shares[-1] == pytest.approx(0.8), "a domain without drift falls to its floor and no lower"
     assert max(abs(a - b) for a, b in itertools.pairwise(shares)) <= 0.05 + 1e-9
 
 

@@ -1,5 +1,5 @@
 """Which host an episode goes to: never more than half are left alone, a place is found while there is one, back-offs
-double, and where all are as bad nobody is blamed."""
+double, and where all are equally bad none is quarantined."""
 
 from __future__ import annotations
 

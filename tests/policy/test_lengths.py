@@ -74,10 +74,10 @@ def test_a_stopped_trajectory_is_a_lower_bound() -> None:
     for _ in range(100):
         ranker.finished("other", "math", 1000)
     ranker.stopped("p", "math", 10)
-    assert ranker.estimate("p", "math").own == 0, "stopped early says nothing about where it would have ended"
+    assert ranker.estimate("p", "math").own == 0, "a trajectory stopped early gives no final length"
     ranker.stopped("p", "math", 9000)
     assert ranker.estimate("p", "math").p50 > 1000
-    assert ranker.lengths("math")[-1] == 1000, "and never into the distribution of those that ended"
+    assert ranker.lengths("math")[-1] == 1000, "and never into the distribution of finished lengths"
 
 
 def test_the_memory_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_its_order_shortens_the_next_step() -> None:
         blind += makespan(actual, 24)
         known += makespan(sorted(actual, reverse=True), 24)
     assert known <= ours < 0.9 * blind
-    assert (blind - ours) / (blind - known) > 0.7, "most of what perfect knowledge would bring"
+    assert (blind - ours) / (blind - known) > 0.7, "most of the gain of perfect knowledge"
 
 
 def test_the_same_history_says_the_same() -> None:

@@ -1,4 +1,4 @@
-"""The line before the engines: nobody is lost, LPT among those that come together, bounded overtaking among others."""
+"""The admission queue: no item is lost, LPT within a wave, bounded overtaking between waves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_none_is_lost_and_those_under_way_go_first(moves: list[tuple[bool, int, 
 
 @given(st.integers(0, 30), st.integers(1, 3))
 def test_a_short_one_is_passed_by_no_more_than_it_was_promised(before: int, coming: int) -> None:
-    """One that is shorter than all others, in a line where somebody longer comes whenever somebody is let in."""
+    """The shortest item, in a queue where a longer one arrives at each admission."""
     line: AdmissionQueue[int] = AdmissionQueue(longest=True)
     for n in range(before):
         line.add(n, age=n, length=10)

@@ -1,4 +1,4 @@
-"""When a host's memory is too much: bounds by machine, and what follows from being above one."""
+"""Memory bounds of hosts: bounds by machine, and the actions above a bound."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def test_equal_stages_adapted_need_the_least_time_of_any_quotas(delays: list[int
 @settings(max_examples=40)
 @given(st.data())
 def test_a_schedule_is_one_that_can_run(data: st.DataObject) -> None:
-    """Everything once and in order, one thing at a time, nothing before what it needs, never more in flight than the
-    quota; and a replay of the order under its own delays is the plan, under smaller ones never later."""
+    """Each operation runs once, in order, alone and after its inputs, with never more in flight than the quota; a
+    replay of the order under its own delays is the plan, and under smaller delays it is never later."""
     pipeline = data.draw(Pipelines)
     quotas = adapted_quotas(pipeline)
     schedule = planned(pipeline, quotas)
@@ -207,7 +207,7 @@ Pipelines = st.integers(1, 4).flatmap(
 
 
 def static_delay(delay: float, n: int, quotas: tuple[int, ...]) -> float:
-    """What a delay on the first link adds to the order planned without it."""
+    """The cost of a delay on the first link for an order planned without it."""
     calm = planned(equal([0, 0, 0], n), quotas)
     return replayed(equal([delay, 0, 0], n), calm.orders).makespan_s - calm.makespan_s
 

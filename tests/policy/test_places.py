@@ -1,4 +1,4 @@
-"""Who gets the next place on a host, what is given up for it, and which ends of hosts are one incident."""
+"""Priorities for slots on hosts, reclaimed slots, and the grouping of host failures into incidents."""
 
 from __future__ import annotations
 

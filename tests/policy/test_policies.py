@@ -187,4 +187,4 @@ def test_a_policy_that_no_longer_learns_is_an_alarm_once() -> None:
     assert [n for n, why in enumerate(told) if why] == [6, 11]
     assert "gradient was exactly 0" in told[6]
     assert [bool(alarm.step({"grad_norm": 1.0, "entropy": 0.0})) for _ in range(4)] == [False, False, True, False]
-    assert not any(CollapseAlarm().step({}) for _ in range(5)), "a trainer that says neither"
+    assert not any(CollapseAlarm().step({}) for _ in range(5)), "a trainer that reports neither"

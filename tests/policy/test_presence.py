@@ -1,4 +1,4 @@
-"""Nodes that come and go: what a plan may count on, and that it does not follow every one of them."""
+"""Nodes that come and go: the devices that a plan may count on, and how rarely it changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_node_counts_once_it_has_stayed() -> None:
     presence.come("b", {"h20": 4}, 5.0)
     assert presence.counted(5.0) == {"h20": 8}
     assert presence.wait(5.0) == 10.0
-    assert presence.counted(14.9, used=["b"]) == {"h20": 12}, "what runs there has settled it"
+    assert presence.counted(14.9, used=["b"]) == {"h20": 12}, "a node in use counts"
     assert presence.counted(15.0) == presence.there() == {"h20": 12}
     assert presence.wait(15.0) == math.inf
 

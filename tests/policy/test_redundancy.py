@@ -1,4 +1,4 @@
-"""Redundancy follows health, cancels only what nobody needs, and says what it does to the data."""
+"""Redundancy follows health, cancels only surplus trajectories, and reports the bias of the data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_is_launched_while_all_is_well_or_unknown() -> None:
     assert redundant_launch(32, 8, bad=0.0, seen=1000, settings=BY_GROUPS) == RedundantLaunch(0, 0, 0.0)
     assert redundant_launch(32, 8, bad=0.5, seen=10, settings=BY_GROUPS) == RedundantLaunch(0, 0, 0.0)
     unsure = redundant_launch(32, 8, bad=0.0, seen=10, settings=RedundancySettings(prior=0.02, cap=1.0))
-    assert unsure.groups > 0, "a prior is what one launches by until one knows"
+    assert unsure.groups > 0, "the prior determines launches until enough ends were seen"
     capped = redundant_launch(32, 8, bad=0.3, seen=1000, settings=RedundancySettings(cap=0.25))
     assert capped == RedundantLaunch(8, 0, 0.3, capped=True)
 
@@ -83,7 +83,7 @@ def test_health_is_per_domain_and_host_and_follows_what_happens() -> None:
     assert meter.rate("swe", {"new": 1.0})[0] == pytest.approx(0.375, abs=0.02), "a new host is as the others are"
     for _ in range(200):
         meter.add("swe", "bad", TrajectoryEnding.GOOD)
-    assert meter.rate("swe", {"bad": 1.0})[0] < 0.03, "what was long ago is forgotten"
+    assert meter.rate("swe", {"bad": 1.0})[0] < 0.03, "old ends are forgotten"
 
 
 @st.composite

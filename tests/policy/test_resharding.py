@@ -1,4 +1,4 @@
-"""What a change of tensor parallelism costs and saves."""
+"""Cost and savings of a change of tensor parallelism."""
 
 from __future__ import annotations
 

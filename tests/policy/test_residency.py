@@ -1,4 +1,4 @@
-"""What an engine is taken to hold, against an engine's own memory."""
+"""The estimated KV of an engine, against the engine's own memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_bound_holds_and_the_sums_are_those_of_what_is_there(
 
 @given(st.integers(50, 300), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 50)), max_size=60))
 def test_it_follows_a_simulated_engine_one_turn_at_a_time(capacity: int, turns: list[tuple[str, int]]) -> None:
-    """What it takes to be there is there, to the token, as long as no session loses more than half at once."""
+    """The estimate is exact, to the token, as long as no session loses more than half at once."""
     ours, theirs = known(capacity), RetainedKv()
     for session, tokens in turns:
         turn(ours, session, tokens)

@@ -298,7 +298,7 @@ def test_affinity_ranks_the_wish_then_the_order_then_the_rest() -> None:
 
 
 def test_a_role_that_the_plan_lacks_costs_what_its_devices_do() -> None:
-    """Somebody flipped an engine: a kind without a price must not draw every turn as if it were free."""
+    """An engine was flipped: a kind without a price must not attract every turn as if it were free."""
     tariff = PathPricing(RoutePrices({D.kind: 2.0, P.kind: 3.0}), LinearModel())
     assert tariff.second(EngineLoad(D.kind._replace(role=EngineRole.ENGINE))) == 2.0
     assert tariff.second(EngineLoad(EngineKind("elsewhere", EngineRole.ENGINE, 1))) == 0.0, "the plan does not need it"

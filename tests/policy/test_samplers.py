@@ -1,4 +1,4 @@
-"""Samplers: bounds of the balancing, exact token budgets that favour nobody, deadlines and priorities."""
+"""Samplers: bounds of the balancing, exact and unbiased token budgets, deadlines and priorities."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The schedules against a small model of the run: what each promises about lag and overlap is what its switches
-give."""
+"""The schedules against a small model of the run: each one's switches give the lag and overlap that it promises."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ class World:
             row, column = self.rng.choice(choices)
             self.unwritten[row].discard(column)
             held = row not in self.dropped and row not in self.freed
-            assert self.table.put(row, column) is held, "a result for what is gone says so"
+            assert self.table.put(row, column) is held, "put reports whether the row is still held"
 
     def ready(self, task: str) -> set[str]:
-        """What must be ready now, from the definition."""
+        """The rows that must be ready now, from the definition."""
         columns, whole = TASKS[task]
         gone = {*self.dropped, *self.taken[task]}
         written = {r for r, cs in self.unwritten.items() if not cs & columns and r not in self.dropped}

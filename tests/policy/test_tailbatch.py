@@ -14,8 +14,7 @@ from rollart.policy.tailbatch import Response, RoundEffect, RoundKind, TailBatch
 
 
 class Driver:
-    """Plays a scheduler: launches what it is told to, ends responses in random order, checks every promise on the
-    way."""
+    """Plays a scheduler: carries out launches, ends responses in random order, and checks every promise on the way."""
 
     def __init__(
         self, domains: list[TailDomain], rng: random.Random, *, eta: tuple[float, float], faults: float
@@ -58,7 +57,7 @@ class Driver:
         dropped_before = len(self.given_up)
         over = False
         while not over:
-            assert set(self.policy.live()) == self.live, "what the policy thinks runs is what runs"
+            assert set(self.policy.live()) == self.live, "the policy's live responses are those that run"
             assert self.live, "a round with nothing under way cannot end"
             if self.rng.random() < 0.02:
                 self.resume()
@@ -97,7 +96,7 @@ class Driver:
         return effect.round_over
 
     def resume(self) -> None:
-        """The controller dies: only what was saved as JSON remains, and what was live is launched again."""
+        """The controller dies: only the saved JSON remains, and live responses are launched again."""
         saved = json.loads(json.dumps(self.policy.state()))
         self.policy = self.make()
         self.policy.restore(saved)

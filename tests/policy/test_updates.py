@@ -1,4 +1,4 @@
-"""Update policies driven by random publishes, traffic and failures: alpha is hard, somebody serves, all get there."""
+"""Update policies driven by random publishes, traffic and failures: alpha is hard, an engine always serves, all engines get there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollart.policy.updates import (
 
 @dataclass
 class Fleet:
-    """Engines, their trajectories and a publisher. Does what a plan says and checks it before anything is generated."""
+    """Engines, their trajectories and a publisher. Executes a plan and checks it before anything is generated."""
 
     alpha: int
     rng: random.Random
@@ -37,7 +37,7 @@ class Fleet:
     version: int = 0
     loading: dict[str, int] = field(default_factory=dict)
     trajectories: dict[str, list[int]] = field(default_factory=dict)
-    """v0 of what runs on each engine."""
+    """v0 of the trajectories on each engine."""
     served: list[int] = field(default_factory=list)
     bytes: int = 0
 
@@ -66,7 +66,7 @@ class Fleet:
                 assert not engine.updating
                 assert may_serve(engine, v0=None, version=self.version, alpha=self.alpha)
                 for v0 in self.trajectories[name]:
-                    assert self.version - v0 <= self.alpha, "generated for what is too old"
+                    assert self.version - v0 <= self.alpha, "generated for a stale trajectory"
                 if name not in plan.drain and self.rng.random() < 0.5:
                     self.trajectories[name].append(engine.version)
             if self.trajectories[name] and self.rng.random() < 0.3:
@@ -124,7 +124,7 @@ def test_alpha_is_hard_and_everybody_gets_there(name: str, alpha: int, engines: 
     for _ in range(60):
         world.step(publish=0.3)
     if name == "staggered" and engines > 1:
-        assert min(world.served) >= 1, "somebody always serves"
+        assert min(world.served) >= 1, "an engine always serves"
     for _ in range(60):
         world.step(publish=0.0)
     for engine in world.views():
@@ -144,7 +144,7 @@ def test_staggered_updates_no_more_than_its_fraction_of_those_that_could_serve(
     healthy = sum(e.healthy for e in states)
     taken = plan.update.keys() & able
     assert len(taken) <= max(int(fraction * healthy), 1)
-    assert not able or healthy == 1 or able - taken, "one that can serve stays"
+    assert not able or healthy == 1 or able - taken, "an engine that can serve stays"
     assert {e.id for e in states if e.healthy and e.version < 3} <= plan.update.keys(), "the blocked lose nothing"
     turn = [(e.version, e.busy, e.id) for e in states if plan.wait.get(e.id) is UpdateReason.TURN]
     chosen = [(e.version, e.busy, e.id) for e in states if e.id in taken]
@@ -164,7 +164,7 @@ def test_what_each_policy_does_after_a_publish() -> None:
     assert plan.update == {"b": UpdateReason.IDLE, "c": UpdateReason.ALPHA}
     assert plan.wait == {"d": UpdateReason.DOWN, "a": UpdateReason.ITERATION}
     assert plan.drain == {"a"}
-    assert plan.blocked == {"b", "c", "d"}, "one that is down is too old as well: it may not come back as it is"
+    assert plan.blocked == {"b", "c", "d"}, "an engine that is down is too old as well: it may not come back unchanged"
     assert plan.serving(engines) == ("a",)
     late = [replace(engines[0], since_s=10.0)]
     assert Delayed(10.0).plan(late, version=4, alpha=1).update == {"a": UpdateReason.WAITED}
@@ -181,7 +181,7 @@ def test_what_each_policy_does_after_a_publish() -> None:
     plan = OnDivergence(probe, 0.0).plan(same, version=4, alpha=3)
     assert (plan.update, plan.relabel) == ({}, {"c": UpdateReason.SAME_WEIGHTS}), "no byte for weights that it has"
     unknown = OnDivergence(VersionProbe(4, "w4", {}), 1.0).plan(engines, version=4, alpha=3)
-    assert unknown.update["a"] is UpdateReason.DIVERGED, "what was not measured counts as far"
+    assert unknown.update["a"] is UpdateReason.DIVERGED, "an unmeasured version counts as far"
 
 
 def test_bytes_on_the_wire_fall_as_the_threshold_rises() -> None:

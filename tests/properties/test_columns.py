@@ -112,7 +112,7 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
     buffer = world.control.scheduler._buffer
     assert set(buffer._filled) == {s.id for g in buffer._groups.values() for s in g.samples} | {
         s.id for r in world.control.scheduler._groups._runs.values() for s in r.samples.values()
-    }, "nothing is kept of what is gone"
+    }, "nothing is kept of dropped samples"
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,13 +156,13 @@ def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
             assert all(count == 1 for count in filled.values())
             assert set(again) <= set(filled)
         kept = Counter(s.id for v, b in dict(world.trainer.batches).items() if v < committed for s in b)
-        assert not set(kept) & set(again), "what was committed is not trained again"
+        assert not set(kept) & set(again), "committed samples are not trained again"
         if second.trainer.batches:
             assert journal.versions[-1][0] == world.steps
 
 
 def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
-    """2 s for each sample's reference, in turn, hide behind the slowest trajectory but for what ends last."""
+    """2 s for each sample's reference, in turn, hide behind the slowest trajectory, except for the last samples."""
     exposed = {}
     for columns in ((), (Column.REFERENCE,)):
         world = make_simulated_run(

@@ -50,7 +50,7 @@ def late(draw: st.DrawFn) -> SimulatedRun:
 
 
 def watch(world: SimulatedRun, *, done: int, journal: MemoryRecorder) -> None:
-    """At every admission: what runs or waits for batches to come is no more than these will take."""
+    """At every admission: no more groups run or wait for batches to come than these will take."""
     trainer = world.trainer
     assert isinstance(trainer, Given)
 
@@ -64,7 +64,7 @@ def watch(world: SimulatedRun, *, done: int, journal: MemoryRecorder) -> None:
                 if not any(held in groups for groups in taken):
                     ahead[name] += samples
             for d in world.domains:
-                assert d.name != domain or ahead[d.name] <= left * d.quota, "nobody will train it"
+                assert d.name != domain or ahead[d.name] <= left * d.quota, "it would never be trained"
 
     watched = Watched()
     for name in MemoryRecorder.__slots__:

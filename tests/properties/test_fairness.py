@@ -155,7 +155,7 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
         await second.run(recovered)
         return second
 
-    # Those that are in a version by then: one that was on its way is trained again, by the second.
+    # Batches in a version by then: a batch in progress is trained again, by the second run.
     first = [b for b in world.trainer.batches if {s.id for s in b[1]} <= trained(world)]
     second = loop.run(resume(), seed=fuzz + 1)
     assert len(second.trainer.batches) == world.steps - done
@@ -166,7 +166,7 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -> None:
-    """The version before is published beside the growth of a batch, and shares follow what it cost."""
+    """The version before is published beside the growth of a batch, and shares follow its cost."""
     world = make_simulated_run(
         quotas={"a": (4, 1), "b": (4, 1)},
         alpha=2,

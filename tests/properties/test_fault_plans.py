@@ -1,4 +1,4 @@
-"""Whatever a fault plan does, a simulated run keeps its promises: it trains what it should or says why it cannot."""
+"""Under any fault plan a simulated run keeps its promises: it trains all steps or reports the cause."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_run_survives_its_faults_or_says_why_not(
         try:
             done = simulate(resolved(), Path(directory), schedule=schedule, steps=STEPS, fuzz=fuzz, faults=plan)
         except* RollartError:
-            pass  # a trainer that dies too often, a group that no attempt completes: told as what it is
+            pass  # a trainer that dies too often, a group that no attempt completes: a proper error
         event("ended with an error" if done is None else "ran to its end")
         if done is None:
             return

@@ -81,7 +81,7 @@ def conserved(world: SimulatedRun, batches: Any) -> None:
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> RunFailed:
-    """The product's own error of those that ended a run."""
+    """The product's own error among the errors that ended a run."""
     ours = group.subgroup(RunFailed)
     error: BaseException | None = ours
     while isinstance(error, BaseExceptionGroup):
@@ -158,8 +158,7 @@ def died(world: SimulatedRun, main: Coroutine[Any, Any, None], fuzz: int, left: 
 @settings(max_examples=80, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail, keep=True)), st.integers(0, 2**32), st.integers(0, 200))
 def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun, fuzz: int, left: int) -> None:
-    """What was filtered stays so; what was complete and not yet judged, or judged and not written down, is judged
-    again."""
+    """Filtered groups stay filtered; complete groups without a recorded verdict are judged again."""
     journal = died(world, world.run(), fuzz, left)
     if journal is None:
         return  # it came through, or died before it had anything to resume from

@@ -141,7 +141,7 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
 
 @contextlib.contextmanager
 def watched_queues() -> Iterator[None]:
-    """Whoever is let in finds fewer hand-offs before its decode engine than the depth."""
+    """A hand-off is admitted only while fewer than the depth are queued before its decode engine."""
     room = Handoffs._room
 
     def checked(handoffs: Handoffs, queue: Any) -> bool:
@@ -257,9 +257,9 @@ def test_the_fence_holds_when_every_update_meets_a_hand_off(seed: int) -> None:
     world.check()
     assert world.fabric.remote > 0
     taken = world.events("handoffs_taken_back")
-    assert 0 < len(taken) <= world.run.steps, "told once per update, not once per turn"
+    assert 0 < len(taken) <= world.run.steps, "emitted once per update, not once per turn"
     assert world.events("handoff_failed") == [], "an update is no failure"
-    assert world.run.control.gateway.paths.keys() == {"remote"}, "and sends nobody home"
+    assert world.run.control.gateway.paths.keys() == {"remote"}, "and prefills no turn locally"
 
 
 def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_kv_that_comes_back_spares_the_prefill_engine_the_context(seed: int) -> 
         world = World(prefill=1, decode=1, turns=6, steps=1, seed=seed, alpha=0)
         for engine in world.engines:
             engine._returns = returns
-        # Without a copy of its own the prefill engine depends on what comes back.
+        # Without a copy of its own the prefill engine depends on the returned KV.
         world.engines[0]._kv = Forgetful()
         loop.run(world.run.run(), seed=seed)
         world.check()

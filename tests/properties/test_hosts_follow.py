@@ -65,8 +65,8 @@ def resolved() -> Resolved:
 
 
 class Watched(MemoryRecorder):
-    """At every row: no host holds more episodes than it has places, no machine more hosts than it has cores, and only
-    one that is up holds any."""
+    """At every row: no host holds more episodes than it has slots, no machine more hosts than it has cores, and only
+    running hosts hold any."""
 
     hosts: ModelledHosts
     machines: MachineInventory
@@ -125,7 +125,7 @@ HAPPENINGS = st.lists(
 
 
 def settled(world: World, story: Callable[[], Awaitable[None]]) -> None:
-    """The story of hosts without a run, and what is there long after it."""
+    """Host events without a run, and the final state long after them."""
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:

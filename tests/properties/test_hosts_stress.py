@@ -1,5 +1,5 @@
-"""Thousands of trajectories on hosts that die at random, on virtual time: what the scheduler, the fleet and the hosts
-think of each is the same."""
+"""Thousands of trajectories on hosts that die at random, on virtual time: the scheduler, the fleet and the hosts agree
+on the state of each."""
 
 from __future__ import annotations
 

@@ -243,4 +243,4 @@ def test_a_long_first_turn_is_aborted_at_the_publish_that_makes_it_stale() -> No
     stale = [c for c in world.recorder.charges if c.outcome == "stale"]
     assert stale
     assert all(c.t1 in published_at for c in stale)
-    assert all(c.engine_seconds > 0 for c in stale), "what it cost is charged"
+    assert all(c.engine_seconds > 0 for c in stale), "its cost is charged"

@@ -33,7 +33,7 @@ DEVICES = 4
 
 
 class Lent:
-    """A modelled run with a trainer that borrows. `held` is what the engines' devices did for training."""
+    """A modelled run with a trainer that borrows. `held` is the time of the engines' devices in training."""
 
     def __init__(self, *, seed: int = 0, kv: int = 10_000_000, setup_s: float = 1.0, domain: str = "gem_math") -> None:
         self.recorder = MemoryRecorder()
@@ -75,7 +75,7 @@ class Lent:
         self.lent = tuple(engines)
         self.ever.append(self.lent)
         for e in engines:
-            assert not self.run.shares[e].in_flight, "nothing runs on what trains"
+            assert not self.run.shares[e].in_flight, "no request runs on a training engine"
 
     def events(self, kind: str) -> list[dict[str, object]]:
         return [{"subject": e.subject, **e.fields} for e in self.recorder.events if e.kind == kind]
@@ -112,11 +112,11 @@ def test_engines_are_lent_and_their_seconds_are_trainings() -> None:
     without = Lent()
     without.run.lending = None
     assert without.events("engines_lent") == []
-    assert run(played(without.run)) > seconds, "training is what takes long here: it gains"
+    assert run(played(without.run)) > seconds, "training dominates here: it gains"
 
 
 def test_answers_that_moved_are_whole() -> None:
-    """As many tokens as without: what was generated before the move counts, and is generated once."""
+    """As many tokens as without: tokens generated before the move count, and are generated once."""
     tokens = {}
     for name in ("lent", "kept"):
         world = Lent()
@@ -179,7 +179,7 @@ def test_what_is_taken_back_while_its_turns_leave_loses_none_of_them(asked: bool
     world.check(run(played(world.run)))
     assert given
     assert world.events("infra_fault") == []
-    assert world.events("lease_expired") == [], "nobody waits any more for what was taken back to be empty"
+    assert world.events("lease_expired") == [], "no wait remains for reclaimed engines to drain"
     assert all(i.seconds <= 1.0 for i in world.recorder.intervals if i.cause == "lent"), "the setup, no more"
 
 

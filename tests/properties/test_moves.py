@@ -164,7 +164,7 @@ class World:
                 assert self.made[event.subject].asked <= began + 1e-3, "asked after it began to drain"
 
     def _check_devices(self) -> None:
-        """What is billed is what is there: never more than the pools have, never two of a name, never a gap."""
+        """Bills match the present engines: never more than the pools have, never two of a name, never a gap."""
         assert find_tiling_errors(self.recorder.intervals) == []
         opened, closed = self.events(RESOURCE_OPENED), self.events(RESOURCE_CLOSED)
         assert len(opened) == len(set(opened))

@@ -159,7 +159,7 @@ class World:
         self._come()
 
     async def _trouble(self) -> None:
-        """n0 stays: what there is to serve on is never nothing."""
+        """n0 stays: there is always a node to serve on."""
         while True:
             await asyncio.sleep(self.rng.expovariate(0.5))
             others = [n for n in self.site.nodes if n != "n0"]
@@ -240,7 +240,7 @@ def ask(planner: FixedCountPlanner, load: Mapping[EngineKind, int], devices: Map
         for role, sign in ((move.before, -1), (move.after, 1)):
             if role is not None:
                 roles[role] = roles.get(role, 0) + sign * move.replicas
-        assert move.kind is not FleetMoveKind.DRAIN, "what serves stays"
+        assert move.kind is not FleetMoveKind.DRAIN, "serving engines stay"
     return {str(role): n for role, n in roles.items() if n}
 
 

@@ -1,4 +1,4 @@
-"""Publishes that go on beside the next step: what is current is complete, what dies is trained again, once."""
+"""Publishes concurrent with the next step: the current version is complete, a lost one is trained again, once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def overlapping(
     world = draw(worlds(schedules))
     push = draw(st.sampled_from([0.1, 3.0, 20.0]))
     world.trainer = Watched(world.trainer)
-    # Under the lease of a publish: one that runs out is one more death of the trainer.
+    # Below the lease of a publish: an expired lease is one more death of the trainer.
     world.trainer.push_s = lambda r: min(push * r.expovariate(1.0), 100.0)
     pushes = draw(st.sampled_from([frozenset(), frozenset({1}), frozenset({2, 3})]))
     world.trainer.fail_pushes = pushes

@@ -93,7 +93,7 @@ MEMBERS = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12)
 def test_a_batch_that_grows_never_takes_the_room_of_a_group_at_its_bound(
     drawn: list[tuple[int, bool]], alpha: int, quota: int
 ) -> None:
-    """Within the window's counts: whatever joins first, what has to be in the batch still fits."""
+    """Within the window's counts: whichever groups join first, the required ones still fit into the batch."""
     version = 3
     counts: Counter[int] = Counter()
     members: list[tuple[PacedGroup, bool]] = []
@@ -104,7 +104,7 @@ def test_a_batch_that_grows_never_takes_the_room_of_a_group_at_its_bound(
         counts[k] += 1
         members.append((PacedGroup(str(i), v0, 1), complete))
     batch: list[PacedGroup] = []
-    for joins in (True, False):  # those that are complete first, then the others as they end
+    for joins in (True, False):  # complete groups first, then the others as they end
         for m, complete in members:
             rest = [other for other, _ in members if other is not m and other not in batch]
             if complete is joins and may_join(m, batch, rest, quota=quota, version=version, alpha=alpha):

@@ -1,6 +1,6 @@
-"""Few places on environment hosts: no deadlock, no fault for waiting, and each place is held by one episode, or nobody.
+"""Few slots on environment hosts: no deadlock, no fault for waiting, and each slot is held by at most one episode.
 
-Prefetching, redundancy, evaluation and hosts that die share what there is, on the product's own scheduler and fleet.
+Prefetching, redundancy, evaluation and dying hosts share the slots, on the product's own scheduler and fleet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Census:
 
 
 class Counted(SimulatedEnvironment):
-    """In nobody's hands twice."""
+    """Never used by two episodes."""
 
     def __init__(self, census: Census, **how: Any) -> None:
         super().__init__(**how)
@@ -65,7 +65,7 @@ class Counted(SimulatedEnvironment):
 
 @dataclass
 class Small:
-    """A run on few places, and what is looked at."""
+    """A run with few slots, and its observed state."""
 
     run: SimulatedRun
     hosts: ModelledHosts
@@ -131,7 +131,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
 
 
 def over(small: Small) -> None:
-    """Everything was trained, and nobody holds or waits for anything."""
+    """Everything was trained, and no episode holds or waits for a slot."""
     run, fleet, census = small.run, small.hosts.fleet, small.census
     assert run.published == list(range(1, run.steps + 1))
     assert census.closed == census.made
@@ -171,7 +171,7 @@ def test_hosts_that_die_take_their_episodes_and_leak_no_place(small: Small, fuzz
 
 
 def few(places: int, ahead: int, **quotas: tuple[int, int]) -> tuple[Small, dict[str, Mapping[str, Any]]]:
-    """A run on one host with so many places, and what its episodes waited for them."""
+    """A run on one host with so many slots, and the waits of its episodes."""
     census = Census()
     run = make_simulated_run(quotas=quotas, alpha=0, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 5.0)
 
@@ -197,7 +197,7 @@ def test_a_wait_for_a_place_is_told() -> None:
 
 
 def test_what_is_ahead_of_need_gives_way_to_those_that_run() -> None:
-    """While a batch trains all places go to what is ahead of one domain; the other's trajectories come first then."""
+    """While a batch trains, prefetched environments of a domain take all slots; later the other domain goes first."""
     small, told = few(3, 3, a=(2, 2), b=(2, 2))
     assert told["ahead"]["given_up"] > 0
     ahead = small.run.control.scheduler._prefetch

@@ -35,7 +35,7 @@ class Census:
 
 
 class Counted(SimulatedEnvironment):
-    """Shows its seed. It is in nobody's hands twice: a reset or a step never begins in a closed one."""
+    """Shows its seed. It is never used by two episodes: a reset or a step never begins in a closed one."""
 
     def __init__(self, census: Census, domain: str, **how: Any) -> None:
         super().__init__(**how)

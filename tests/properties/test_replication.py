@@ -85,7 +85,7 @@ async def bounded(run: Coroutine[Any, Any, None]) -> None:
 
 
 def seats(world: SimulatedRun) -> None:
-    """What engines keep free is what groups have taken there and not used."""
+    """Reserved slots of engines are those that groups reserved and have not used."""
     turns = world.control.gateway._turns
     assert turns.together is not None
     for member in turns._roster.members.values():
@@ -95,7 +95,7 @@ def seats(world: SimulatedRun) -> None:
 
 
 def ended(world: SimulatedRun) -> None:
-    """Every step was trained, every group ended, and nobody keeps a seat."""
+    """Every step was trained, every group ended, and no slot stays reserved."""
     assert len(world.trainer.batches) == world.steps
     assert all(g.state != "live" for g in world.journal._groups.values())  # type: ignore[attr-defined]
     assert sum(world.control.scheduler.outstanding().values()) == 0

@@ -29,7 +29,7 @@ RULE = TensorParallelRule((1, 2, 4), devices=4, quiet_steps=2)
 
 
 class Pressed(SimulatedEngine):
-    """Preempts as often as it is told to; each preemption costs a second of prefill."""
+    """Preempts at the configured rate; each preemption costs a second of prefill."""
 
     pressure = 0
 
@@ -40,7 +40,7 @@ class Pressed(SimulatedEngine):
 
 
 class Pressing(SimulatedTrainer):
-    """What the engines preempt in a step is counted before it is published."""
+    """Preemptions of a step are counted before it is published."""
 
     __slots__ = ("pressure",)
     pressure: Iterator[int]
@@ -53,7 +53,7 @@ class Pressing(SimulatedTrainer):
 def world(
     seed: int, pressure: list[int], *, start_s: float = 0.3, horizon_s: float = 1e9, refuses: str = "", tp: int = 1
 ) -> tuple[SimulatedRun, SimulatedSite, MemoryRecorder]:
-    """One pool of four devices; `pressure[i]` is what every engine preempts during step i."""
+    """One pool of four devices; `pressure[i]` is every engine's preemptions during step i."""
     recorder = MemoryRecorder()
     Pressed.pressure = 0
     run = make_simulated_run(

@@ -122,7 +122,7 @@ def test_invariants_hold_with_redundant_environments(world: SimulatedRun, fuzz: 
     loop.run(world.run(), seed=fuzz)
     check(world)
     assert all(slots <= bound for slots, bound, _, _ in seen), "I4: the window, and the extra groups"
-    assert all(live <= most for _, _, live, most in seen), "I4: and the extra members of what runs"
+    assert all(live <= most for _, _, live, most in seen), "I4: and the extra members of running groups"
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,4 +1,4 @@
-"""Engines that follow a version one by one: alpha is hard, somebody serves, nothing is interrupted needlessly."""
+"""Engines that follow a version one by one: alpha is hard, an engine always serves, no needless interruptions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
 
 @dataclass
 class Seen:
-    """What engines were asked, checked when they are."""
+    """Requests to engines, checked when they are made."""
 
     world: World
     alpha: int
@@ -119,7 +119,7 @@ def test_alpha_is_hard_and_everything_is_trained_once(made: tuple[World, Seen], 
     loop.run(world.run(), seed=fuzz)
     sound(world)
     if isinstance(world.updates, Staggered):
-        assert all(serves for _, _, serves in seen.paused), "somebody serves while others load"
+        assert all(serves for _, _, serves in seen.paused), "an engine serves while others load"
 
 
 @settings(max_examples=40, deadline=None)
@@ -172,7 +172,7 @@ def test_a_delayed_update_interrupts_nothing_that_may_end(seed: int) -> None:
     waiting = {e.id: [running for name, running, _ in seen.paused if name == e.id] for e in world.engines}
     for event in updated:
         running = waiting[event.subject].pop(0)
-        assert running == 0 or event.fields["reason"] == "alpha", "only what alpha no longer allows is interrupted"
+        assert running == 0 or event.fields["reason"] == "alpha", "only trajectories past alpha are interrupted"
 
 
 def test_an_update_is_put_off_no_longer_than_that() -> None:
@@ -236,7 +236,7 @@ def test_staggered_updates_keep_somebody_serving_where_one_of_all_stops_everybod
 
 
 def test_the_end_of_the_run_needs_no_engine_to_be_current() -> None:
-    """The last versions may never reach every engine: nobody asks for them."""
+    """The last versions may never reach every engine: no trajectory needs them."""
     world = make_simulated_run(
         alpha=2, steps=3, engines=3, load_s=lambda r: 1e4, updates=Staggered(0.3), train_s=lambda r: 1.0
     )
