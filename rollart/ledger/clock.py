@@ -1,4 +1,4 @@
-"""Meters: what turns "the engine is busy now" into intervals, and engine time into trajectories' shares of it."""
+"""Meters: intervals from state changes, and each trajectory's share of engine time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from rollart.ports import Clock, Interval, Recorder, RunEvent
 __all__ = ["ENGINE_DID", "RESOURCE_CLOSED", "RESOURCE_OPENED", "EngineShares", "ResourceClock"]
 
 ENGINE_DID = "engine_did"
-"""Event of an engine: what its counters grew by in an interval."""
+"""Event of an engine: the increase of its counters in an interval."""
 
 RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
-"""Events that bound a resource's life: between them its intervals tile."""
+"""Events that bound a resource's life: its intervals tile the time between them."""
 
 
 class ResourceClock:
     """One resource's state machine. From construction to `close` it is in exactly one state.
 
-    Every change of state or cause emits the interval that ended, so intervals tile by construction. Not for several
-    threads; the one task that drives the resource owns it.
+    Every change of state or cause emits the interval that ended, so intervals tile by construction. Not thread-safe:
+    the task that drives the resource owns the clock.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ResourceClock:
         self._since = self._opened = clock()
         self._closed = False
         self.beside: tuple[ResourceClock, ...] = ()
-        """Resources that do what this one does, for a while."""
+        """Resources that are temporarily in the same state as this one."""
         self._event(RESOURCE_OPENED)
 
     @property
@@ -52,7 +52,7 @@ class ResourceClock:
         return self._state
 
     def enter(self, state: str, cause: str = "") -> None:
-        """From now on the resource is in `state`. Nothing happens if it already was, or after `close`."""
+        """Put the resource into `state`. No effect if it is in that state already, or after `close`."""
         for other in self.beside:
             other.enter(state, cause)
         if (state == self._state and cause == self._cause) or self._closed:
@@ -61,13 +61,13 @@ class ResourceClock:
         self._state, self._cause = str(state), cause
 
     def assign(self, role: str) -> None:
-        """From now on its time is another role's: devices that engines lend to training."""
+        """Charge the resource's time to another role from now on: devices that engines lend to training."""
         if role != self._role:
             self.flush()
             self._role = role
 
     def flush(self) -> None:
-        """Emit the open interval up to now and stay in its state, so that a report of a live run is current."""
+        """Emit the open interval up to now and keep the state, so that a report of a live run is current."""
         now = self._clock()
         if now > self._since and not self._closed:
             self._recorder.interval(
@@ -78,7 +78,7 @@ class ResourceClock:
             self._since = now
 
     def close(self) -> None:
-        """The resource is given back: nothing is paid from now on. May be called again."""
+        """The resource is given back and costs nothing from now on. May be called again."""
         if self._closed:
             return
         self.flush()
@@ -95,11 +95,12 @@ class ResourceClock:
 
 
 class EngineShares:
-    """Charges an engine's busy time to the requests in it: each of n requests in flight pays 1/n of every second.
+    """Charges an engine's busy time to its requests: each of n requests in flight pays 1/n of every second.
 
-    A virtual accumulator grows by dt/n; a request's share is what it grew by while the request was there. O(1) per
-    event. The shares of all requests add up to the busy seconds. While held (weight update) nobody pays, and the
-    engine's clock is in the state that holds it. Drives the engine's `ResourceClock` between busy and idle.
+    A virtual accumulator grows by dt/n; a request's share is its growth while the request was in flight. O(1) per
+    event. The shares of all requests add up to the busy seconds. While the engine is held (weight update) no request
+    pays, and the engine's clock is in the state given to `hold`. Drives the engine's `ResourceClock` between busy and
+    idle.
     """
 
     def __init__(self, resource: ResourceClock, *, clock: Clock) -> None:
@@ -109,11 +110,11 @@ class EngineShares:
         self._entered: dict[str, float] = {}
         self._held = False
         self.busy_seconds = 0.0
-        """Seconds with at least one request in flight, held time left out."""
+        """Seconds with at least one request in flight, excluding held time."""
 
     @property
     def requests(self) -> list[str]:
-        """Those in flight."""
+        """The requests in flight."""
         return list(self._entered)
 
     @property
@@ -134,7 +135,7 @@ class EngineShares:
         self._settle()
 
     def end(self, request: str) -> float:
-        """The request has left; its share in engine seconds. 0 for one that is not in flight."""
+        """The request has ended; returns its share in engine seconds, or 0 if it was not in flight."""
         self._advance()
         share = self._grown - self._entered.pop(request, self._grown)
         if not self._entered:
@@ -142,13 +143,13 @@ class EngineShares:
         return share
 
     def hold(self, state: str = ResourceState.SYNC, cause: str = "") -> None:
-        """Nobody is served from now on: the engine is in `state`."""
+        """Stop charging requests: the engine is in `state`."""
         self._advance()
         self._held = True
         self._resource.enter(state, cause)
 
     def release(self) -> None:
-        """Serving goes on."""
+        """End the hold."""
         self._advance()
         self._held = False
         self._settle()
@@ -164,6 +165,6 @@ class EngineShares:
 
     def _settle(self) -> None:
         if not self._entered:
-            self._grown = 0.0  # nobody holds a mark: start over, so that precision does not wear off
+            self._grown = 0.0  # no request refers to it: reset, so that precision does not degrade
         if not self._held:
             self._resource.enter(ResourceState.BUSY if self._entered else ResourceState.IDLE)

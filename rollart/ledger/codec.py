@@ -1,4 +1,4 @@
-"""Training samples as bytes, exactly: numbers per token as packed arrays inside msgpack, behind a checksum."""
+"""Lossless encoding of training samples: per-token numbers as packed arrays inside msgpack, behind a checksum."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FORMAT = 1
 
 _HEAD = struct.Struct("<cI")
 _CHECKED = b"\xc1"
-"""The first byte of bytes with a checksum, which no msgpack begins with; older ledgers hold samples without one."""
+"""First byte of data with a checksum, which no msgpack value begins with; older ledgers hold samples without one."""
 
 
 def encode_sample(sample: TrainSample) -> bytes:
-    """Everything in a sample; floats keep all their bits."""
+    """All fields of a sample; floats keep all their bits."""
     packed: bytes = msgpack.packb(
         (
             FORMAT,
@@ -44,7 +44,7 @@ def encode_sample(sample: TrainSample) -> bytes:
 
 
 def decode_sample(data: bytes) -> TrainSample:
-    """The sample again. ValueError for bytes that are none, or not those that were encoded."""
+    """The decoded sample. ValueError for invalid bytes, or bytes that changed since they were encoded."""
     if data.startswith(_CHECKED):
         head, data = data[: _HEAD.size], data[_HEAD.size :]
         if head != _HEAD.pack(_CHECKED, zlib.crc32(data)):

@@ -1,4 +1,4 @@
-"""The ledger's database file: opening, healing after a crash, and one transaction per flush. No threads here."""
+"""The ledger's database file: opening, repair after a crash, and one transaction per flush. No threads here."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ __all__ = ["FILE", "Database", "Operation"]
 FILE = "ledger.sqlite"
 
 Operation = Callable[["Database"], Any]
-"""A change that someone waits for, run inside the flush's transaction."""
+"""A change with a waiting caller, run inside the flush's transaction."""
 
 
 class Database:
-    """One run's ledger file, opened for writing by exactly one process (a file lock says so).
+    """One run's ledger file, opened for writing by exactly one process (enforced by a file lock).
 
     `now` is the loop's second at opening; it becomes the run's last known second, `clock` (0 for a new run), so that
-    times in the file go on where a resumed run stopped. Opening closes the books of what a crash cut off. Without
+    times in the file continue where a resumed run stopped. Opening closes the intervals that a crash cut off. Without
     `sync` a transaction survives kill -9 but not a power cut.
 
-    Errors: StorageFailed for anything the disk or SQLite refuses; UsageError when another process holds the run.
+    Errors: StorageFailed for any error of the disk or SQLite; UsageError when another process holds the run.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Database:
             raise
 
     def write(self, recorded: Sequence[Any], operations: Sequence[Operation]) -> list[Any]:
-        """Everything in one durable transaction; the operations' results, or the RollartError that refused one.
+        """Write everything in one durable transaction; returns the operations' results, or the RollartError of a
+        refused one.
 
         A refused operation leaves no trace and the others stand. StorageFailed means that nothing was written.
         """
@@ -186,15 +187,16 @@ class Database:
         return samples
 
     def _drop_group(self, group: str) -> None:
-        """The group goes as one whose environment failed does: a fresh prompt takes its place."""
+        """Drop the group like one whose environment failed: a fresh prompt replaces it."""
         self.connection.execute(
             f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (str(AbortReason.INFRA_FAULT), group)
         )
         self.connection.execute(f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ?", (group,))
 
     def _checkpoint(self) -> None:
-        """Bring what was committed from the write-ahead log into the database file: the log is one file more to lose.
-        As much as readers allow; the next publish brings the rest. Without `sync` there is no crash to prepare for."""
+        """Move committed pages from the write-ahead log into the database file: the log is an additional file that can
+        be lost. Readers may limit the checkpoint; the next publish continues it. Without `sync` there is no crash to
+        prepare for."""
         if self._sync:
             self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
@@ -234,7 +236,7 @@ class Database:
         return connection
 
     def _create(self, path: Path, config: Mapping[str, Any] | None) -> None:
-        """The file appears with its tables and what the run is started with: a kill leaves all of it, or none."""
+        """Create the file with its tables and the run's configuration: a kill leaves all of it, or none."""
         fresh = path.with_name(f"{path.name}.new")
         fresh.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as connection:
@@ -245,7 +247,7 @@ class Database:
         fresh.rename(path)
 
     def _configure(self, connection: sqlite3.Connection, config: str) -> None:
-        """Record what the run is started with; what an earlier life was started with stays, as `config.0`, …"""
+        """Record the run's configuration; those of earlier lives are kept as `config.0`, …"""
         connection.execute(
             """INSERT INTO meta SELECT 'config.' || (SELECT count(*) FROM meta WHERE key LIKE 'config.%'), value
             FROM meta WHERE key = 'config' AND value != ?""",
@@ -254,7 +256,7 @@ class Database:
         connection.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (config,))
 
     def _upgrade(self, connection: sqlite3.Connection, path: Path) -> None:
-        """Bring an older file to today's schema, in one transaction. StorageFailed for one that is unknown."""
+        """Upgrade an older file to the current schema, in one transaction. StorageFailed for an unknown version."""
         found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
         version = int(found[0]) if found is not None and found[0].isdecimal() else 0
         if version != SCHEMA_VERSION and version not in UPGRADES:
@@ -281,7 +283,7 @@ class Database:
             result = refused
         except (sqlite3.Error, OSError):
             raise
-        except Exception as error:  # a value that cannot be written is its owner's fault, not the end of the ledger
+        except Exception as error:  # a value that cannot be written is its caller's error: the ledger continues
             self.connection.execute("ROLLBACK TO operation")
             result = RunFailed(f"the ledger cannot hold a record: {type(error).__name__}: {error}")
         self.connection.execute("RELEASE operation")
@@ -292,7 +294,7 @@ class Database:
             if self.connection.in_transaction:
                 self.connection.execute("ROLLBACK")
         except sqlite3.Error:
-            pass  # the first error says more
+            pass  # the first error is more informative
 
     def _failed(self, error: Exception) -> StorageFailed:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -337,7 +339,7 @@ class Database:
         return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
 
     def _heal(self) -> None:
-        """Resources that were open when the run died: the time that nobody recorded is `down`, cause `crash`."""
+        """For resources that were open when the run died, record the missing time as `down`, cause `crash`."""
         self.connection.execute(
             f"""INSERT INTO intervals
             SELECT json_extract(o.fields, '$.role'), o.subject, max(o.t, coalesce(i.t1, 0)), ?,

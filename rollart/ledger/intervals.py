@@ -18,7 +18,7 @@ __all__ = ["IntervalSum", "ResourceState", "TilingError", "CostTotals", "sum_int
 
 
 class ResourceState(enum.StrEnum):
-    """What a resource does. Only `busy` buys anything; the rest is what it costs to have it."""
+    """The state of a resource. Only `busy` time is useful; the other states are its overhead."""
 
     STARTUP = "startup"
     BUSY = "busy"
@@ -29,7 +29,7 @@ class ResourceState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TilingError:
-    """A place where a resource's intervals do not tile its span."""
+    """A stretch in which a resource's intervals do not tile its span."""
 
     resource: str
     kind: Literal["gap", "overlap", "backwards"]
@@ -64,7 +64,7 @@ class CostTotals:
 def find_tiling_errors(
     intervals: Iterable[Interval], *, start: float | None = None, end: float | None = None, tolerance: float = 1e-9
 ) -> list[TilingError]:
-    """Where intervals fail to tile: gaps, overlaps, and intervals that end before they begin.
+    """Gaps, overlaps, and intervals that end before they begin.
 
     Each resource must be covered from its first interval to its last, or over [start, end] where these are given.
     """

@@ -24,7 +24,7 @@ class _GroupState:
 
 @dataclass(slots=True)
 class MemoryRecorder:
-    """`Recorder` and `Journal` in lists and dicts; what was recorded is open to tests."""
+    """`Recorder` and `Journal` in lists and dicts; tests may read all records."""
 
     intervals: list[Interval] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What things cost: lookups in a dated price list, and the bill of a function call."""
+"""Price lookups in a dated price list, and the bill of a function call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ON_OWN_CORES", "PriceBook"]
 
 ON_OWN_CORES = "local"
 """The provider whose workers run on cores that the run pays for by the hour. Its calls have no bill of their own: its
-prices say what the calls would cost elsewhere."""
+prices give the cost of the calls elsewhere."""
 
 
 class PriceBook:
-    """Prices by name and unit. Floats: sums stay far above a double's rounding at any run's size."""
+    """Prices by name and unit. Floats: at any run's size, sums stay far above a double's rounding error."""
 
     def __init__(self, prices: PriceList) -> None:
         self._table: dict[tuple[str, str], PriceEntry] = {(p.name, p.unit): p for p in prices.prices}
@@ -29,7 +29,7 @@ class PriceBook:
         return cls(load_prices(builtin("prices.yaml") if path is None else path))
 
     def device_hour(self, device: str) -> PriceEntry:
-        """Price of one device for an hour. SpecError if nobody has stated one."""
+        """Price of one device for an hour. SpecError if the list has none."""
         found = self._table.get((device, "device-hour"))
         if found is None:
             hint = did_you_mean(device, [name for name, unit in self._table if unit == "device-hour"])
@@ -37,16 +37,17 @@ class PriceBook:
         return found
 
     def function_usd(self, provider: str, *, billed_s: float, memory_mb: float, requests: int = 1) -> float:
-        """Price of `requests` calls that ran `billed_s` seconds together on workers of `memory_mb` and one core. A
-        provider without any price costs nothing here; `sources` shows that. `billed` says if it is a bill."""
+        """Price of `requests` calls that ran `billed_s` seconds in total on workers of `memory_mb` and one core. A
+        provider without any price costs nothing here; `sources` shows that. See `billed` for whether the price is a
+        bill."""
         items = self.function_items(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
         return sum(price.usd * amount for price, amount in items)
 
     def function_items(
         self, provider: str, *, billed_s: float, memory_mb: float, requests: int
     ) -> Iterator[tuple[PriceEntry, float]]:
-        """Amounts of what the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts), GiB-seconds,
-        core-seconds, requests."""
+        """Amounts of the units that the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts),
+        GiB-seconds, core-seconds, requests."""
         memory_s = billed_s * memory_mb / 1024.0
         return self._items(
             provider,
@@ -59,11 +60,11 @@ class PriceBook:
         )
 
     def billed(self, provider: str) -> bool:
-        """True if somebody is charged for the provider's calls; otherwise they are part of no total and no budget."""
+        """True if the provider's calls are billed; otherwise they are part of no total and no budget."""
         return provider != ON_OWN_CORES
 
     def charges_idle(self, provider: str) -> bool:
-        """Whether the provider has a price for workers that wait."""
+        """True if the provider has a price for workers that wait."""
         return any(name == provider and unit.startswith("idle-") for name, unit in self._table)
 
     def idle_usd(self, provider: str, *, seconds: float, memory_mb: float) -> float:

@@ -1,4 +1,4 @@
-"""Reading a run's ledger from any process, while it is written or after."""
+"""Read access to a run's ledger from any process, during the run or after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 OFFLOAD_STAGE = "offload_stage"
-"""Event: what one stage (`stage`) of a function's pipeline did since the functions were opened; zeros are left out."""
+"""Event: counters of one stage (`stage`) of a function's pipeline since the functions were opened; zeros are
+omitted."""
 
 FUNCTION_HEALTH = "function_health"
 """Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
@@ -43,10 +44,10 @@ FUNCTION_HEALTH = "function_health"
 
 @dataclass(frozen=True, slots=True)
 class ChargeSum:
-    """Trajectories of one domain, purpose, first version and fate, added up.
+    """Trajectories of one domain, purpose, first version and outcome, added up.
 
-    `outcome` is the fate: `trained`, `evaluated`, `waiting` (scored, not consumed yet) or the reason of the waste.
-    `judged` of them know whether they succeeded, `successes` did.
+    `outcome` is `trained`, `evaluated`, `waiting` (scored, not consumed yet) or the reason of the waste. `judged`
+    counts the trajectories with a known success, `successes` the successful ones.
     """
 
     domain: str
@@ -66,7 +67,7 @@ class ChargeSum:
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
     """A training trajectory that was scored: its length in `tokens`, of which `action_tokens` were sampled and
-    `first_tokens` its first prompt's; seconds that it waited for its environment's reset and steps."""
+    `first_tokens` form its first prompt; the seconds that it waited for its environment's reset and steps."""
 
     domain: str
     turns: int
@@ -107,16 +108,16 @@ class InvocationSum:
     billed_s: float
     cause: str = "call"
     cold_billed_s: float = 0.0
-    """What of `billed_s` was start-up."""
+    """The start-up part of `billed_s`."""
     estimated: int = 0
-    """Calls that the provider sent no bill of: they count as the time until they were answered or given up."""
+    """Calls without a bill from the provider: they count with the time until they were answered or given up."""
     estimated_s: float = 0.0
     """Their part of `billed_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavingSum:
-    """Items that needed no call, and what they would have been billed, by function and stage."""
+    """Items that needed no call, and the seconds that they would have been billed, by function and stage."""
 
     function: str
     stage: str
@@ -128,7 +129,7 @@ class SavingSum:
 @dataclass(frozen=True, slots=True)
 class WorkerSum:
     """Worker-seconds of one function, provider and memory size in one state (`cold`, `busy`, `idle`). `estimated`: not
-    metered, but made from the gaps between calls."""
+    metered, but derived from the gaps between calls."""
 
     function: str
     provider: str
@@ -140,7 +141,7 @@ class WorkerSum:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One function call: it was asked for `queued_s` before `t0`. Seconds of the run."""
+    """One function call: it was requested `queued_s` before `t0`. Seconds of the run."""
 
     function: str
     provider: str
@@ -159,7 +160,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A published version and what was trained into it."""
+    """A published version and the groups, samples and tokens that were trained into it."""
 
     version: int
     step: int
@@ -171,7 +172,7 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run at a glance."""
+    """Key figures of a run."""
 
     seconds: float
     version: int | None
@@ -185,7 +186,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRow:
-    """A training trajectory, whatever became of it. `sample` is the state of its sample, None if it left none."""
+    """A training trajectory with any outcome. `sample` is the state of its sample, None if it left none."""
 
     trajectory: str
     domain: str
@@ -198,7 +199,7 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was admitted, and what became of it; a `reason` where it was dropped."""
+    """A group that was admitted, and its state; `reason` is set if it was dropped."""
 
     id: str
     domain: str
@@ -221,12 +222,12 @@ class LedgerReader:
         self._look_like_today(found and found[0])
 
     def config(self) -> dict[str, Any]:
-        """What the run was started with (`Resolved.to_dict`); empty if it said nothing."""
+        """The run's configuration (`Resolved.to_dict`); empty if there is none."""
         rows = self._query("SELECT value FROM meta WHERE key = 'config'")
         return dict(json.loads(rows[0][0])) if rows else {}
 
     def configs(self) -> list[dict[str, Any]]:
-        """All that lives of the run were started with, the last one last; equal ones that follow each other once."""
+        """The configurations of all lives of the run, the last one last; equal consecutive ones once."""
         rows = self._query("SELECT value FROM meta WHERE key LIKE 'config.%' ORDER BY CAST(substr(key, 8) AS INTEGER)")
         now = self.config()
         return [*(json.loads(row[0]) for row in rows), *([now] if now else [])]
@@ -254,7 +255,7 @@ class LedgerReader:
         ]
 
     def device_hours(self) -> list[tuple[float, float]]:
-        """Hours of devices by their price per hour, for as long as somebody pays for them."""
+        """Hours of devices by their price per hour, where the price is above 0."""
         return [
             (price, hours)
             for price, hours in self._query(
@@ -264,7 +265,7 @@ class LedgerReader:
         ]
 
     def charge_sums(self) -> list[ChargeSum]:
-        """Trajectories by (domain, purpose, fate, first version)."""
+        """Trajectories by (domain, purpose, outcome, first version)."""
         return [
             ChargeSum(*row)
             for row in self._query(
@@ -282,7 +283,7 @@ class LedgerReader:
         ]
 
     def finished(self) -> list[FinishedRow]:
-        """Training trajectories that were scored, whatever became of their samples, in the order that they ended in."""
+        """Training trajectories that were scored, with any sample state, in the order in which they ended."""
         return [
             FinishedRow(*row)
             for row in self._query(
@@ -294,7 +295,7 @@ class LedgerReader:
         ]
 
     def attempts(self) -> list[AttemptRow]:
-        """Training trajectories in the order that they ended in; a member that was tried again has several."""
+        """Training trajectories in the order in which they ended; a member that was retried has several."""
         return [
             AttemptRow(*row)
             for row in self._query(
@@ -305,11 +306,11 @@ class LedgerReader:
         ]
 
     def groups(self) -> list[GroupRow]:
-        """Groups in the order that they were admitted in."""
+        """Groups in the order in which they were admitted."""
         return [GroupRow(*row) for row in self._query("SELECT id, domain, state, reason FROM groups ORDER BY rowid")]
 
     def trained(self) -> list[TrainedRow]:
-        """What was trained into each version, by version."""
+        """Samples and tokens that were trained into each version, by version."""
         return [
             TrainedRow(*row)
             for row in self._query(
@@ -390,15 +391,15 @@ class LedgerReader:
         yield from self._cursor("SELECT role, resource, t0, t1, state, units FROM intervals")
 
     def stays(self) -> Iterator[tuple[str, float, float, float, float]]:
-        """Domain, begin, end, seconds of reset and of all steps of its environment, of every trajectory that ended."""
+        """Domain, begin, end, seconds of reset and of all steps of its environment, for every trajectory that ended."""
         yield from self._cursor("SELECT domain, t0, t1, reset_s, env_s FROM trajectories")
 
     def call_spans(self) -> Iterator[tuple[str, float, float, float, float]]:
-        """Function, begin, end, seconds queued before and of the cold start in it, of every call."""
+        """Function, begin, end, seconds queued before the call and seconds of cold start within it, for every call."""
         yield from self._cursor("SELECT function, t0, t1, queued_s, cold_start_s FROM invocations")
 
     def occurrences(self) -> Iterator[tuple[float, str]]:
-        """When and what, of every event, without its fields."""
+        """Time and kind of every event, without its fields."""
         yield from self._cursor("SELECT t, kind FROM events")
 
     def events(self, kind: str | None = None) -> list[RunEvent]:
@@ -433,7 +434,7 @@ class LedgerReader:
             raise self._failed(error) from None
 
     def _cursor(self, sql: str) -> Iterator[Any]:
-        """Rows of what may be too many for a list."""
+        """Rows of a result that may be too large for a list."""
         try:
             yield from self._connection.execute(sql)
         except sqlite3.Error as error:

@@ -1,7 +1,7 @@
 """Large payloads beside the database: append-only files of [length, crc32, payload].
 
-A payload is on disk before the row that refers to it is committed; what follows the last row that a crash left is never
-read and is overwritten by no one, because each opening starts a new file.
+A payload is on disk before the row that refers to it is committed. Bytes after the last committed payload of a crashed
+run are never read and never overwritten, because each opening starts a new file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rollart.errors import StorageFailed
 __all__ = ["INLINE_LIMIT", "PayloadDamaged", "PayloadFiles"]
 
 INLINE_LIMIT = 64 * 1024
-"""Payloads above it leave the database: SQLite's own overflow pages are slower than a file from here on."""
+"""Payloads above it leave the database: SQLite's own overflow pages are slower than a file from this size on."""
 
 ROLL_BYTES = 64 * 1024 * 1024
-"""A file past this is closed, so that whole files can be deleted once their samples are consumed."""
+"""A file beyond this size is closed, so that whole files can be deleted once their samples are consumed."""
 
 _HEAD = struct.Struct("<II")
 
 
 class PayloadDamaged(StorageFailed):
-    """A payload is not what was written, or not there. One that merely cannot be read is a StorageFailed."""
+    """A payload is missing or differs from the written one. An unreadable payload is a StorageFailed."""
 
 
 class PayloadFiles:
@@ -39,7 +39,7 @@ class PayloadFiles:
         self._number = max((int(p.stem) for p in directory.glob("*.seg")), default=0)
         self._dirty = False
         self.rolled = False
-        """Whether a file was closed since somebody last asked `keep` to delete what is of no use."""
+        """True if a file was closed since the last call of `keep`."""
 
     def append(self, payload: bytes) -> tuple[int, int]:
         """Write a payload: (segment, offset). Durable after `sync`."""
@@ -52,14 +52,14 @@ class PayloadFiles:
         return self._number, offset
 
     def sync(self) -> None:
-        """What was appended survives from here on."""
+        """Make all appended payloads durable."""
         if self._file is not None and self._dirty:
             self._file.flush()
             os.fdatasync(self._file.fileno())
             self._dirty = False
 
     def read(self, segment: int, offset: int) -> bytes:
-        """A payload again. PayloadDamaged if its checksum does not match, StorageFailed if it cannot be read."""
+        """Read a payload. PayloadDamaged if its checksum does not match, StorageFailed if it cannot be read."""
         path = self._path(segment)
         try:
             with path.open("rb") as file:
@@ -81,7 +81,7 @@ class PayloadFiles:
         return payload
 
     def keep(self, segments: Collection[int]) -> None:
-        """Delete closed files that nothing refers to."""
+        """Delete closed files without references."""
         self.rolled = False
         for path in self._directory.glob("*.seg"):
             if int(path.stem) not in segments and int(path.stem) != self._number:

@@ -1,4 +1,4 @@
-"""The ledger of a run: what adapters record, and the durable state that a resume starts from."""
+"""The ledger of a run: records of adapters, and the durable state that a resume starts from."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class Ledger:
     """`Recorder` and `Journal` over one SQLite file (WAL, synchronous FULL) in the run's directory.
 
     Recording is synchronous and buffered: it costs the caller about a microsecond and is durable within a few tens of
-    milliseconds. Journal calls return when their transaction is durable; concurrent ones share it (group commit).
-    Called from one event loop's thread. `inline=True` writes in the caller instead of in a thread
-    and leaves power cuts out, for virtual time. `measure`: how many tokens ids stand for; simulated ones are many each.
+    milliseconds. Journal calls return when their transaction is durable; concurrent ones share it (group commit). All
+    calls come from one event loop's thread. `inline=True` writes in the caller instead of in a thread and does not
+    protect against power cuts, for virtual time. `measure` maps token ids to a number of tokens: simulated ids
+    represent many tokens each.
 
-    `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which go on where a
-    resumed run stopped. A life of the run begins at `began`, or else now. The resources in `held` are paid from then
-    on, and resources that close after `stopping` are paid until the ledger closes. `on_event` sees every event: what a
-    terminal shows is chosen from all that the ledger holds.
+    `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which continue where a
+    resumed run stopped. A life of the run begins at `began`, by default now. The resources in `held` are paid from then
+    on, and resources that close after `stopping` are paid until the ledger closes. `on_event` receives every event: a
+    terminal selects its output from them.
 
     Errors: StorageFailed (final: every later call raises it, and `watch` too), RunFailed for a change that would break
     a rule (a sample trained twice), UsageError when another process holds the run.
@@ -71,7 +72,7 @@ class Ledger:
     @property
     def spent_usd(self) -> float:
         """Dollars billed that have reached the file, over all of the run's lives: intervals, and calls where `prices`
-        are known. What open resources have spent since their last change is not in it (`ResourceClock.flush`)."""
+        are known. Excludes the spending of open resources since their last change (`ResourceClock.flush`)."""
         return self._database.spent_usd
 
     @property
@@ -146,8 +147,8 @@ class Ledger:
         return recovered
 
     async def roll_back(self, version: int) -> int:
-        """Make `version` the newest one. Groups that were trained into later ones, and groups with tokens of later
-        ones, are dropped: payloads of trained samples are gone, and a later version's number will be used again.
+        """Make `version` the newest one. Groups that were trained into later versions, and groups with tokens of later
+        versions, are dropped: payloads of trained samples are deleted, and a later version's number will be used again.
         Returns how many samples are lost. RunFailed if the version was never committed."""
         lost: int = await self._writer.run(lambda db: db.roll_back(version))
         return lost
@@ -161,7 +162,7 @@ class Ledger:
         await self._writer.failure()
 
     def close(self) -> None:
-        """Write what is left and let go of the run; bounded, may be called again."""
+        """Write the remaining rows and release the run; bounded, may be called again."""
         closed, self._closed = self._closed, []
         with contextlib.suppress(StorageFailed):  # the writer raises it again
             for event in closed:
@@ -169,7 +170,7 @@ class Ledger:
         self._writer.close()
 
     def _idle(self, resource: RunEvent, t0: float, t1: float, state: ResourceState, cause: str = "") -> None:
-        """An interval of the resource that the event opened or closed."""
+        """Record an interval of the resource that the event opened or closed."""
         role, units, price = (resource.fields[name] for name in ("role", "units", "usd_per_unit_hour"))
         if t1 > t0:
             units, price = float(units or 0.0), float(price or 0.0)

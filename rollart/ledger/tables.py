@@ -1,4 +1,4 @@
-"""The ledger's tables, and the row of each thing that is recorded. One place for all SQL that writes."""
+"""The ledger's tables, and the row of each kind of record. All SQL that writes is here."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
 
 Measure = Callable[[Sequence[int]], int]
-"""How many tokens ids stand for."""
+"""Number of tokens that ids represent."""
 
 STAMP = "stamp:"
-"""Before a version's number: the key of its stamp."""
+"""Prefix of a version's number: the key of its stamp."""
 
 MINUTE_S = 60.0
-"""Worker time is kept by the minute: a row per function and state, however many calls there are."""
+"""Worker time is kept by the minute: a row per function and state, independent of the number of calls."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -93,7 +93,7 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
           PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID""",
     )
 }
-"""By version: what makes a file of the next one of it, for a resume."""
+"""By version: the statements that upgrade a file to the next version, for a resume."""
 
 OLDER: Mapping[int, tuple[str, ...]] = {
     3: (
@@ -103,7 +103,7 @@ OLDER: Mapping[int, tuple[str, ...]] = {
         seconds REAL, spans INTEGER)""",
     )
 }
-"""By version: what a reader puts before a file's tables so that they look like today's. The file is not touched."""
+"""By version: views that make a file's tables look current to a reader. The file is not changed."""
 
 
 class FlushRows:
@@ -112,7 +112,7 @@ class FlushRows:
     def __init__(
         self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | Charge], shift: float
     ) -> None:
-        """`shift` turns the loop's seconds into the run's."""
+        """`shift` converts the loop's seconds to the run's."""
         self.intervals: list[tuple[Any, ...]] = []
         self.events: list[tuple[Any, ...]] = []
         self.charges: list[tuple[Any, ...]] = []
@@ -190,7 +190,7 @@ class FlushRows:
                     self._add(row, row.t1 + shift)
 
     def _add(self, span: WorkerSpan, end: float) -> None:
-        """Of a span only its sum is kept: there are two of them a call."""
+        """Add a span to its sum; spans are not kept, because there are two per call."""
         key = (span.function, span.provider, span.memory_mb, str(span.state), int(end // MINUTE_S))
         sums = self.worker_time.setdefault(key, [0.0, 0])
         sums[0] += span.t1 - span.t0
@@ -198,7 +198,7 @@ class FlushRows:
 
 
 def insert(connection: sqlite3.Connection, rows: FlushRows) -> None:
-    """Append what was recorded."""
+    """Append the recorded rows."""
     connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
     connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
     connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
@@ -212,7 +212,7 @@ def insert(connection: sqlite3.Connection, rows: FlushRows) -> None:
 
 
 def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) -> None:
-    """Note an admitted group. Admitting the same live group again (a resume) changes nothing."""
+    """Record an admitted group. Admitting the same live group again (a resume) changes nothing."""
     known = connection.execute("SELECT domain, seed, state FROM groups WHERE id = ?", (group,)).fetchone()
     if known is None:
         connection.execute("INSERT INTO groups (id, domain, seed) VALUES (?,?,?)", (group, domain, seed))
@@ -221,9 +221,9 @@ def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) ->
 
 
 def finish(connection: sqlite3.Connection, segments: PayloadFiles, sample: TrainSample, measure: Measure = len) -> None:
-    """Keep a finished sample. One whose group is gone counts as dropped.
+    """Store a finished sample. A sample of a dropped group counts as dropped.
 
-    The same id again replaces a live sample (a resumed run repeats what had gone stale) and never a consumed one.
+    The same id replaces a live sample (a resumed run repeats stale work) and never a consumed one.
     """
     if connection.execute("SELECT 1 FROM samples WHERE id = ?", (sample.id,)).fetchone() is not None:
         outdate(connection, sample.id)
@@ -267,7 +267,7 @@ def outdate(connection: sqlite3.Connection, trajectory: str) -> None:
 
 
 def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
-    """The group will not be trained; its samples with it. The first reason stays."""
+    """Drop the group with its samples. The first reason is kept."""
     state = connection.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
     if state is None:
         raise RunFailed(f"group {group} is dropped but was never admitted")
@@ -295,7 +295,7 @@ def commit(
     samples = [sample for group in consumed for sample in group.samples]
     _consume(connection, "samples", [s.id for s in samples], version)
     _consume(connection, "groups", [g.id for g in consumed], version)
-    # What is left of these groups is an attempt that was generated again: it will never be trained.
+    # The remaining live samples of these groups are superseded attempts: they will never be trained.
     connection.executemany(
         f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
         [(g.id,) for g in consumed],
@@ -322,7 +322,7 @@ def stamps(connection: sqlite3.Connection) -> dict[int, str]:
 
 
 def forget(connection: sqlite3.Connection, version: int) -> None:
-    """Versions after this one were never committed."""
+    """Delete the versions after this one."""
     connection.execute("DELETE FROM versions WHERE version > ?", (version,))
     later = [(f"{STAMP}{known}",) for known in stamps(connection) if known > version]
     connection.executemany("DELETE FROM meta WHERE key = ?", later)

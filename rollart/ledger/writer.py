@@ -1,4 +1,4 @@
-"""Group commit: one thread writes, many wait, one transaction serves them all."""
+"""Group commit: one thread writes, many callers wait, one transaction serves them all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rollart.ledger.database import Database, Operation
 __all__ = ["FLUSH_SECONDS", "MAX_PENDING", "InlineWriter", "ThreadWriter"]
 
 FLUSH_SECONDS = 0.03
-"""How long recorded rows wait for company when nobody waits for them: one fsync then carries hundreds."""
+"""How long recorded rows wait for others when no caller waits for them: one fsync then carries hundreds."""
 
 MAX_PENDING = 1_000_000
-"""Rows that may wait for a slow disk; past it the ledger has failed (about 200 MB, a minute at full rate)."""
+"""Rows that may wait for a slow disk; beyond it the ledger has failed (about 200 MB, a minute at full rate)."""
 
 JOIN_SECONDS = 30.0
 """Bound on closing: one last transaction on a loaded disk takes far less."""
@@ -29,7 +29,7 @@ class ThreadWriter:
     """Owns the database in a thread of its own.
 
     The loop's thread calls `record` (never waits) and `run` (waits until its transaction is durable; unblocked by the
-    thread through the loop). Invariant: what was recorded before a `run` is durable when it returns. The first
+    thread through the loop). Invariant: rows recorded before a `run` are durable when it returns. The first
     StorageFailed is final: every later call raises it, and `failure` resolves.
     """
 
@@ -81,7 +81,7 @@ class ThreadWriter:
         await future
 
     def close(self) -> None:
-        """Write what is left and stop; bounded. Raises StorageFailed if that last write fails."""
+        """Write the remaining rows and stop; bounded. Raises StorageFailed if that last write fails."""
         with self._changed:
             if self._stopping:
                 return
@@ -125,8 +125,8 @@ class ThreadWriter:
 
 
 class InlineWriter:
-    """The same without a thread, for a loop on virtual time: what is asked for within `FLUSH_SECONDS` of the loop is
-    one transaction, written on the loop."""
+    """The same without a thread, for a loop on virtual time: operations within `FLUSH_SECONDS` of the loop share one
+    transaction, written on the loop."""
 
     BATCH = 4096
 

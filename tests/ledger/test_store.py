@@ -1,4 +1,4 @@
-"""The journal's rules, on all of its implementations, and what a crash or a full disk leaves."""
+"""The journal's rules, on all of its implementations, and its state after a crash or a full disk."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ def test_a_trajectory_that_was_finished_is_stale_once_that_is_known(tmp_path: Pa
 
 
 def test_a_run_goes_back_to_an_older_version(tmp_path: Path, sample: MakeSample, group: MakeGroup) -> None:
-    """What was trained into later versions is lost, and what has tokens of them; the rest is as it was."""
+    """Samples trained into later versions, or with tokens of them, are lost; the rest is unchanged."""
     of = {name: sample(f"{name}.0", name) for name in "abcd"}
     of["d"] = dataclasses.replace(of["d"], versions=(0,) * (len(of["d"].versions) - 1) + (2,))
 
@@ -499,7 +499,7 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
 
 
 def test_a_life_is_paid_from_its_process_to_its_ledger(tmp_path: Path) -> None:
-    """What is held from the start, what closes while the run stops, and what came and went in between."""
+    """Resources held from the start, resources closed while the run stops, and resources in between."""
     now = [0.0]
 
     def at(second: float) -> float:
@@ -660,7 +660,7 @@ class TestFailure:
 def test_segment_files_go_once_their_samples_are_trained(
     tmp_path: Path, sample: MakeSample, group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A live run does not pile up what it has trained: a closed file without live samples is deleted."""
+    """A live run does not accumulate trained payloads: a closed file without live samples is deleted."""
     monkeypatch.setattr("rollart.ledger.segments.ROLL_BYTES", 100_000)
 
     async def main() -> None:

@@ -83,7 +83,7 @@ def test_idle_workers_are_spent_where_they_cost(tmp_path: Path, inline: bool) ->
 
 
 def older(directory: Path) -> None:
-    """A file of version 3, with a first call and one that failed as it started."""
+    """A file of version 3, with a first call and a call that failed as it started."""
     with contextlib.closing(sqlite3.connect(directory / FILE)) as connection, connection:
         connection.executescript(SCHEMA_3)
         connection.executemany(
@@ -135,7 +135,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path, version: str) -> None:
 
 def test_the_start_up_of_a_bill() -> None:
     call = Invocation("f", "modal", "w", 0, 1, 0.4, 1.0, 512, 1, "ok")
-    assert call.start_billed_s == 0.4, "what the provider billed of it is not told apart: all of it"
+    assert call.start_billed_s == 0.4, "the billed part is not distinguished: all of it"
     fork = Invocation("f", "local", "w", 0, 1, 0.4, 1.0, 512, 1, "ok", cold_billed_s=0.1)
-    assert fork.start_billed_s == 0.1, "a fork takes longer than what is billed of it"
+    assert fork.start_billed_s == 0.1, "a fork takes longer than its billed time"
     assert Invocation("f", "local", "w", 0, 1, 0.4, 0.2, 512, 1, "ok").start_billed_s == 0.2
