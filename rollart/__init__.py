@@ -1,7 +1,7 @@
 """rollart: orchestration for agentic reinforcement learning.
 
-What a user's environments and reward functions need is here; importing it loads nothing heavy, and nothing at all
-before it is asked for.
+Exports the names that users' environments and reward functions need. Importing it loads no heavy module, and none
+before a name is accessed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses that a spec or a command line names. Pure."""
+"""Addresses in specs and command lines. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["host_and_port", "is_loopback"]
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """Of HOST:PORT; an IPv6 address is in brackets. ValueError."""
+    """Host and port of HOST:PORT; an IPv6 address is in brackets. ValueError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise ValueError(f"{text!r} (rule: HOST:PORT)")
@@ -16,7 +16,7 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can call it."""
+    """True if the address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
-"""What lies in a Hugging Face checkpoint directory: the architecture, and which files hold the weights.
+"""Contents of a Hugging Face checkpoint directory: the architecture, and the files with the weights.
 
-Qwen3 and Llama families. Whatever the embedded engine cannot compute exactly is refused here, by name, rather than
+Qwen3 and Llama families. A model that the embedded engine cannot compute exactly is refused by name here rather than
 approximated: by the engine when it starts, and by `rollart validate` before. Errors: `UsageError`, one line.
 """
 
@@ -31,10 +31,11 @@ FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported architectures, and whether they normalise queries and keys per head."""
 
 TYPES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-"""Architecture by `model_type`, for a configuration that does not name its own."""
+"""Architecture by `model_type`, for a configuration without `architectures`."""
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""Keys that a configuration must have. transformers fills in the sizes of a model of several billion parameters."""
+"""Required keys of a configuration: transformers would default them to the sizes of a model of several billion
+parameters."""
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear modules of a supported decoder layer."""
@@ -47,7 +48,7 @@ HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that fix a decoder's computation. Sizes in elements; `rope` as in the checkpoint's config."""
+    """The numbers that determine a decoder's computation. Sizes in elements; `rope` as in the checkpoint's config."""
 
     family: str
     layers: int
@@ -82,7 +83,7 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
-    """Of a parsed `config.json`; `path` is where it is from."""
+    """The architecture of a parsed `config.json`; `path` is its origin."""
     family = refuse_unsupported(config, path)
     heads = int(config["num_attention_heads"])
     theta, scaling = _rope(path, config)
@@ -106,7 +107,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
 
 
 def weight_files(directory: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those of its index. `UsageError` for one that is missing."""
+    """The safetensors files of a checkpoint: one, or those of its index. `UsageError` for a missing file."""
     path = Path(directory)
     index = path / "model.safetensors.index.json"
     names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
@@ -117,7 +118,7 @@ def weight_files(directory: str | Path) -> list[Path]:
 
 
 def refuse_truncated(file: Path) -> None:
-    """`UsageError` for a safetensors file without a header, or with tensors past its end: a download that broke off.
+    """`UsageError` for a safetensors file without a header, or with tensors past its end: an interrupted download.
     Reads the header alone."""
     try:
         with file.open("rb") as stream:
@@ -134,7 +135,7 @@ def refuse_truncated(file: Path) -> None:
 
 
 def vocab_of(directory: str | Path) -> int | None:
-    """Token ids of the model in a directory, as its config.json says; None if it does not."""
+    """Vocabulary size of the model in a directory, from its config.json; None if it has none."""
     try:
         config = json.loads((Path(directory) / "config.json").read_text())
         size = config.get("text_config", config)["vocab_size"]
@@ -144,8 +145,8 @@ def vocab_of(directory: str | Path) -> int | None:
 
 
 def stamp_of(directory: str | Path) -> str:
-    """The stamp of a published version's content: a hash over the file hashes in its marker, or the `stamp` that the
-    marker of a copy names. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
+    """The content stamp of a published version: a hash over the file hashes in its marker, or the `stamp` in the marker
+    of a copy. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
     try:
         marker = json.loads((Path(directory) / "COMPLETE").read_text())
         if marker.get("stamp") or not marker.get("files"):
@@ -170,8 +171,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
-    """The architecture of a configuration. `UsageError` for what the embedded engine does not compute, or would compute
-    differently if it ignored it; `path` is where the configuration is from."""
+    """The architecture of a configuration. `UsageError` for settings that the embedded engine does not support, or
+    would compute wrongly if it ignored them; `path` is the configuration's origin."""
     named = config.get("architectures") or [TYPES.get(str(config.get("model_type")), config.get("model_type", "?"))]
     family = str(named[0])
     if family not in FAMILIES:
@@ -221,7 +222,7 @@ def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[s
 
 
 def _eos(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids, as vLLM takes them: generation_config.json first, then config.json."""
+    """End-of-sequence ids, with vLLM's precedence: generation_config.json first, then config.json."""
     generation = path / "generation_config.json"
     value = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if value is None:

@@ -1,7 +1,7 @@
-"""The border to users' environments: what they answer becomes ours only after a look at it.
+"""Validation of the values that users' environments return.
 
-A broken answer is the environment's fault, like an exception: an infrastructure fault, never a reward. NumPy's scalars
-are taken for what they mean.
+An invalid value is the environment's fault, like an exception: an infrastructure fault, never a reward. NumPy scalars
+are converted to plain numbers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ CALLS = ("reset", "step", "close")
 
 
 def require_awaitable(call: object, what: str) -> Awaitable[object]:
-    """What a method of an environment answered, to be awaited. TypeError where it is no coroutine."""
+    """The awaitable that an environment's method returned. TypeError if the method is no coroutine."""
     if not inspect.isawaitable(call):
         raise TypeError(f"{what} answered {type(call).__name__} at once (rule: `async def {what}`)")
     return call
 
 
 def declares_quick(environment: object) -> bool:
-    """True if the environment's class promises, by `quick = True`, that its calls answer without waiting.
+    """True if the environment's class promises, by `quick = True`, that its calls return without waiting.
 
-    A subclass that overrides one of them has to promise for itself: it may well wait where its base does not."""
+    A subclass that overrides one of the calls must repeat the promise: it may wait where its base does not.
+    """
     if getattr(environment, "quick", False) is not True:
         return False
     for kind in type(environment).__mro__:
@@ -40,7 +41,7 @@ def declares_quick(environment: object) -> bool:
 
 
 def checked_observation(value: object) -> Observation:
-    """TypeError or ValueError, in words about the answer, for anything that is no usable observation."""
+    """TypeError or ValueError, describing the value, for an invalid observation."""
     if not isinstance(value, Observation):
         raise TypeError(f"answered {type(value).__name__} where a rollart.Observation is due")
     if not isinstance(value.text, str):
@@ -53,7 +54,7 @@ def checked_observation(value: object) -> Observation:
 
 
 def checked_step(value: object) -> Step:
-    """The step with plain numbers. TypeError or ValueError for anything that is none."""
+    """The step with plain numbers. TypeError or ValueError for an invalid step."""
     if not isinstance(value, Step):
         raise TypeError(f"answered {type(value).__name__} where a rollart.Step is due")
     checked_observation(value.observation)

@@ -1,11 +1,11 @@
-"""A version of the weights from the trainer's ranks to engines by broadcast, and what an engine does of it.
+"""Broadcast of a weight version from the trainer's ranks to engines, and its reception in an engine.
 
-One process group per rank of the trainer (a *lane*): the rank is its root, every worker of every engine that takes part
-is a member. NCCL between GPUs, gloo between CPUs; the code is the same. A lane is a stream of bytes, the tensors of the
-rank one behind the other, cut into buckets. What is in it, each bucket's sha256 and who has all of it are in the
-trainer's TCPStore; the groups carry nothing but buckets.
+One process group per rank of the trainer (a *lane*): the rank is its root, and every worker of every participating
+engine is a member. NCCL between GPUs, gloo between CPUs; the code is the same. A lane is a stream of bytes, the tensors
+of the rank one after the other, cut into buckets. The layout of a lane, each bucket's sha256 and the members that have
+the whole version are in the trainer's TCPStore; the groups carry nothing but buckets.
 
-Imports nothing of rollart: vLLM's workers have this very file, from `integrations/vllm`.
+Imports nothing of rollart: vLLM's workers import this very file, from `integrations/vllm`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 __all__ = ["Group", "BroadcastKeys", "TensorLayout", "Order", "Received", "Receiver"]
 
 ALIGN = 64
-"""Every tensor begins at a multiple of so many bytes: as whatever type it is, it can be used where it lies."""
+"""Every tensor begins at a multiple of this many bytes, so that it can be viewed in place as any type."""
 
 JOIN_S = 30.0
-"""Longest wait for the others when a group is formed: all were told to come a moment before."""
+"""Longest wait for the other members when a group is formed: all were invited a moment before."""
 
 STALL_S, PATIENCE = 20.0, 8.0
-"""A bucket takes at most so long, or so many times as long as the longest one before: then somebody hangs."""
+"""Longest time of a bucket: this many seconds, or this multiple of the longest bucket before it. Beyond it a member
+hangs."""
 
 CLOSE_S = 1.0
-"""Longest wait for a thread when all is over."""
+"""Longest wait for a thread at the end."""
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Take part in one broadcast. `address` is the store's `host:port`; `group` names the groups (of another name: they
-    are formed anew), `stamp` the broadcast: a version that is published again has another. Seconds."""
+    """Instructions to take part in one broadcast. `address` is the store's `host:port`; `group` names the groups (a new
+    name: they are formed anew), `stamp` the broadcast: a version that is published again has a new stamp. Seconds."""
 
     address: str
     group: str
@@ -60,7 +61,7 @@ class Order:
     version: int
     limit_s: float
     first: int = 1
-    """Number of the engine's first worker in each group."""
+    """Rank of the engine's first worker in each group."""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -70,7 +71,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What a lane's bytes are: (name, type, shape) of each tensor, in order."""
+    """The content of a lane: (name, type, shape) of each tensor, in order."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     bucket: int
@@ -108,14 +109,15 @@ class TensorLayout:
 
 
 class Group:
-    """One lane's process group, apart from all others of this process. Made by all members at once.
+    """One lane's process group, independent of the process's other groups. Constructed by all members at once.
 
-    `broadcast` begins to send or to receive a bucket; `finish` waits for it. Whoever drops a group (`close`) ends its
-    connections, which the others see at once; where something is under way that waits for a hanging member, when that
-    gives up."""
+    `broadcast` begins to send or to receive a bucket; `finish` waits for it. Closing a group (`close`) ends its
+    connections, which the other members notice at once; an operation in flight that waits for a hanging member ends
+    when that member's timeout expires.
+    """
 
     def __init__(self, store: Any, order: Order, lane: int, *, rank: int, device: torch.device, here: str) -> None:
-        """RuntimeError when the others do not come. `here` is this host's address that they reach."""
+        """RuntimeError when the other members do not come. `here` is this host's address that they reach."""
         self._nccl = order.backend == "nccl"
         self._longest_s = 0.0
         own, limit = PrefixStore(f"{order.group}/{lane}", store), min(JOIN_S, order.limit_s)
@@ -129,9 +131,9 @@ class Group:
         return self._group.broadcast(bucket, 0, timeout=seconds(within_s))
 
     def finish(self, work: Any, *, within_s: float) -> None:
-        """RuntimeError when somebody is gone or hangs."""
+        """RuntimeError when a member is gone or hangs."""
         began = time.monotonic()
-        if self._nccl:  # its `wait` would only hold the stream up, for ever
+        if self._nccl:  # NCCL's `wait` would only block the stream, for ever
             while not work.is_completed():
                 if time.monotonic() - began > within_s:
                     raise RuntimeError(f"a bucket has been on its way for {within_s:.3g} s")
@@ -141,11 +143,11 @@ class Group:
 
     @property
     def patience_s(self) -> float:
-        """How long a bucket may take."""
+        """Longest time that a bucket may take."""
         return max(STALL_S, PATIENCE * self._longest_s)
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """In a thread of its own: it waits for what is under way, which ends by itself."""
+        """Runs in a thread of its own: it waits for operations in flight, which end by themselves."""
         group, self._group = self._group, None
         if group is not None:
             dropping = threading.Thread(target=_drop, args=([group], self._nccl), daemon=True)
@@ -166,7 +168,7 @@ class BroadcastKeys:
         self._store.set(f"{self._of}/{key}", value)
 
     def get(self, key: object) -> str:
-        """Waits for it."""
+        """Waits for the key."""
         self._store.wait([f"{self._of}/{key}"], seconds(self.left_s()))
         found: bytes = self._store.get(f"{self._of}/{key}")
         return found.decode()
@@ -175,7 +177,7 @@ class BroadcastKeys:
         return max(0.001, self._ends - time.monotonic())
 
     def clear(self, buckets: int) -> None:
-        """Nobody takes part in it any more."""
+        """Delete the keys once no member takes part any more."""
         for key in ("layout", *range(buckets)):
             self._store.delete_key(f"{self._of}/{key}")
 
@@ -191,10 +193,11 @@ class Received:
 
 
 class Receiver:
-    """A worker's end. `take_part` returns at once: the version comes in threads of its own, while the engine goes on,
-    and replaces the one before when it is there whole and every checksum is right, or never. `take` gives it out, once.
+    """A worker's end. `take_part` returns at once: threads receive the version while the engine continues. A complete
+    version with correct checksums replaces the previous one; an incomplete one never does. `take` returns a version
+    once.
 
-    Called by one thread; the threads of a broadcast that was given up see that another has begun, and leave nothing.
+    Called by one thread; the threads of an abandoned broadcast notice that another has begun, and leave nothing.
     """
 
     def __init__(self, device: torch.device, *, check: Callable[[Received], None] = lambda _: None) -> None:
@@ -204,12 +207,13 @@ class Receiver:
         self._stamp = ""
         self._name = ""
         self._lanes: list[tuple[Any, Group]] = []
-        """Of each lane, a connection to the store of its own (who waits for a key keeps it busy) and the group."""
+        """Of each lane, its own connection to the store (a caller that waits for a key blocks the connection) and the
+        group."""
         self._whole: Received | None = None
         self._threads: list[threading.Thread] = []
 
     def take_part(self, order: Order, *, worker: int = 0) -> None:
-        """ValueError where the backend is not for this worker's device."""
+        """ValueError where the backend does not support this worker's device."""
         if order.backend == "nccl" and self._device.type != "cuda":
             raise ValueError("weights.collective.backend is nccl, and this engine has no GPU (rule: gloo)")
         with self._lock:
@@ -219,7 +223,7 @@ class Receiver:
         thread.start()
 
     def take(self, stamp: str) -> Received | None:
-        """None if that version did not come here whole."""
+        """None if that version was not received completely."""
         with self._lock:
             whole = self._whole
             if whole is None or whole.stamp != stamp:
@@ -228,7 +232,7 @@ class Receiver:
             return whole
 
     def close(self) -> None:
-        """Before the process ends: a thread that is in torch then would abort it."""
+        """Call before the process ends: a thread inside torch would abort it."""
         with self._lock:
             self._stamp, self._whole = "", None
             self._leave(wait_s=CLOSE_S)
@@ -247,7 +251,7 @@ class Receiver:
                     raise RuntimeError("another broadcast has begun")
                 self._whole = received
             answer: dict[str, Any] = {"bytes": received.bytes, "seconds": time.monotonic() - began}
-        except Exception as error:  # whatever it is, the engine goes on, and loads this version from files
+        except Exception as error:  # the engine continues, and loads this version from files
             answer = {"error": error_line(error)}
             with self._lock:
                 if self._name == order.group:
@@ -284,7 +288,7 @@ class Receiver:
         self._name, self._lanes = "", []
 
     def _receive(self, order: Order, lanes: list[tuple[Any, Group]]) -> Received:
-        """All lanes at once. The first error of any of them, when all have ended."""
+        """Receive all lanes concurrently. Raises the first error of any lane, after all have ended."""
         parts: list[tuple[TensorLayout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
 
         def one(number: int) -> None:
@@ -312,7 +316,8 @@ class Receiver:
         return Received(order.stamp, config, tensors, total)
 
     def _stream(self, lane: BroadcastKeys, group: Group, order: Order) -> tuple[TensorLayout, Tensor]:
-        """Every bucket, checked while the next one comes. A wrong one is said at the end: the others must not wait."""
+        """Receive every bucket, checking each while the next arrives. Checksum errors are raised at the end: the other
+        members must not wait."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         layout = TensorLayout.decode(lane.get("layout"))
@@ -336,7 +341,7 @@ class Receiver:
 
 
 def member_key(order: Order, member: int) -> str:
-    """The store's key of a member's answer: `{bytes, seconds}` once it has the version whole, or `{error}`."""
+    """The store's key of a member's result: `{bytes, seconds}` once it has the whole version, or `{error}`."""
     return f"{order.stamp}/has/{member}"
 
 
@@ -345,13 +350,13 @@ def seconds(value: float) -> datetime.timedelta:
 
 
 def error_line(error: BaseException) -> str:
-    """What it says first; of gloo's, without the place in its source."""
+    """The first line of the error's text; for gloo without the source location."""
     text = re.sub(r"^\[/\S+\] ", "", str(error).strip()).splitlines()
     return text[0].partition(". This is typically")[0][:200] if text else type(error).__name__
 
 
 def digest_of(bucket: Tensor) -> str:
-    """Of bytes in host memory."""
+    """The sha256 of bytes in host memory."""
     array: Any = bucket.numpy()
     return hashlib.sha256(array).hexdigest()
 
@@ -377,11 +382,11 @@ def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
 
 @contextlib.contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """Read when a group is made: who finds a member gone drops the group, and does not end its process."""
+    """Evaluated when a group is made: a member's failure closes the group instead of ending the process."""
     before, os.environ[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS), "0"
     try:
         yield
-    finally:  # the process's other groups are made as it likes
+    finally:  # the setting must not affect the process's other groups
         del os.environ[NCCL_ERRORS]
         os.environ |= {} if before is None else {NCCL_ERRORS: before}
 
@@ -394,7 +399,7 @@ def _drop(holder: list[Any], nccl: bool) -> None:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """This host's address on the way to the trainer: where the others reach it."""
+    """This host's address on the route to the trainer, at which the other members reach it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

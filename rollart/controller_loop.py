@@ -1,9 +1,8 @@
-"""The controller's event loop: a loop that did not run expires nobody's deadline, and a thread watches a loop that one
-call blocks.
+"""The controller's event loop, which excludes its own pauses from deadlines, and a watchdog thread for blocked loops.
 
-A deadline bounds how long others take, so it counts the time in which the controller could have heard them. Where the
-loop stood still, because the process was stopped (Ctrl-Z, a migrated machine) or because one callback did not return,
-every timer moves by as long.
+A deadline bounds how long others take, so it counts only the time in which the controller could have heard them. When
+the loop did not run, because the process was stopped (Ctrl-Z, a migrated machine) or because one callback did not
+return, every timer moves by the length of the pause.
 """
 
 from __future__ import annotations
@@ -31,43 +30,44 @@ __all__ = ["ControllerLoop", "LoopWatchdog", "run", "running_s"]
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""Between two looks of the watch, and the longest single wait of the loop: a pause is known to within this."""
+"""Period of the watchdog, and the longest single wait of the loop: the resolution at which a pause is measured."""
 
 STOOD_S = 1.0
-"""A loop that was late by more than this stood still. Less is load."""
+"""Delay beyond which the loop counts as paused. A shorter delay is load."""
 
 NAMED_S = 10
-"""Looks after which the call that blocks the loop is named."""
+"""Polls after which the blocking call is reported."""
 
 LAST_S = 30
-"""Looks after the first interruption of a call that blocks the loop, when the process ends: the call swallows them."""
+"""Polls after the first interruption of a blocking call until the process ends: the call swallows interruptions."""
 
 REST_S = 2.0
-"""Seconds that cancelled tasks have to end once the main one has."""
+"""Seconds that cancelled tasks have to end after the main task has ended."""
 
 TICK_S = 1.0
-"""CPU time of the process between two looks of the main thread itself, which interrupts a call that holds Python's
-interpreter lock: the watch's thread cannot run then."""
+"""CPU time of the process between two polls by the main thread itself, which interrupt a call that holds Python's
+interpreter lock: the watchdog's thread cannot run then."""
 
 END_S = 45
-"""Looks after the first signal, when the process ends: less than `rollart stop` waits."""
+"""Polls after the first signal until the process ends: less than `rollart stop` waits."""
 
 INTERRUPT = signal.SIGUSR2
 """Sent to the main thread to interrupt a call there."""
 
 
 class ControllerLoop(asyncio.SelectorEventLoop):
-    """`paused_s`: seconds for which it did not run so far. `on_pause` is called with each pause, before any timer that
-    is due. `busy_since` is read by the watch's thread: the start of the loop's current turn, None while it waits."""
+    """`paused_s`: total seconds of all pauses so far. `on_pause` is called with each pause, before any timer that is
+    due. `busy_since`, read by the watchdog's thread, is the start of the loop's current iteration, None while it
+    waits."""
 
     def __init__(self) -> None:
         self.paused_s = 0.0
         self.busy_since: float | None = None
         self.on_pause: Callable[[float], None] = lambda seconds: None
         self.watched = False
-        """True while a `LoopWatchdog` answers signals: no exception that comes out of a callback is an interrupt."""
+        """True while a `LoopWatchdog` handles signals: no exception of a callback is an interrupt then."""
         self._fresh: list[tuple[asyncio.TimerHandle, float]] = []
-        """Timers of the current turn, and when they were set."""
+        """Timers of the current iteration, and when they were set."""
         super().__init__(_Selector(self))
 
     def call_at(  # type: ignore[override]
@@ -78,14 +78,14 @@ class ControllerLoop(asyncio.SelectorEventLoop):
         return timer
 
     def waits(self) -> None:
-        """The turn is over."""
+        """The iteration is over."""
         began, self.busy_since = self.busy_since, None
         if began is not None and self.time() - began > STOOD_S:
             self.stood(self.time() - began)
         self._fresh.clear()
 
     def stood(self, seconds: float) -> None:
-        """Move every timer by the part of the pause that it was set in."""
+        """Move every timer by the part of the pause after it was set."""
         self.paused_s += seconds
         now, timers = self.time(), self._scheduled  # type: ignore[attr-defined]
         for timer in timers:
@@ -97,7 +97,7 @@ class ControllerLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """The loop's only wait, which therefore sees whether the loop runs. It returns at least every `LOOK_S`."""
+    """The loop's only wait, so it can measure whether the loop runs. It returns at least every `LOOK_S`."""
 
     def __init__(self, loop: ControllerLoop) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 def running_s() -> float:
-    """The loop's time without its pauses: what a duration is measured by that somebody else is held to."""
+    """The loop's time without its pauses: the clock for durations that limit other parts."""
     loop = asyncio.get_running_loop()
     return loop.time() - (loop.paused_s if isinstance(loop, ControllerLoop) else 0.0)
 
@@ -138,7 +138,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _to_its_end(loop: ControllerLoop, main: asyncio.Task[T]) -> T:
-    """A callback of users' code that exits, or stops the loop, ends nothing else."""
+    """An exit in a callback of users' code, or a stopped loop, ends nothing else."""
     while True:
         try:
             return loop.run_until_complete(main)
@@ -160,15 +160,15 @@ async def _rest() -> None:
 
 
 class LoopWatchdog:
-    """Owns a thread and, in the main thread, the answers to signals; `with` it on the loop.
+    """Owns a thread and the signal handlers of the main thread; use `with watching()` on the loop.
 
     The first SIGINT, SIGTERM or SIGHUP calls `stop` on the loop. The second ends the process at once, and so does the
-    thread `END_S` later. A call that blocks the loop is named by `say` after `NAMED_S`; where it is users' code, it is
-    interrupted after `limit_s`, or as soon as the run is to stop, with `HeldTooLong`; one that swallows this for
-    `LAST_S` ends the process with `end`.
+    thread `END_S` later. A call that blocks the loop is reported by `say` after `NAMED_S`. Users' code is interrupted
+    with `HeldTooLong` after `limit_s`, or as soon as the run is to stop; if it swallows interruptions for `LAST_S`,
+    `end` ends the process.
 
-    The thread counts its own looks: a process that is stopped has none. While a call keeps the thread from running (a
-    regular expression, a power of large numbers), a timer of the process's CPU time looks in its place.
+    The thread counts its own polls: a stopped process has none. While a call keeps the thread from running (a regular
+    expression, a power of large numbers), a timer of the process's CPU time polls in its place.
     """
 
     def __init__(
@@ -189,9 +189,9 @@ class LoopWatchdog:
         self._stopping = False
         self._turn: float | None = None
         self._looks = 0
-        """Since the loop's present turn began."""
+        """Polls since the loop's current iteration began."""
         self._call: FrameType | None = None
-        """The guard of the call that blocked the loop at the last look."""
+        """The guard of the call that blocked the loop at the last poll."""
         self._call_looks, self._patience, self._interruptions = 0, limit_s, 0
         self._all_looks = self._ticked_at = self._starved = 0
         self._answers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}
@@ -200,7 +200,7 @@ class LoopWatchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While the body runs. In another thread than the main one there are no signals to answer."""
+        """Watch the loop while the body runs. Signals are handled in the main thread only."""
         self._answers = {
             signal.SIGINT: self._signalled,
             signal.SIGTERM: self._signalled,
@@ -242,24 +242,24 @@ class LoopWatchdog:
         self._blocked()
 
     def _ticked(self, number: int, frame: FrameType | None) -> None:
-        """Two ticks without a look of the thread's: it cannot run."""
+        """Two ticks without a poll of the thread mean that it cannot run."""
         self._starved = self._starved + 1 if self._all_looks == self._ticked_at else 0
         if self._starved > 1:
             self._look()
         self._ticked_at = self._all_looks
 
     def _take_signals(self) -> None:
-        """Code of users may have taken them for itself."""
+        """Restore the signal handlers: users' code may have replaced them."""
         for number, answer in self._answers.items():
             if signal.getsignal(number) != answer:
                 signal.signal(number, answer)
 
     def _blocked(self) -> None:
-        """The loop is in the same turn as at the last look."""
+        """The loop is in the same iteration as at the last poll."""
         frame = sys._current_frames().get(self._main)
         holder, call = self._holder(frame), guard_of(frame)
         if call is not self._call or not self._call_looks:
-            # One that follows an interrupted call in the same turn has less time: there may be hundreds.
+            # A call after an interrupted one in the same iteration has less time: there may be hundreds.
             self._call, self._call_looks = call, 0
             self._patience = min(self.limit_s, NAMED_S) if self._interruptions else self.limit_s
         self._call_looks += 1
@@ -288,7 +288,8 @@ class LoopWatchdog:
             raise HeldTooLong(held)
 
     def _holder(self, frame: FrameType | None) -> str:
-        """The line that the main thread is in, the innermost of users' code if there is one, and its task."""
+        """The source line that the main thread executes (the innermost of users' code if there is one), and its
+        task."""
         task = asyncio.current_task(self._loop)
         inner = frame
         while frame is not None and _ours(frame.f_code.co_filename):

@@ -1,4 +1,4 @@
-"""What every spec model shares: frozen, no unknown keys, a name grammar."""
+"""The base of all spec models: frozen, no unknown keys, a name grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z
 
 
 LARGEST = 10**24
-"""Largest magnitude of any whole number: fields have bounds of their own, this one keeps arithmetic on them finite."""
+"""Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""
 
 
 class SpecEntry(BaseModel):
@@ -28,7 +28,7 @@ class SpecEntry(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """`true` is no 1, and a number that no float holds is no number."""
+        """Reject `true` as a number, and numbers too large for a float."""
         field = cls.model_fields.get(info.field_name or "")
         if field is None or not {int, float} & _types_in(field.annotation):
             return value
@@ -43,7 +43,7 @@ class SpecEntry(BaseModel):
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """The plain types that an annotation is made of; mappings hold what they like."""
+    """The plain types within an annotation; mappings are not restricted."""
     if typing.get_origin(annotation) is dict:
         return set()
     parts = typing.get_args(annotation)

@@ -1,5 +1,5 @@
-"""The seam to agent programs: a harness that asks the policy for answers, in the place of an environment that is asked
-for steps. Part of the ports."""
+"""The port for agent programs: a harness requests completions from the policy, where an environment is asked for
+steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ __all__ = ["HarnessEpisode", "HarnessFactory", "HarnessRequest"]
 
 @dataclass(frozen=True, slots=True)
 class HarnessRequest:
-    """What a harness asks for: an answer to these tokens. Its sampling is the domain's, and its answer no longer than
-    that allows."""
+    """A harness's request: a completion of these tokens. Its sampling is the domain's, which also limits its length."""
 
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
@@ -24,31 +23,33 @@ class HarnessRequest:
     told: Callable[[CompletionChunk], None] | None = field(default=None, compare=False)
     """Called with tokens as they are drawn."""
     gone: asyncio.Future[None] | None = field(default=None, compare=False)
-    """Done when nobody waits for the answer any more."""
+    """Done when the harness no longer waits for the completion."""
 
 
 class HarnessEpisode(Protocol):
-    """An agent program at work on one episode: it asks for answers instead of being asked for steps. Used by one task.
+    """An agent program at work on one episode: it requests completions instead of being asked for steps. Used by one
+    task.
 
-    An exception is an InfraFault, as an environment's is."""
+    An exception is an InfraFault, as an environment's is.
+    """
 
     async def wanted(self) -> HarnessRequest | None:
-        """What it asks for next, once the last was answered; None: it is over."""
+        """The next request, after the last one was answered; None: the episode is over."""
 
     def answer(self, completion: Completion) -> None:
-        """What it asked for last."""
+        """Supply the completion of the last request."""
 
     def exhaust(self) -> None:
-        """It had all of its turns: further requests are refused."""
+        """The episode had all of its turns: further requests are refused."""
 
     def segments(self) -> tuple[Segment, ...]:
-        """The branch of its conversation to be trained, by turn; the others were context it did without."""
+        """The branch of the conversation to be trained, by turn; other branches did not contribute to its context."""
 
     def ending(self) -> Step:
-        """Its own reward and success, once it is over."""
+        """The episode's own reward and success, once it is over."""
 
     async def close(self) -> None: ...
 
 
 HarnessFactory = Callable[[str, int], HarnessEpisode]
-"""Starts an episode: a session's name, and a seed."""
+"""Starts an episode from a session's name and a seed."""

@@ -9,19 +9,19 @@ RollartError                      exit code
 ├── Interrupted                 130
 └── RunFailed                     1
     ├── PartDied                  1   a process that the run needs is gone and may not be restarted again
-    │   └── NoPlace               1   no node that is there could hold it
+    │   └── NoPlace               1   no present node has room for it
     ├── LeaseExpired              1   a wait passed its deadline and its action was to fail the run
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
     ├── EnvironmentFault          1   an environment or its host failed a call: carries the host's name
     ├── EngineError               1   an engine answered with an error
     │   ├── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
-    │   └── WrongAnswer           1   an engine answered with something that cannot be used: its fault, asked elsewhere
-    │       └── ForeignWeights    1   it computes with weights that were not published
+    │   └── WrongAnswer           1   an engine's answer cannot be used: its fault, another engine is asked
+    │       └── ForeignWeights    1   its weights differ from the published ones
     └── TrainerError              1
-        └── TrainerRefused        1   it will not train what it was given: a restart would not help
-            └── VersionDamaged    1   a version is not what was published: an older one may be
+        └── TrainerRefused        1   the trainer refuses its input: a restart would not help
+            └── VersionDamaged    1   a version differs from the published one: an older one may be intact
 
-A message states what happened with the value, and `remedy` says what to do. Both are one line.
+A message describes the problem with the value, and `remedy` the action to take. Both are one line.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RollartError(Exception):
         return f"{self.message} ({self.remedy})" if self.remedy else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Whatever its constructor takes: actors on other nodes raise it as it is."""
+        """Supports any constructor signature: actors on other nodes re-raise the error unchanged."""
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -112,12 +112,12 @@ class PartDied(RunFailed):
 
 
 class NoPlace(PartDied):
-    """A part that no node could hold that is there now: one may come."""
+    """No present node has room for the part; a suitable node may come."""
 
 
 class LeaseExpired(RunFailed):
-    """A wait passed its deadline. `owner` holds it, `waiting_for` says what for; `cause` is the message without the
-    owner, the same for all who waited for the same."""
+    """A wait passed its deadline. `owner` holds the lease, `waiting_for` names the awaited event; `cause` is the
+    message without the owner, equal for all owners that waited for the same event."""
 
     def __init__(self, owner: str, waiting_for: str, seconds: float, *, remedy: str = "") -> None:
         self.cause = f"waited {seconds:.1f} s for {waiting_for}"
@@ -131,8 +131,8 @@ class StorageFailed(RunFailed):
 
 
 class EnvironmentFault(RunFailed):
-    """An environment that lives on a host failed a call, or the host did. `host` names it; `what` says what happened
-    and `message` ends with the host. `incident`: the end of the host, the same for all whom it took."""
+    """A call to an environment on a host failed, or the host did. `host` names it; `what` describes the fault, and
+    `message` ends with the host. `incident`: the end of the host, equal for all episodes that it ended."""
 
     def __init__(self, host: str, what: str, *, incident: str = "") -> None:
         super().__init__(f"{what} on {host}")
@@ -142,7 +142,7 @@ class EnvironmentFault(RunFailed):
 
 
 class EngineError(RunFailed):
-    """An engine refused or failed a request. `retryable` says whether another engine may succeed."""
+    """An engine refused or failed a request. `retryable`: another engine may succeed."""
 
     def __init__(self, message: str, *, retryable: bool, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -150,7 +150,7 @@ class EngineError(RunFailed):
 
 
 class HandoffFailed(EngineError):
-    """KV from another engine was gone, refused or unreachable. Nothing is wrong with the engine that says so: the same
+    """KV from another engine was gone, refused or unreachable. The engine that reports this is healthy: the same
     request without the hand-off succeeds there."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
@@ -158,16 +158,16 @@ class HandoffFailed(EngineError):
 
 
 class WrongAnswer(EngineError):
-    """An answer that cannot be read, or breaks a rule of answers. It counts against the engine that gave it, whatever
-    its health check says; another engine may answer the same request."""
+    """An unreadable answer, or one that breaks a rule of answers. It counts against the engine that gave it, whatever
+    the result of its health check; another engine may answer the same request."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message, retryable=True, remedy=remedy)
 
 
 class ForeignWeights(WrongAnswer):
-    """The engine has other weights than those published under the version's number: no answer of it can be used before
-    it is restarted."""
+    """The engine's weights differ from those published under the version's number: none of its answers can be used
+    before it is restarted."""
 
 
 class TrainerError(RunFailed):
@@ -175,7 +175,7 @@ class TrainerError(RunFailed):
 
 
 class TrainerRefused(TrainerError):
-    """`samples`: ids of those that it will not train; empty if the whole batch or none of its samples is at fault."""
+    """`samples`: ids of the refused samples; empty if the whole batch or none of its samples is at fault."""
 
     def __init__(self, message: str, *, remedy: str = "", samples: tuple[str, ...] = ()) -> None:
         super().__init__(message, remedy=remedy)
@@ -183,7 +183,7 @@ class TrainerRefused(TrainerError):
 
 
 class VersionDamaged(TrainerRefused):
-    """What lies in a version's directory is not what was published. A file that merely cannot be read is no damage."""
+    """The content of a version's directory differs from the published content. An unreadable file is no damage."""
 
 
 def _rebuilt(kind: type[RollartError], args: tuple[Any, ...], state: dict[str, Any]) -> RollartError:
@@ -194,9 +194,9 @@ def _rebuilt(kind: type[RollartError], args: tuple[Any, ...], state: dict[str, A
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """What code that is not ours raised, for a message: its type and its text, at most so many characters."""
+    """An exception from users' or third-party code as text: its type and its message, at most `most` characters."""
     try:
         text = str(error)
-    except Exception:  # theirs, too
+    except Exception:  # the exception's own `__str__` failed
         text = "(its text cannot be read)"
     return " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")[:most]

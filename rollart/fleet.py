@@ -1,7 +1,7 @@
-"""The nouns of a fleet: nodes and what runs on them, where an engine sits, what routes cost, how a fleet may change.
+"""Values that describe a fleet: nodes and actors, engine placements, route prices, changes of a fleet.
 
-Plain frozen values that the ports carry between the router, the rebalancer and whoever plans. Units: seconds, tokens,
-GB = 1e9 bytes; a rate is in trajectories/s and a price in trajectories/s per unit per second, as a plan's dual prices.
+Plain frozen values that the ports carry between the router, the rebalancer and the planner. Units: seconds, tokens, GB
+= 1e9 bytes; a rate is in trajectories/s and a price in trajectories/s per unit per second, as a plan's dual prices.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ __all__ = [
 ]
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-"""How a group's bundles lie: on few nodes, on many, all on one, each on its own; the first two as far as they can."""
+"""Distribution of a group's bundles: on few nodes, on many, all on one, each on its own; the first two are
+best-effort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Room on one node: amounts by resource, on a node with these labels (Ray's grammar). `about` is for errors."""
+    """Resources on one node: amounts by resource, on a node with these labels (Ray's grammar). `about` is for
+    errors."""
 
     name: str
     resources: Mapping[str, float]
@@ -54,7 +56,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class BundleGroup:
-    """Bundles that are held and given back together. Names of groups and of bundles are unique in a runtime."""
+    """Bundles that are reserved and released together. Names of groups and of bundles are unique in a runtime."""
 
     name: str
     bundles: tuple[Bundle, ...]
@@ -63,11 +65,11 @@ class BundleGroup:
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """What a runtime starts: a class, where it may run, and how often it comes back.
+    """An actor to start: its class, its placement constraints, and its restart limit.
 
-    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...).
-    `isolation` "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results
-    are values: they are copied even inline. `max_restarts` -1 = for ever.
+    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...). `isolation`
+    "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results are values: they are
+    copied even inline. `max_restarts` -1 = for ever.
     """
 
     name: str
@@ -82,12 +84,12 @@ class ActorSpec:
     max_concurrency: int = 1000
     isolation: Literal["inline", "process"] = "inline"
     bundle: str = ""
-    """A reserved bundle to run in, by its labels; without one wherever there is room."""
+    """A reserved bundle to run in, by its labels; without one, any node with room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A place for actors: labels and what is free of its resources."""
+    """A machine for actors: its labels, and its total and free resources."""
 
     id: str
     labels: Mapping[str, str]
@@ -103,7 +105,7 @@ class RuntimeEvent:
 
 
 class EngineRole(enum.StrEnum):
-    """What the router uses an engine for. Every engine can do all three: a change of role is the router's alone."""
+    """The router's use of an engine. Every engine supports all three roles: only the router changes them."""
 
     ENGINE = "engine"
     PREFILL = "prefill"
@@ -111,7 +113,7 @@ class EngineRole(enum.StrEnum):
 
 
 class EngineKind(NamedTuple):
-    """Engines that are the same to a plan."""
+    """Engines that are equivalent to a plan."""
 
     pool: str
     role: EngineRole
@@ -120,7 +122,7 @@ class EngineKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
-    """Where an engine sits and what it is used for: `tp` devices of type `device` in `pool`."""
+    """The location and the role of an engine: `tp` devices of type `device` in `pool`."""
 
     pool: str = ""
     device: str = ""
@@ -133,30 +135,30 @@ class EnginePlacement:
 
 
 class TurnModel(Protocol):
-    """Predicted cost of one turn, by kind of engine. All answers are at least 0, and finite but for `handoff_s`."""
+    """Predicted cost of one turn, by kind of engine. All results are at least 0, and finite but for `handoff_s`."""
 
     def prefill_s(self, kind: EngineKind, new: float, cached: float) -> float:
         """Engine seconds to compute `new` tokens after `cached` ones."""
 
     def decode_s(self, kind: EngineKind, context: float, output: float) -> float:
-        """Engine seconds that generating `output` tokens after `context` takes at the plan's batch: its share."""
+        """Engine seconds to generate `output` tokens after `context` at the plan's batch: the turn's share."""
 
     def batch(self, kind: EngineKind) -> float:
-        """Turns that an engine of the kind generates for at a time in the plan; at least 1."""
+        """Turns that an engine of the kind generates concurrently in the plan; at least 1."""
 
     def handoff_s(self, source: EngineKind, target: EngineKind, tokens: float) -> float:
-        """Seconds until the KV of `tokens` tokens is with the other engine; infinite if nothing connects them."""
+        """Seconds to transfer the KV of `tokens` tokens to the other engine; infinite without a connection."""
 
     def kv_gb(self, tokens: float) -> float:
-        """Size of that KV."""
+        """Size of the KV of `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePrices:
     """Dual prices of the plan. `engines` per engine-second/s; `kv` per token of KV capacity; `links` per GB/s by (a, b)
-    in sorted order; `in_flight` per trajectory. What is absent is free.
+    in sorted order; `in_flight` per trajectory. Absent entries are free.
 
-    `target_s` is the work waiting at an engine, in seconds, at which its price has doubled.
+    `target_s` is the backlog of an engine, in seconds, at which its price has doubled.
     """
 
     engines: Mapping[EngineKind, float] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class RoutePrices:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What the router follows: prices and the model to apply them with (both or none), and the planned share of each
+    """Inputs of the router: prices and the model to apply them with (both or none), and the planned share of each
     domain's trajectories by pool of their decode engine."""
 
     prices: RoutePrices | None = None
@@ -192,8 +194,8 @@ class DomainWork:
 
 @dataclass(frozen=True, slots=True)
 class KindLoad:
-    """Engines of one kind: how many there are, how many serve, mean seconds of work waiting and mean turns running at
-    one that serves."""
+    """Engines of one kind: their number, how many serve, and the mean backlog in seconds and mean running turns of a
+    serving one."""
 
     engines: int
     healthy: int
@@ -203,9 +205,9 @@ class KindLoad:
 
 @dataclass(frozen=True, slots=True)
 class FleetObservation:
-    """What a planner is told: work by domain, load by kind, the measured rate of finished trajectories over `seconds`
-    (0 while nothing is known), and whether instances can be drained and started. `devices` that are there by pool,
-    where nodes come and go; None: all that the pools are said to have."""
+    """The input of a planner: work by domain, load by kind, the measured rate of finished trajectories over `seconds`
+    (0 while unknown), and whether instances can be drained and started. `devices` are the present ones by pool, where
+    nodes come and go; None: all devices of the pools."""
 
     work: Mapping[str, DomainWork]
     load: Mapping[EngineKind, KindLoad]
@@ -223,8 +225,8 @@ class FleetMoveKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FleetMove:
-    """`replicas` engines of `tp` devices in `pool` go from role `before` (None: they are started) to `after` (None:
-    they are drained and stopped). A flip is the router's alone and free. `engine`: a drain of this one."""
+    """`replicas` engines of `tp` devices in `pool` change from role `before` (None: they are started) to `after` (None:
+    they are drained and stopped). A flip only affects the router and is free. `engine`: drain this engine."""
 
     kind: FleetMoveKind
     pool: str
@@ -241,10 +243,10 @@ class FleetMove:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A better plan: its moves in order, the routes once they are done, and what it is predicted to do.
+    """A better plan: its moves in order, the routes afterwards, and its predicted effect.
 
-    `rate_now` and `rate_after` are of the same model at the same work; `cost` is what moving takes, in trajectories
-    that are not made meanwhile. `usd_per_hour` now and after, where the plan is to be cheap and not only fast.
+    `rate_now` and `rate_after` come from the same model at the same work; `cost` is the number of trajectories lost
+    while moving. `usd_per_hour` now and after, where the plan minimises cost and not only time.
     """
 
     moves: tuple[FleetMove, ...]

@@ -1,5 +1,7 @@
-"""Code of users on our loop: environments and agent programs. An error, an exit, a cancellation or a blocked loop is a
-fault of the call that made it, and of nothing else."""
+"""Guards around users' code on the controller's loop: environments and agent programs.
+
+An error, an exit, a cancellation or a blocked loop is a fault of the call that made it, and of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +54,17 @@ _HERE: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 class HeldTooLong(BaseException):
-    """Raised inside a call of users' code that blocks the loop. No Exception: many calls try again on any of those."""
+    """Raised inside a call of users' code that blocks the loop. No Exception: many calls retry on any Exception."""
 
 
 class UserCodeGuard:
-    """`with UserCodeGuard():` around a call, in one task or before the loop runs. Only an Exception, or the
-    cancellation of
-    the task by its owner, leaves it; anything else becomes a RuntimeError. The same holds in tasks that are started
-    inside, where the loop was prepared (`isolate_user_code`). A process that the call forks ends here. Before the
-    loop runs, an
-    interrupt or SIGTERM of the process leaves it as it came, and handlers of signals that the code has set are
-    undone."""
+    """`with UserCodeGuard():` around a call, in one task or before the loop runs.
+
+    Only an Exception, or the cancellation of the task by its owner, propagates; anything else becomes a RuntimeError.
+    The same holds in tasks that are started inside, where the loop was prepared (`isolate_user_code`). A process that
+    the call forks ends here. Before the loop runs, an interrupt or SIGTERM of the process propagates unchanged, and
+    signal handlers set by the code are removed.
+    """
 
     __slots__ = ("_cancelling", "_process", "_signals", "_task", "_token")
 
@@ -87,7 +89,7 @@ class UserCodeGuard:
 
 
 class _Signals:
-    """Notes the interrupts and terminations that the process is sent, which go on to the handlers that it had."""
+    """Records the interrupts and terminations of the process, which also reach their previous handlers."""
 
     __slots__ = ("_before", "_came")
 
@@ -99,7 +101,7 @@ class _Signals:
                 signal.signal(number, self._note)
 
     def restored(self) -> bool:
-        """The handlers are as they were; true if a signal came meanwhile."""
+        """Restore the handlers; true if a signal came meanwhile."""
         for number, handler in self._before.items():
             if handler is not None:  # not C code's
                 signal.signal(number, handler)
@@ -116,7 +118,7 @@ _MAIN = threading.main_thread()
 
 
 def guard(function: F) -> F:
-    """Mark a function of ours that calls users' code: frames above it on the stack are theirs."""
+    """Mark a function of the product that calls users' code: frames above it on the stack are users' code."""
     _GUARDS.add(function.__code__)
     return function
 
@@ -131,21 +133,21 @@ def guard_of(frame: FrameType | None) -> FrameType | None:
 
 def in_user_code(frame: FrameType | None) -> bool:
     """True if the frame runs on behalf of a guarded call, and is not the guard itself, or in a callback that users'
-    code gave to the loop."""
+    code scheduled on the loop."""
     if _INSIDE.get():
         return True
     return frame is not None and frame.f_code not in _GUARDS and guard_of(frame) is not None
 
 
 def isolate_user_code(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, tasks that users' code starts end alone, and the loop runs in no fork that it makes."""
+    """From now on, tasks started by users' code end alone, and the loop runs in no fork made by users' code."""
     loop.set_task_factory(_task)
     loop.set_exception_handler(_in_a_line)
     end_in_forks(loop)
 
 
 def end_in_forks(loop: asyncio.AbstractEventLoop) -> None:
-    """A fork of this process ends as soon as its code gives way to the loop: the loop's sockets are this process's."""
+    """A fork of this process ends as soon as its code yields to the loop: the loop's sockets belong to this process."""
     _HERE.add(loop)
 
 
@@ -160,7 +162,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What a callback or a background task of users' code raised; nobody waits for either."""
+    """Report an exception of a callback or background task of users' code, which no other code awaits."""
     error, task, handle = context.get("exception"), context.get("future"), context.get("handle")
     started = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "cr_code", None) is _contained.__code__
     if error is None or not (started or (handle is not None and handle._context.get(_INSIDE, False))):
@@ -173,7 +175,7 @@ def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
 
 
 def cancel_call(task: asyncio.Task[Any]) -> None:
-    """Cancel a call of users' code without waiting for its end. Past `GRACE_S` it is left behind."""
+    """Cancel a call of users' code without waiting for its end. After `GRACE_S` it is left behind."""
     if task.done():
         return
     _GIVEN_UP.add(task)
@@ -190,8 +192,8 @@ def abandon_task(task: asyncio.Task[Any]) -> None:
         return
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))  # never collected: that would resume its code once more
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))  # never collected: collection would resume its code
+    with contextlib.suppress(OSError):  # stderr is closed
         print(
             f"rollart: {task.get_name()} did not end when it was cancelled: left behind (rule: let CancelledError "
             "through)",
@@ -203,7 +205,7 @@ def abandon_task(task: asyncio.Task[Any]) -> None:
 def _current_task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
-    except RuntimeError:  # no loop runs: what a spec names is imported and made before one does
+    except RuntimeError:  # no loop runs: classes named in a spec are imported and constructed before it starts
         return None
 
 

@@ -1,4 +1,4 @@
-"""The seam to hosts: places that hold many episodes, or many function workers, each. Part of the ports."""
+"""The ports to hosts: processes or machines that hold many episodes, or many function workers, each."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = [
 
 
 ENVIRONMENTS_MADE = "environments_made"
-"""The event that tells what a host made for a domain so far (`EnvironmentCreation`)."""
+"""The event with a host's environment constructions for a domain so far (`EnvironmentCreation`)."""
 
 PLACES = "environment_places"
-"""The event that tells what episodes waited for a place on a host so far, by what they are for (`policy.places`)."""
+"""The event with the waits for slots on hosts so far, by purpose (`policy.places`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentOrigin:
-    """How an episode came to its environment: `cold`, made in its reset; `ahead`, before it; `reused`, another episode
-    had it; `again`, its own. `make_s` seconds it took to make, ahead or now."""
+    """The origin of an episode's environment. `how`: `cold`, constructed in its reset; `ahead`, constructed before it;
+    `reused`, from another episode; `again`, from the same episode. `make_s`: seconds of the construction."""
 
     how: str
     make_s: float
@@ -40,9 +40,9 @@ class EnvironmentOrigin:
 
 @dataclass(frozen=True, slots=True)
 class HostHealth:
-    """What a host says of itself: the episodes that it holds, for how long one call (and which) has blocked all of
-    them, closed episodes whose calls never ended and hold a thread, and the bytes of its resident memory and of its
-    machine's, 0 if unknown."""
+    """A host's health report: its live episodes; for how long one call (and which) has blocked all of them; closed
+    episodes whose calls never ended and hold a thread; the bytes of its resident memory and of its machine's, 0 if
+    unknown."""
 
     live: int
     stuck_s: float = 0.0
@@ -54,7 +54,7 @@ class HostHealth:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeImages:
-    """Images that an episode needs, all that its host has, and how many were brought for it."""
+    """Images that an episode needs, all images of its host, and the number pulled for the episode."""
 
     wanted: tuple[str, ...]
     there: frozenset[str]
@@ -63,7 +63,7 @@ class EpisodeImages:
 
 @dataclass(slots=True)
 class EnvironmentCreation:
-    """What a domain's environments cost a host to make. `cold_s` was waited for in resets, `ahead_s` was not."""
+    """The cost of constructing a domain's environments on a host. Resets waited for `cold_s`, not for `ahead_s`."""
 
     cold: int = 0
     ahead: int = 0
@@ -71,7 +71,7 @@ class EnvironmentCreation:
     cold_s: float = 0.0
     ahead_s: float = 0.0
     pulled: int = 0
-    """Images that were brought, and the seconds that episodes waited for them before their reset."""
+    """Pulled images; `pull_s`: seconds that episodes waited for them before their reset."""
     pull_s: float = 0.0
 
     @property
@@ -89,35 +89,35 @@ class EnvironmentCreation:
 
 
 class EnvironmentHost(Protocol):
-    """A host's client. Calls of one episode come one after the other; `EnvironmentFault`, which names the host, for
-    whatever goes wrong with one. A call that is cancelled is cancelled there."""
+    """A host's client. Calls of one episode are sequential; any failure raises `EnvironmentFault`, which names the
+    host. Cancelling a call cancels it on the host."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked at all, as far as is known."""
+        """True if the host is reachable, as far as is known."""
 
     @property
     def life(self) -> str:
-        """This life of the host, which no other has: what its end is called (`EnvironmentFault.incident`)."""
+        """A unique identifier of this life of the host, which also identifies its end (`EnvironmentFault.incident`)."""
 
     @property
     def node(self) -> str:
-        """The machine that it runs on; hosts with the same one may fall together."""
+        """The host's machine; hosts of one machine may fail together."""
 
     async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
-        """What the episode shows first and how its environment was made, which it is at its first reset or before; and
-        the seconds that the call took there."""
+        """The episode's first observation and the origin of its environment, which is constructed at its first reset or
+        before; and the seconds of the call on the host."""
 
     @property
     def pictured(self) -> frozenset[str]:
-        """Domains whose episodes need images that it can bring."""
+        """Domains whose episodes need container images that the host can pull."""
 
     async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
-        """Which images the episode needs, and those that are there; with `pull` all of them are, until it is closed.
-        And the seconds of that."""
+        """The images that the episode needs and the images present, with the seconds of the call; `pull` makes all
+        needed images present until the episode is closed."""
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]: ...
 
@@ -126,13 +126,14 @@ class EnvironmentHost(Protocol):
     async def health(self) -> HostHealth: ...
 
     async def lost(self) -> str:
-        """Returns when nothing more can be asked of it, with the cause in words."""
+        """Returns when the host is no longer reachable, with the cause as text."""
 
     async def aclose(self) -> None: ...
 
 
 class FunctionHost(Protocol):
-    """A machine that runs function workers, while it is connected. Calls reach them without it: here it is watched."""
+    """A machine that runs function workers, while it is connected. Calls reach the workers directly: this port monitors
+    it."""
 
     resting: bool
 
@@ -141,7 +142,7 @@ class FunctionHost(Protocol):
 
     @property
     def live(self) -> int:
-        """Calls that its workers are in."""
+        """Calls that its workers execute."""
 
     @property
     def answered(self) -> int:
@@ -154,13 +155,13 @@ class FunctionHost(Protocol):
         """`EnvironmentFault` with an incident if it is gone."""
 
     async def lost(self) -> str:
-        """Returns when it is gone, with the cause in words."""
+        """Returns when it is gone, with the cause as text."""
 
     def leave(self) -> None:
-        """It gets no more workers; those that it has end with their calls."""
+        """Drain the host: it gets no more workers; existing ones end with their calls."""
 
     async def emptied(self) -> None:
-        """Returns once it is to leave and has no worker."""
+        """Returns once the host drains and has no worker."""
 
     async def aclose(self) -> None:
-        """Let go of it; calls of its workers are made again elsewhere."""
+        """Disconnect from the host; calls of its workers are repeated elsewhere."""

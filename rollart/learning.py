@@ -1,4 +1,5 @@
-"""What a run learns with: the one schema behind a run file's `training` and `advantage`, and behind `trainer.json`.
+"""The configuration of learning: the one schema behind a run file's `training` and `advantage`, and behind
+`trainer.json`.
 
 The run spec and the trainer's process are validated by these models, so a key, its default and its bounds exist on both
 sides or on neither. The formulas are in `rollart/train/advantages.py` and `rollart/train/losses.py`.
@@ -30,7 +31,7 @@ class AdvantageSpec(SpecEntry):
     """How rewards become advantages. docs/training.md names the published algorithm of each combination."""
 
     level: Literal["token", "turn", "trajectory"] = Field(
-        default="trajectory", description="What a reward-to-go belongs to: a token, a turn, or the trajectory."
+        default="trajectory", description="The unit of a reward-to-go: a token, a turn, or the trajectory."
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per turn (or token, at that level).")
     baseline: Literal["domain", "group", "none"] = Field(
@@ -117,8 +118,9 @@ class TrainingSpec(SpecEntry):
     )
     columns: list[Literal["ref_logprobs", "advantage"]] = Field(
         default_factory=list,
-        description="What is computed as samples and groups end, while the rest of the batch is rolled out, instead of "
-        "in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`.",
+        description="Columns that are computed as samples and groups end, while the rest of the batch is rolled out, "
+        "instead of in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without "
+        "`baseline: domain`.",
     )
     domain_balance: Literal["tokens", "domains"] = Field(
         default="tokens",
@@ -140,7 +142,7 @@ LossWeight = Annotated[float, Field(ge=1e-9, le=1e9, description="Weight of its 
 
 
 class CreditSpec(SpecEntry):
-    """One domain's credit assignment and its weight in the loss, as the trainer has them."""
+    """One domain's credit assignment and its weight in the loss, in the trainer's form."""
 
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
     loss_weight: LossWeight = 1.0
@@ -165,10 +167,11 @@ class PolicyConfig(SpecEntry):
 
 
 class ParallelConfig(SpecEntry):
-    """Over how many processes the trainer is spread (FSDP2), and what it trades for memory and speed.
+    """The number of the trainer's processes (FSDP2), and its trade-offs between memory and speed.
 
-    `dtype` is what is computed with; weights, their gradients' sums and the optimizer stay in the model's. Versions
-    of more than one rank are written in files of at most `bucket_mb` (1e6 bytes), or of one larger tensor."""
+    `dtype` is that of the computation; weights, accumulated gradients and the optimizer keep the model's. Versions of
+    more than one rank are written in files of at most `bucket_mb` (1e6 bytes), or of one larger tensor.
+    """
 
     ranks: int = Field(default=1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -178,7 +181,7 @@ class ParallelConfig(SpecEntry):
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are FSDP2's: with one rank only for its mixed precision."""
+        """True if FSDP2 holds the parameters: with one rank only for its mixed precision."""
         return self.ranks > 1 or self.dtype != "float32"
 
 

@@ -1,4 +1,4 @@
-"""A process that never outlives its parent: Linux's parent-death signal. Of programs and of what starts them."""
+"""Termination of a process with its parent: Linux's parent-death signal. For programs and for their starters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL, *, code: int = 1) -> None:
-    """Ask the kernel for a signal when the parent ends; exit at once with `code` if `parent` has ended already. Without
-    Linux the parent's own supervision has to do."""
+    """Request a signal from the kernel for the parent's end; exit at once with `code` if `parent` has ended already.
+    Without Linux, the parent's own supervision must suffice."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""The nouns of rollart: what a trajectory is made of and what crosses the ports.
+"""The core values of rollart: the parts of a trajectory, and the values that cross the ports.
 
-Everything here is a frozen value, some of them to type checkers alone (`_value`). Token in, token out: the ids that an
-engine sampled are the ids that the trainer sees; text exists only for environments, rewards and people (design,
+Everything here is a frozen value, some of them to type checkers alone (`_value`). Token in, token out: the trainer
+receives exactly the ids that an engine sampled; text exists only for environments, rewards and people (design,
 "Trajectory").
 """
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 else:
 
     def _value(**_):
-        """A frozen value to whoever checks types, and a plain one at run time: several are made in every turn of every
-        trajectory, and `frozen` makes each three times as dear. What users make themselves is frozen for good."""
+        """Frozen to type checkers, and plain at run time: several values are made in every turn of every trajectory,
+        and `frozen` triples their cost. Values that users construct are truly frozen."""
         return dataclass(slots=True, unsafe_hash=True)
 
 
@@ -63,11 +63,11 @@ EngineId = NewType("EngineId", str)
 BatchId = NewType("BatchId", int)
 
 Sample = Item
-"""What a reward function is given; `rollart.Sample` is the public name of `serverless.types.Item`."""
+"""The input of a reward function; `rollart.Sample` is the public name of `serverless.types.Item`."""
 
 
 class SegmentKind(enum.StrEnum):
-    """Who wrote a segment's tokens."""
+    """The author of a segment's tokens."""
 
     PROMPT = "prompt"
     ACTION = "action"
@@ -90,7 +90,7 @@ class FinishReason(enum.StrEnum):
 
 
 class PauseMode(enum.StrEnum):
-    """What a paused engine does with the requests in flight (vLLM's names)."""
+    """A paused engine's treatment of requests in flight (vLLM's names)."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -108,9 +108,9 @@ class AbortReason(enum.StrEnum):
     REDUNDANT = "redundant"
     """Enough others ended first: a member beyond its group's size, or a group beyond its batch's quota."""
     DEFERRED = "deferred"
-    """Its prompt is put off to a later round, and generated again then."""
+    """Its prompt is deferred to a later round, and generated again then."""
     FILTERED = "filtered"
-    """Its group's rewards are all alike: nothing can be learnt from it."""
+    """Its group's rewards are all equal, so it has no training signal."""
 
 
 @_value(frozen=True, slots=True)
@@ -148,10 +148,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows the policy.
+    """The observation that an environment shows the policy.
 
-    `actions`, if given, are the legal answers: decoding is restricted to them (each must be one token of the
-    policy's vocabulary). `max_tokens` bounds the answer, the domain's limit applies if it is None.
+    `actions`, if given, are the legal answers: decoding is restricted to them (each must be one token of the policy's
+    vocabulary). `max_tokens` bounds the answer; the domain's limit applies if it is None.
     """
 
     text: str
@@ -161,10 +161,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to an action: the next observation, its own reward, and whether it is over.
+    """An environment's response to an action: the next observation, its own reward, and whether the episode is over.
 
-    `success` is for people and curves (True, False, or None while unknown), never for the loss.
-    `metadata` of the last step reaches the reward functions.
+    `success` is for people and curves (True, False, or None while unknown), never for the loss. `metadata` of the last
+    step reaches the reward functions.
     """
 
     observation: Observation
@@ -176,7 +176,7 @@ class Step:
 
 @_value(frozen=True, slots=True)
 class Turn:
-    """One exchange as text: what was shown, what the policy said, what the environment paid."""
+    """One exchange as text: the observation, the policy's action, and the environment's reward."""
 
     index: int
     observation: str
@@ -201,7 +201,7 @@ class Trajectory:
     final_observation: str
     metadata: Mapping[str, object]
     engine_seconds: float = 0.0
-    """Engine time charged to it, seconds of one engine (processor sharing)."""
+    """Engine time charged to it, in seconds of one engine (processor sharing)."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -214,17 +214,16 @@ class Trajectory:
 
 @_value(frozen=True, slots=True)
 class TrainSample:
-    """What the trainer sees of one scored trajectory. All per-token tuples have the length of `token_ids`.
+    """The trainer's view of one scored trajectory. All per-token tuples have the length of `token_ids`.
 
-    `logprobs` are the behaviour log-probabilities (0.0 where `loss_mask` is False), `versions` the policy
-    version that sampled each token (-1 elsewhere), `turn` the turn index (-1 for tokens that were not
-    sampled), `rewards` the reward paid at that token. A turn's reward is paid at its last action token.
-    `allowed` gives, for each sampled token, the legal token ids that its log-probability was normalised
-    over, or None where all of the vocabulary was legal; an empty tuple of a whole means no token was restricted.
-    `reference` (log-probabilities under the reference policy) and `advantage` (before it is scaled by the
-    batch's spread) are columns that may be filled while the rest of the batch is rolled out, 0.0 where
-    `loss_mask` is False; empty: the trainer computes them in its step. `weight` is a factor of its tokens in the
-    loss, with a mean of 1 over its domain's samples.
+    `logprobs` are the behaviour log-probabilities (0.0 where `loss_mask` is False), `versions` the policy version that
+    sampled each token (-1 elsewhere), `turn` the turn index (-1 for tokens that were not sampled), `rewards` the reward
+    paid at that token. A turn's reward is paid at its last action token. `allowed` gives, for each sampled token, the
+    legal token ids that its log-probability was normalised over, or None where all of the vocabulary was legal; if the
+    whole tuple is empty, no token was restricted. `reference` (log-probabilities under the reference policy) and
+    `advantage` (before scaling by the batch's spread) are columns that may be filled while the rest of the batch is
+    rolled out, 0.0 where `loss_mask` is False; if empty, the trainer computes them in its step. `weight` is a factor of
+    its tokens in the loss, with a mean of 1 over its domain's samples.
     """
 
     id: TrajectoryId
@@ -262,13 +261,13 @@ class Group:
 
     @property
     def v0(self) -> int:
-        """The oldest version in the group: the one that staleness is judged by."""
+        """The oldest version in the group, which determines its staleness."""
         return min(s.v0 for s in self.samples)
 
 
 @_value(frozen=True, slots=True)
 class Sampling:
-    """How the next tokens are drawn. `temperature` 0 is greedy."""
+    """Sampling parameters of the next tokens. `temperature` 0 is greedy."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -280,8 +279,8 @@ class Sampling:
 
 @_value(frozen=True, slots=True)
 class CompletionChunk:
-    """Tokens of an answer that is still being generated: those after the piece before, all drawn by `version`; None:
-    its engine says that with the answer's end only, and weights may have changed meanwhile."""
+    """New tokens of a completion that is still being generated, all sampled under `version`. None: the engine reports
+    versions only at the completion's end, and weights may have changed meanwhile."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -307,7 +306,7 @@ class GenerateRequest:
 
 @_value(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled under `version`, of which the engine reports the content's
+    """Tokens [start, end) of a completion were sampled under `version`, for which the engine reports the content's
     `stamp`; None: it reports none."""
 
     version: int
@@ -318,7 +317,7 @@ class VersionSpan:
 
 @_value(frozen=True, slots=True)
 class Completion:
-    """An engine's answer: sampled ids, their fp32 log-probabilities, and which weights drew which token."""
+    """An engine's answer: sampled ids, their fp32 log-probabilities, and the version that sampled each token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -328,7 +327,7 @@ class Completion:
     cached_tokens: int = 0
     kv_transfer: Mapping[str, object] | None = None
     output_tokens: int | None = None
-    """Tokens that the ids stand for, if that is not their number."""
+    """Number of tokens that the ids represent, if it differs from the number of ids."""
 
     @property
     def sampled(self) -> int:
@@ -338,9 +337,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """Where a published version lies: a Hugging Face directory (config.json, safetensors) with a completion marker.
-    `bytes` an engine reads of it, where that is known (else 0). `stamp` of its content, as `architecture.stamp_of`
-    reads it once it is published; '': unknown, and compared with nothing."""
+    """The location of a published version: a Hugging Face directory (config.json, safetensors) with a completion
+    marker. `bytes` is the size that an engine reads, where known (else 0). `stamp` identifies its content, as
+    `architecture.stamp_of` reads it once it is published; '': unknown, and compared with nothing."""
 
     version: int
     path: str
@@ -352,8 +351,8 @@ class WeightsRef:
 class EngineStats:
     """Counters since the engine started; seconds are of the engine's own compute.
 
-    `running` and `waiting` requests, and `kv_used`, the share of the KV memory that they hold, are of now: what is kept
-    of idle sessions, and goes when somebody needs the room, does not count (vLLM's kv_cache_usage_perc).
+    `running` and `waiting` requests, and `kv_used`, the share of the KV memory that they hold, are current values. KV
+    of idle sessions does not count, because it is evicted on demand (vLLM's kv_cache_usage_perc).
     """
 
     running: int
@@ -365,24 +364,25 @@ class EngineStats:
     decode_seconds: float
     kv_used: float = 0.0
     preemptions: int = 0
-    """Requests that gave their KV back under way, to be computed again."""
+    """Requests that gave up their KV while running, to be computed again."""
     kv_tokens: int | None = None
-    """Tokens of KV that fit, of idle sessions included; None where the engine does not say."""
+    """KV capacity in tokens, including idle sessions; None where the engine does not report it."""
     kv_sessions: int | None = None
-    """Sessions that fit whatever their length, in an engine with a slot for each; None: as many as tokens allow."""
+    """Capacity in sessions of any length, for an engine with a slot per session; None: limited by tokens alone."""
     external_tokens: int = 0
-    """Of the cached ones, those whose KV came from another engine."""
+    """The part of the cached tokens whose KV came from another engine."""
     ended: int = 0
-    """Requests that were answered, whole or not."""
+    """Requests that were answered, completely or not."""
     steps: int = 0
     latencies: int = 0
     """How often a request waited for its next token, those `latency_seconds` in sum; 0: it does not say."""
     latency_seconds: float = 0.0
+    """Sum and number (`latencies`) of the waits of requests for their next token; number 0: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What one training step did: tokens with loss, seconds of compute, and the metrics by name."""
+    """The result of one training step: tokens with loss, seconds of compute, and the metrics by name."""
 
     trained_tokens: int
     seconds: float

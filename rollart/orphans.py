@@ -1,4 +1,4 @@
-"""Nothing that a process starts outlives it, in whatever session and under whatever parent: Linux.
+"""Termination of all programs that a process started, in any session and under any parent: Linux.
 
 Each program inherits its starter's environment, and with it a mark. A watcher waits for the end of the marked process,
 kill -9 included, and then kills every process that carries the mark.
@@ -18,7 +18,7 @@ __all__ = ["kill_at_end"]
 
 MARK = "ROLLART_LIFE"
 ROUNDS, ROUND_S = 100, 0.1
-"""Looks at all processes; it is over after two that find none."""
+"""Scans of all processes; done after two scans that find none."""
 
 
 _marked: set[int] = set()
@@ -26,9 +26,11 @@ _marked: set[int] = set()
 
 
 def kill_at_end(grace_s: float = 0.0) -> None:
-    """From now on, programs that this process starts end with it: those that have not `grace_s` after it are killed.
+    """From now on, programs that this process starts end with it: programs still running `grace_s` after its end are
+    killed.
 
-    A second call changes nothing: one watcher serves all runs of a process."""
+    A second call changes nothing: one watcher serves all runs of a process.
+    """
     if sys.platform != "linux" or os.getpid() in _marked:
         return
     _marked.add(os.getpid())
@@ -56,8 +58,8 @@ def _watch(parent: int, mark: str, grace_s: float) -> None:
 
 
 def _kill(mark: bytes, session: int) -> bool:
-    """True if there was one with the mark, or in a session of the process's own (forks, which have its environment of
-    the start)."""
+    """True if a process with the mark was found, or one in the process's own session (forks keep the environment of the
+    start)."""
     found = False
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

@@ -1,8 +1,8 @@
-"""Columns of numbers as bytes, at rest and on the wire: a token id takes 4 bytes, not the 36 of a list's entry or the 6
-or 7 of JSON. Standard library alone: `rollart.service` needs nothing else of rollart.
+"""Columnar encoding of numbers, at rest and on the wire: a token id takes 4 bytes, not the 36 of a list's entry or the
+6 or 7 of JSON. Standard library alone: `rollart.service` needs nothing else of rollart.
 
 On the wire (`KIND`) a body is the length of its head (4 bytes, little-endian), the head in JSON, and the bytes of all
-packed columns. Where JSON has an object of columns, the head has those that are not packed in `columns`, and the others
+packed columns. Where JSON has an object of columns, the head has the unpacked columns in `columns`, and the packed ones
 as `{name: [code, begin, end]}` in `packed`, with codes as in `array`, little-endian.
 """
 
@@ -19,11 +19,11 @@ __all__ = ["CODES", "KIND", "LEAST", "PackedColumn", "columns", "decoded", "enco
 KIND = "application/vnd.rollart.columns"
 
 LEAST = 32
-"""Numbers from which on a list is packed: below, what says that it is takes as much."""
+"""Minimum length of a packed list: for a shorter one the overhead exceeds the gain."""
 
 _WHOLE = (("b", 2**7), ("h", 2**15), ("i", 2**31), ("q", 2**63))
 CODES = "bhiqfd"
-"""Whole numbers of 1, 2, 4 and 8 bytes, floats of 4 and 8."""
+"""Integers of 1, 2, 4 and 8 bytes, floats of 4 and 8."""
 
 
 class PackedColumn(NamedTuple):
@@ -43,8 +43,8 @@ class PackedColumn(NamedTuple):
 
 
 def pack(value: Any) -> Any:
-    """A long list of whole numbers, or of floats, in as few bytes as hold all of it exactly; an `array`, and what has
-    a `tolist` (NumPy, torch), as such a list. Anything else as it is."""
+    """A long list of integers, or of floats, in the smallest type that holds all of it exactly. An `array`, and any
+    value with a `tolist` method (NumPy, torch), counts as such a list. Other values are returned unchanged."""
     if isinstance(value, PackedColumn):
         return value
     values = value.tolist() if hasattr(value, "tolist") else value
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
 
 
 def encoded(body: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bytes:
-    """A body on the wire. `rows` are objects in it with `columns`, which get their packed ones beside them."""
+    """A body on the wire. `rows` are objects in it with `columns`; their packed columns are moved to `packed`."""
     blobs: list[bytes] = []
     end = 0
     for row in rows:
@@ -84,7 +84,7 @@ def encoded(body: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def decoded(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """The head, and the bytes of the packed columns. ValueError for what is none."""
+    """The head, and the bytes of the packed columns. ValueError for an invalid body."""
     size = 4 + int.from_bytes(raw[:4], "little")
     if len(raw) < size:
         raise ValueError("its head is cut off")
@@ -95,7 +95,7 @@ def decoded(raw: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
-    """All columns of a row of a head. ValueError for packed ones that are none."""
+    """All columns of a row of a head. ValueError for invalid packed columns."""
     found = dict(row.get("columns") or {})
     for name, told in (row.get("packed") or {}).items():
         if not (isinstance(told, list) and len(told) == 3 and told[0] in tuple(CODES)):

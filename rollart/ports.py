@@ -1,5 +1,5 @@
-"""The seams of rollart: what the control plane needs of engines, environments, rewards, trainers, weights,
-recorders and the runtime that starts processes. Adapters implement them; `compose` chooses which.
+"""The ports of rollart: the control plane's interfaces to engines, environments, rewards, trainers, weights, recorders
+and the runtime that starts processes. Adapters implement them; `compose` chooses the implementations.
 
 Every port has one contract suite under `tests/contracts/` that fakes and real adapters both pass.
 """
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 Clock = Callable[[], float]
-"""Seconds of the loop: `asyncio.get_running_loop().time`. The only clock under rollart."""
+"""Seconds of the loop: `asyncio.get_running_loop().time`. The only clock in rollart."""
 
 
 class Engine(Protocol):
@@ -71,14 +71,14 @@ class Engine(Protocol):
         """End these requests now; their `generate` returns with finish ABORT and the tokens so far."""
 
     async def release(self, session: str) -> None:
-        """The trajectory is over: its prefix KV may go."""
+        """The trajectory is over: its prefix KV may be evicted."""
 
     async def pause(self, mode: PauseMode) -> None: ...
 
     async def resume(self) -> None: ...
 
     async def update_weights(self, weights: WeightsRef) -> None:
-        """Load a published version. Requests in flight go on with their KV recomputed under the new weights (I5).
+        """Load a published version. Requests in flight continue, with their KV recomputed under the new weights (I5).
         Call between `pause` and `resume`."""
 
     async def stats(self) -> EngineStats: ...
@@ -87,11 +87,11 @@ class Engine(Protocol):
 
 
 EVAL_SEEDS_FROM = 1 << 30
-"""Seeds from here on are held-out episodes: an environment that can should show them nothing it trains on."""
+"""Seeds from here on are held-out episodes: an environment should, if it can, show them nothing that it trains on."""
 
 
 class Environment(Protocol):
-    """One episode's world. Three async methods, nothing to inherit. An exception is an InfraFault."""
+    """One episode's environment. Three async methods, nothing to inherit. An exception is an InfraFault."""
 
     async def reset(self, seed: int) -> Observation: ...
 
@@ -104,7 +104,8 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class Tokenizer(Protocol):
-    """Text at the borders: observations are encoded once, actions decoded for environments and people."""
+    """Conversion between text and tokens: observations are encoded once, actions decoded for environments and
+    people."""
 
     def encode(self, text: str) -> tuple[int, ...]: ...
 
@@ -124,9 +125,9 @@ class Rewarder(Protocol):
 
 
 class Trainer(Protocol):
-    """Owns the optimizer. One step at a time; the policy version is counted by the caller.
+    """Owns the optimizer. One step at a time; the caller counts the policy version.
 
-    Errors: `TrainerError`, `TrainerRefused` for samples that it will not have.
+    Errors: `TrainerError`, `TrainerRefused` for samples that it refuses.
     """
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
@@ -134,20 +135,21 @@ class Trainer(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether a step may be taken in pieces: `begin`, `accumulate` as groups finish, `finish`.
+        """True if a step may be taken in pieces: `begin`, `accumulate` as groups finish, `finish`.
 
-        It then equals `train` on the same samples, whatever their order. Not finished, it leaves the weights as they
-        were; `restore`, `begin` and the trainer's death drop it."""
+        It then equals `train` on the same samples, in any order. An unfinished step leaves the weights unchanged;
+        `restore`, `begin` and the trainer's death drop it.
+        """
 
     async def begin(self, version: int) -> None:
-        """Start a step from `version`; what an unfinished one had accumulated is dropped."""
+        """Start a step from `version`; the gradient of an unfinished step is dropped."""
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Add the gradient of whole groups. `TrainerRefused`: these were not added, the step goes on without them;
-        after any other error the step is gone."""
+        """Add the gradient of whole groups. After `TrainerRefused` the step continues without these groups; after any
+        other error the step is lost."""
 
     async def finish(self) -> TrainReport:
-        """One optimizer step with all that was accumulated."""
+        """One optimizer step with the accumulated gradient."""
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         """Warm start: cross-entropy on the masked tokens for a number of mini-batches."""
@@ -157,17 +159,17 @@ class Trainer(Protocol):
 
     async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Log-probabilities of each sample's tokens under the reference policy, the run's first version (0.0 where
-        masked). Each depends on its own sample alone. Beside a step that is under way, if the trainer can."""
+        masked). Each depends on its own sample alone. Runs concurrently with a step, if the trainer supports it."""
 
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        """Advantages of whole groups, before they are scaled by what is known only of the batch (0.0 where masked)."""
+        """Advantages of whole groups, before the scaling that needs the whole batch (0.0 where masked)."""
 
     async def stage(self, version: int) -> None:
         """Copy the current weights and the optimizer's state aside: the `publish` of this version writes the copy, and
-        may go on beside the next step. `restore` and the trainer's death drop it."""
+        may run concurrently with the next step. `restore` and the trainer's death drop it."""
 
     async def publish(self, version: int) -> WeightsRef:
-        """Write what was staged as `version`, or else the current weights and the optimizer's state, complete or not
+        """Write the staged copy as `version`, or else the current weights and the optimizer's state; completely or not
         at all."""
 
     async def restore(self, weights: WeightsRef) -> None:
@@ -175,12 +177,12 @@ class Trainer(Protocol):
 
 
 class WeightStore(Protocol):
-    """Published versions on their way to engines."""
+    """Published versions for engines."""
 
     def path(self, version: int) -> str: ...
 
     def complete(self, version: int) -> bool:
-        """Whether the version was written whole (its marker is there)."""
+        """True if the version was written completely (its marker exists)."""
 
     def versions(self) -> list[int]:
         """Complete versions, ascending."""
@@ -192,7 +194,7 @@ class WeightStore(Protocol):
 class Interval:
     """A stretch of one resource in one state. Seconds of the run's clock; `units` of the resource (cores, GPUs).
 
-    `cause` names the waste when the time bought nothing ('' otherwise). `usd` = (t1 - t0) × units × price.
+    `cause` names the waste when the time was wasted ('' otherwise). `usd` = (t1 - t0) × units × price.
     """
 
     role: str
@@ -215,7 +217,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Something that happened to the run, attributed: lease expiry, fault, restart, publish, abort, drop."""
+    """An event of the run with its subject: lease expiry, fault, restart, publish, abort, drop."""
 
     t: float
     kind: str
@@ -224,7 +226,7 @@ class RunEvent:
 
 
 FINISHED = "finished"
-"""Outcome of a trajectory that was scored; the journal holds the fate of its sample."""
+"""Outcome of a trajectory that was scored; the journal holds the state of its sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,22 +256,22 @@ class Charge:
 
 
 class Recorder(Protocol):
-    """Where adapters and the runtime report what happened. Synchronous, cheap, never waits for a disk."""
+    """The sink for records of adapters and the runtime. Synchronous, cheap, never waits for a disk."""
 
     def interval(self, interval: Interval) -> None: ...
 
     def event(self, event: RunEvent) -> None: ...
 
     def charge(self, charge: Charge) -> None:
-        """The row of a trajectory that left no sample. `Journal.finish` takes the row of one that did."""
+        """The row of a trajectory that left no sample. For one with a sample, `Journal.finish` takes the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a resume starts from: the last committed version and the finished samples that it did not consume.
+    """The state that a resume starts from: the last committed version and the finished samples that it did not consume.
 
-    `seeds_drawn` counts the groups ever admitted, so that a resumed run draws new prompts; `pending` are the
-    groups that were admitted and neither consumed nor dropped, as (group, domain, seed).
+    `seeds_drawn` counts the groups ever admitted, so that a resumed run draws new prompts; `pending` are the groups
+    that were admitted and neither consumed nor dropped, as (group, domain, seed).
     """
 
     version: int
@@ -281,13 +283,13 @@ class Recovered:
     consumed: Mapping[str, int] = field(default_factory=dict)
     """Groups trained so far, by domain."""
     stamps: Mapping[int, str] = field(default_factory=dict)
-    """Of the content of committed versions, as it was published."""
+    """Content stamps of committed versions, as published."""
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Groups that were dropped since a finished sample of theirs cannot be read, and why."""
+    """Groups that were dropped because a finished sample of theirs cannot be read, with the cause."""
 
 
 class Journal(Protocol):
-    """The run's durable state. What these calls return from survives kill -9."""
+    """The run's durable state. Once a call returns, its effect survives kill -9."""
 
     async def admit(self, group: str, domain: str, seed: int) -> None: ...
 
@@ -310,40 +312,42 @@ class Journal(Protocol):
 
 
 class Planner(Protocol):
-    """Computes routes and plans from what was measured, somewhere else: a solver takes a second, the loop has none.
+    """Computes routes and plans from measurements, outside the loop: a solver takes a second, and the loop must not
+    block.
 
-    May raise; the caller then keeps what it has.
+    May raise; the caller then keeps its current routes and plan.
     """
 
     async def reprice(self, observed: FleetObservation) -> Routes:
-        """The running flows at the prices that hold now. Every few seconds: no solver."""
+        """The running flows at the current prices. Called every few seconds: no solver."""
 
     async def reflow(self, observed: FleetObservation) -> Routes:
-        """The best flows, and their prices, at the instances there are. Twice a minute or so."""
+        """The best flows, and their prices, with the existing instances. Called about twice a minute."""
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         """A better plan, or None if the running one is the best; raises when none is found. Moves other than flips only
         help a caller that can make them (`observed.movable`)."""
 
     def adopt(self, proposal: Proposal) -> None:
-        """The proposal, the last one, was applied: it is the running plan from here on."""
+        """The last proposal was applied: it is the running plan from now on."""
 
 
 class Fleet(Protocol):
-    """Drains and starts engines: one at a time, and none while weights move."""
+    """Drains and starts engines: one at a time, and none during a weight update."""
 
     async def apply(self, move: FleetMove) -> None:
-        """Start or drain one engine (`move.replicas` is 1). Returns when a started one serves the current version, or
-        when a drained one is gone, its process and devices too.
+        """Start or drain one engine (`move.replicas` is 1). Returns when a started engine serves the current version,
+        or when a drained engine is gone, including its process and devices.
 
-        Raises `RollartError` for a move that cannot be made: then nothing has changed."""
+        Raises `RollartError` for an impossible move, without any effect.
+        """
 
     def free(self) -> Mapping[str, int]:
-        """Devices by pool that an engine could be started on."""
+        """Devices by pool that are free for an engine."""
 
     async def resize(self, devices: Mapping[str, int]) -> None:
-        """The pools have so many devices from now on. Engines that serve no more, and whose devices are not there any
-        more, are given up as long as another one serves."""
+        """Set the number of devices of each pool. Engines that no longer serve, and whose devices are gone, are given
+        up as long as another engine serves."""
 
 
 class Handle(Protocol):
@@ -371,16 +375,17 @@ class Runtime(Protocol):
         """Start an actor. `UsageError` at once when no node could ever hold it."""
 
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        """Hold room for all of these, or for none; `ActorSpec.bundle` names it. `UsageError` at once when nodes could
-        never hold it, or after `wait_s`, naming what lacks. Where a node dies its bundles are held elsewhere."""
+        """Reserve room for all of these groups, or for none; `ActorSpec.bundle` names it. `UsageError` at once when the
+        nodes could never hold it, or after `wait_s`, naming the missing resources. When a node dies, its bundles are
+        reserved elsewhere."""
 
     async def release(self, group: str) -> None:
-        """Give back a group's room, once no actor is in it. An unknown name is fine."""
+        """Release a group's reservation, once no actor is in it. An unknown name is fine."""
 
     def reserved(self, group: str) -> bool: ...
 
     def nodes(self) -> Sequence[Node]:
-        """What is free of each is neither reserved nor held by an actor outside of what is reserved."""
+        """`free` of each node excludes reservations and actors outside of reservations."""
 
     def events(self) -> AsyncIterator[RuntimeEvent]: ...
 

@@ -1,4 +1,4 @@
-"""Memory of this process and its machine, from /proc: Linux. Elsewhere nothing is known, which is 0."""
+"""Memory of this process and its machine, from /proc: Linux. Other systems report 0 for unknown."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 
 def resident_bytes(*, below: bool = True) -> int:
-    """Resident memory of this process, and of those `below` it where the kernel lists them; without pages of files,
-    which processes share."""
+    """Resident memory of this process, and of its descendants (`below`) where the kernel lists them; without pages of
+    files, which processes share."""
     total, seen, left = 0, set[str](), ["self"]
     while left:
         process = left.pop()
@@ -26,15 +26,15 @@ def resident_bytes(*, below: bool = True) -> int:
             if not below:
                 break
             for thread in (PROC / process / "task").iterdir():
-                with contextlib.suppress(OSError):  # it has ended, or the kernel has no such file
+                with contextlib.suppress(OSError):  # the thread has ended, or the kernel has no such file
                     left += (thread / "children").read_text().split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return total
 
 
 def machine_bytes() -> int:
-    """Memory of the machine, or of the container if that is limited to less."""
+    """Memory of the machine, or of the container if it has a lower limit."""
     found: list[int] = []
     try:
         found += [1024 * int(line.split()[1]) for line in (PROC / "meminfo").read_text().splitlines()[:1]]

@@ -1,5 +1,5 @@
-"""Client of `rollart service`, for trainers, engines and rewards that are not ours. Standard library alone, so it can
-be copied to where they run.
+"""Client of `rollart service`, for external trainers, engines and rewards. Standard library alone, so that it can be
+copied to their machines.
 
 The calls are AsyncFlow's (arXiv:2507.01663, §6): prompts in, experience in and out by columns, weights announced.
 """
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 try:
     from rollart import packed as packing
-except ImportError:  # this file was copied alone: numbers go as JSON then
+except ImportError:  # this file was copied alone: numbers are sent as JSON then
     packing = None  # type: ignore[assignment]
 
 __all__ = ["Experience", "Service", "ServiceError"]
@@ -33,10 +33,10 @@ BLOCK = 2**20
 """Bytes of weights that are sent or read at a time."""
 
 LONG_S = 600.0
-"""What the answer to a file may take, beside what any call may."""
+"""Timeout for the response to a file, in addition to `SLACK_S`."""
 
 SLACK_S = 30.0
-"""What a call may take beyond the wait that it asks for."""
+"""Timeout of a call beyond the wait that it requests."""
 
 
 class ServiceError(Exception):
@@ -49,14 +49,14 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True)
 class Experience:
-    """A row as it was taken. `version`: the weights it was sampled with, if anybody said."""
+    """A row as it was taken. `version`: the weights it was sampled with, if known."""
 
     id: str
     group: str
     version: int | None
     columns: Mapping[str, Any]
     lease: str = ""
-    """What it was lent under, if it was."""
+    """The lease of the row, if it was lent."""
 
     def __getitem__(self, column: str) -> Any:
         return self.columns[column]
@@ -74,9 +74,9 @@ class Service:
         tls: ssl.SSLContext | None = None,
         arrays: bool = False,
     ) -> None:
-        """`patience_s`: how long calls that may be made again are made again while nobody answers them: all but
-        `put_prompts` without a `key` and `get_experience` without a `key` and a `lease_s`. `tls`: whom to trust
-        behind https://; by default as the system does. `arrays`: long columns of numbers are given as `array.array`
+        """`patience_s`: how long failed calls are retried while the service does not respond; all calls are retried but
+        `put_prompts` without a `key` and `get_experience` without a `key` and a `lease_s`. `tls`: the certificates to
+        trust behind https://; by default the system's. `arrays`: long columns of numbers are returned as `array.array`
         (`torch.frombuffer`, `numpy.frombuffer`), not as lists."""
         self._url = url.rstrip("/")
         self._token = token
@@ -84,7 +84,7 @@ class Service:
         self._tls = tls
         self._arrays = arrays
         self._packs = False
-        """The service said that it takes packed columns."""
+        """The service accepts packed columns."""
 
     def init(
         self,
@@ -95,9 +95,9 @@ class Service:
         capacity: int = 4096,
         staleness: int | None = None,
     ) -> None:
-        """Agree on the columns and on what each task reads; the same from everybody. Tasks in `whole_groups` take
-        groups whole. At most `capacity` rows are held. A sample that lived through more than `staleness` publishes is
-        dropped with its group."""
+        """Declare the columns and the columns that each task reads; all clients must declare the same. Tasks in
+        `whole_groups` take groups whole. At most `capacity` rows are held. A sample that lived through more than
+        `staleness` publishes is dropped with its group."""
         asked = {n: {"columns": list(c), "whole_groups": n in whole_groups} for n, c in tasks.items()}
         body = {"columns": list(columns), "tasks": asked, "capacity": capacity, "staleness": staleness}
         self._call("PUT", "/v1/setup", body)
@@ -105,8 +105,9 @@ class Service:
     def put_prompts(
         self, prompts: Sequence[Mapping[str, Any]], *, group_size: int = 1, timeout_s: float = 30.0, key: str = ""
     ) -> list[str]:
-        """A group of rows per prompt, with the prompt's columns; their ids. Waits until they fit; ServiceError (503)
-        after `timeout_s`. With a `key`, a call that is made again (its answer was lost) is the first one."""
+        """Add a group of rows per prompt, with the prompt's columns; returns their ids. Waits until they fit;
+        ServiceError (503) after `timeout_s`. With a `key`, a repeated call (its response was lost) returns the result
+        of the first."""
         packs = self._packs
         rows = [{"columns": _packed(p) if packs else _plain(p)} for p in prompts]
         body = {
@@ -119,11 +120,12 @@ class Service:
         return list(got["ids"])
 
     def put_experience(self, row: str, *, version: int | None = None, **columns: Any) -> bool:
-        """Columns of a row, and the weights it was sampled with. False: the row was dropped meanwhile."""
+        """Write columns of a row, and the version of the weights it was sampled with. False: the row was dropped
+        meanwhile."""
         return self.put_many([(row, version, columns)])[row]
 
     def put_many(self, rows: Sequence[tuple[str, int | None, Mapping[str, Any]]]) -> dict[str, bool]:
-        """As `put_experience`, of several rows (id, version, columns) in one call, which is on disk as one."""
+        """As `put_experience`, for several rows (id, version, columns) in one call, which is durable as a whole."""
         packs = self._packs
         told: list[dict[str, Any]] = [
             {"id": row, "columns": _packed(columns) if packs else _plain(columns), "version": version}
@@ -142,11 +144,12 @@ class Service:
         lease_s: float | None = None,
         key: str = "",
     ) -> list[Experience]:
-        """`count` rows (groups, for a task that takes them whole) whose columns are all there, which no other call for
-        this task is given. None of them after `timeout_s`; with `at_least`, fewer will do.
+        """`count` rows (groups, for a task that takes them whole) whose columns are complete; no other call for this
+        task gets them. None of them after `timeout_s`; with `at_least`, fewer suffice.
 
-        With `lease_s` they are lent: who does not say `done` within that time loses them to the next caller. With a
-        `key` too, a call that is made again is given the same ones while they are lent."""
+        With `lease_s` the rows are lent: without `done` within that time they go to the next caller. With a `key` too,
+        a repeated call gets the same rows while they are lent.
+        """
         body = {
             "task": task,
             "count": count,
@@ -164,16 +167,16 @@ class Service:
         ]
 
     def done(self, rows: Sequence[Experience]) -> bool:
-        """The rows of one lease are dealt with: nobody is given them for this task again. False: too late, others may
-        have been. To say it again changes nothing."""
+        """The rows of one lease are processed: no caller gets them for this task again. False: the lease expired, and
+        other callers may have them. Idempotent."""
         return self._lease(rows, "done")
 
     def renew(self, rows: Sequence[Experience], lease_s: float) -> bool:
-        """They are lent for so long from now on. False: they are not any more."""
+        """Extend the lease to `lease_s` from now on. False: it has expired."""
         return self._lease(rows, "renew", lease_s=lease_s)
 
     def give_back(self, rows: Sequence[Experience]) -> bool:
-        """Others may have them at once. False: they may already."""
+        """Return the rows, which other callers may take at once. False: the lease has expired."""
         return self._lease(rows, "return")
 
     def stream(self, task: str, count: int = 1, *, timeout_s: float = 30.0) -> Iterator[list[Experience]]:
@@ -182,18 +185,18 @@ class Service:
             yield batch
 
     def drop(self, group: str, reason: str = "given up") -> list[str]:
-        """Give a group up for everybody; the rows that were held."""
+        """Give a group up for all tasks; returns its rows that were held."""
         return list(self._call("POST", f"/v1/groups/{urllib.parse.quote(group)}/drop", {"reason": reason})["rows"])
 
     def weight_sync_notify(self, version: int, path: str, *, batch: Sequence[Experience] = ()) -> None:
-        """New weights lie at `path`, which the service sees too. `batch`: what they were made of; a run refuses (409)
-        those of a batch that it gave up meanwhile."""
+        """Announce new weights at `path`, which the service can read. `batch`: the rows they were trained on; a run
+        refuses (409) weights from a batch that it gave up meanwhile."""
         self._call("POST", "/v1/weights", {"version": version, "path": path, "group": _group(batch)})
 
     def upload_weights(self, version: int, directory: str | Path, *, batch: Sequence[Experience] = ()) -> None:
-        """As `weight_sync_notify`, for a directory that the service does not see: its *.json and *.safetensors are
-        sent, and are a version once all arrived with their checksums."""
-        self._call("POST", f"/v1/weights/{version}/begin", {"group": _group(batch)})  # refused before, not amid, a body
+        """As `weight_sync_notify`, for a directory that the service cannot read: its *.json and *.safetensors are sent,
+        and become a version once all have arrived with correct checksums."""
+        self._call("POST", f"/v1/weights/{version}/begin", {"group": _group(batch)})  # a refusal precedes the body
         group, files = urllib.parse.quote(_group(batch)), {}
         for file in _files(Path(directory)):
             path = f"/v1/weights/{version}/files/{urllib.parse.quote(file.name)}?group={group}"
@@ -201,7 +204,7 @@ class Service:
         self._call("POST", "/v1/weights", {"version": version, "files": files, "group": _group(batch)})
 
     def download_weights(self, directory: str | Path) -> int:
-        """The current version's files, into a directory that is made; the version."""
+        """Download the current version's files into a directory, which is created; returns the version."""
         version, _ = self.weights()
         files, target = self._call("GET", f"/v1/weights/{version}/files", None, LONG_S)["files"], Path(directory)
         target.mkdir(parents=True, exist_ok=True)
@@ -218,7 +221,7 @@ class Service:
         return int(got["version"]), str(got["path"])
 
     def status(self) -> dict[str, Any]:
-        """Rows held, ready by task, room, the version, and what became of the rest."""
+        """Rows held, ready by task, room, the version, and counts of the other rows."""
         return self._call("GET", "/v1/status", None)
 
     def _lease(self, rows: Sequence[Experience], what: str, **body: float) -> bool:
@@ -237,7 +240,8 @@ class Service:
         again: bool = True,
         packed: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """`packed`: rows of the body whose columns go packed. The bytes of those that came so are at the key ""."""
+        """`packed`: rows of the body whose columns are sent packed. The bytes of packed columns in the response are at
+        the key ""."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if packing is not None:
             headers["Accept"] += f", {packing.KIND}"
@@ -297,14 +301,14 @@ class Service:
         return urllib.request.urlopen(request, timeout=wait_s + SLACK_S, context=self._tls)
 
     def _patient(self, path: str, once: Callable[[], T], patience_s: float | None = None) -> T:
-        """Again, with growing pauses, while nobody answers."""
+        """Retry with growing pauses while the service does not respond."""
         waited, pause = 0.0, 0.5
         while True:
             try:
                 return once()
             except urllib.error.HTTPError as error:
                 raise ServiceError(_reason(error), error.code) from None
-            except (OSError, http.client.HTTPException, ValueError) as error:  # cut off in the middle, too
+            except (OSError, http.client.HTTPException, ValueError) as error:  # includes a truncated response
                 if waited >= (self._patience_s if patience_s is None else patience_s):
                     raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
             threading.Event().wait(pause)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["DomainShare", "bounded_shares"]
 
 _SLACK = 1e-9
-"""Rounding noise of sums of fractions: 0.1 + 0.2 is not a broken rule."""
+"""Tolerance for rounding in sums of fractions: 0.1 + 0.2 does not break a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class DomainShare:
 
 
 def bounded_shares(domains: Sequence[DomainShare], weights: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Fractions that sum to 1, proportional to the weights wherever no floor or cap binds.
+    """Fractions that sum to 1, proportional to the weights where no floor or cap binds.
 
-    `weights` replaces those of the domains. The shares are clip(lambda * w, floor, cap) for the one lambda at which
-    they sum to 1. ValueError if no fractions can hold all floors and caps.
+    `weights` replaces the domains' weights. The shares are clip(lambda * w, floor, cap) for the one lambda at which
+    they sum to 1. ValueError if no fractions can satisfy all floors and caps.
     """
     if not domains:
         raise ValueError("no domains to share between")
@@ -49,7 +49,7 @@ def bounded_shares(domains: Sequence[DomainShare], weights: Mapping[str, float] 
         under = {d.domain: d.floor for d in open_ if raw[d.domain] < d.floor}
         if not over and not under:
             return {d.domain: fixed.get(d.domain, raw.get(d.domain, 0.0)) for d in domains}
-        # The side with the larger violation is settled first: fixing it moves lambda towards the other side only.
+        # The side with the larger violation is fixed first: this moves lambda towards the other side only.
         too_much = sum(raw[n] - cap for n, cap in over.items())
         too_little = sum(floor - raw[n] for n, floor in under.items())
         if too_much >= too_little:
