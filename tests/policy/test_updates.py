@@ -1,4 +1,4 @@
-"""Update policies driven by random publishes, traffic and failures: alpha is hard, an engine always serves, all engines get there."""
+"""Update policies under random publishes, traffic and failures: alpha is hard, an engine serves, all engines update."""
 
 from __future__ import annotations
 
