@@ -1,7 +1,7 @@
-"""`python -m rollart.engine --model DIR`: one inference server, a process of its own.
+"""`python -m rollart.engine --model DIR`: one inference server per process.
 
-Prints `ready http://host:port` on stdout once it answers. A bad start is one line on stderr and exit code 2.
-SIGTERM, SIGINT and the death of the parent end it.
+Prints `ready http://host:port` on stdout once it answers. A failed start prints one line on stderr and exits with 2.
+SIGTERM, SIGINT and the death of the parent end the process.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rollart.errors import RollartError, UsageError
 from rollart.lifeline import die_with_parent
 
 SHUTDOWN_S = 2.0
-"""How long open connections may take to end after SIGTERM, seconds."""
+"""Time limit for open connections to end after SIGTERM, seconds."""
 
 MEMORY_REMEDY = "lower --max-slots (engines.max_slots) or --max-context (model.context): KV takes their product"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until stopped by a signal; returns the exit code."""
     args = _arguments(argv)
     if not args.detached:
-        die_with_parent(os.getppid(), code=0)  # no controller that was killed leaves an engine behind
+        die_with_parent(os.getppid(), code=0)  # a killed controller leaves no engine behind
     try:
         torch.set_num_threads(args.threads)
         runner = load(args)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RollartError as error:
         print(f"rollart.engine: {error}", file=sys.stderr)
         return error.exit_code
-    except ExceptionGroup as group:  # a step failed: its requests were told, a restart is the supervisor's matter
+    except ExceptionGroup as group:  # a step failed: its requests got errors, the supervisor decides on a restart
         if isinstance(cause := group.exceptions[0], torch.OutOfMemoryError):
             print(f"rollart.engine: a step found no memory: {_line(cause)} ({MEMORY_REMEDY})", file=sys.stderr)
             return 1
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(args: argparse.Namespace) -> Runner:
-    """The runner for these arguments. UsageError for a model or a device that is not there."""
+    """The runner for these arguments. UsageError for a missing model or device."""
     architecture = read_architecture(args.model)
     try:
         device = torch.device(args.device)
@@ -172,4 +172,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a broadcast that hangs has a thread in torch, which would abort an orderly end
+    os._exit(code)  # a hanging broadcast has a thread in torch, which would abort a normal interpreter exit

@@ -1,8 +1,8 @@
-"""One forward pass as arrays: which tokens, where their keys go, and who attends to what.
+"""One forward pass as arrays: the tokens, the cache rows of their keys, and the attention groups.
 
-Tokens of all rows are packed without padding, so that the linear layers, which are most of the work, see no
-waste. Attention needs rectangles: rows are put into groups of similar length (a factor of two apart at most) and
-only the queries are padded. A decoding row is simply a row with one new token.
+Tokens of all rows are packed without padding, so that the linear layers, which are most of the work, compute no
+padding. Attention needs rectangles: rows are grouped by similar length (at most a factor of two apart), and only the
+queries are padded. A decoding row is simply a row with one new token.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pack_batch(
     """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
 
     `context` is the cache's number of positions per slot, `per_kv_head` the query heads per kv head. With one
-    of `layers` only, no query but each row's last is ever computed: the masks of the others are left out.
+    of `layers` only, just each row's last query is ever computed, so the masks of the others are omitted.
     """
     lengths = end - start
     bucket = np.ceil(np.log2(lengths)).astype(np.int64)

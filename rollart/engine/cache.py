@@ -21,9 +21,9 @@ __all__ = ["KvBlock", "KvCache"]
 class KvBlock:
     """The KV of tokens [start, len(token_ids)) of one sequence, off the device.
 
-    `keys` and `values`: `[layers, kv_heads, len(token_ids) - start, head_dim]`, CPU. `token_ids` are all of the
-    sequence's, from its first: KV depends on them. `logits`: `[vocab]` fp32 of the last token, where they are known;
-    with them the next token can be drawn without computing anything. Valid only under weight version `version`.
+    `keys` and `values`: `[layers, kv_heads, len(token_ids) - start, head_dim]`, CPU. `token_ids` holds the whole
+    sequence from its first token, since KV depends on all of it. `logits`: `[vocab]` fp32 of the last token, if known;
+    with them the next token can be sampled without a forward pass. Valid only under weight version `version`.
     """
 
     token_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class KvCache:
     def __init__(
         self, architecture: Architecture, *, slots: int, context: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`slots` counts all, those that no sequence ever has too."""
+        """`slots` counts all slots, also a padding slot that never holds a sequence."""
         a = architecture
         shape = (a.layers, slots, a.kv_heads, context, a.head_dim)
         self.slots, self.context, self.kv_heads = slots, context, a.kv_heads
@@ -84,7 +84,7 @@ class KvCache:
         self.values[:, slot, :, begin:end].copy_(block.values[:, :, part])
 
     def fits(self, block: KvBlock) -> bool:
-        """Whether a block came from a cache of the same shape and dtype."""
+        """True if a block came from a cache of the same shape and dtype."""
         layers, _, kv_heads, _, head_dim = self.keys.shape
         shape = (layers, kv_heads, len(block.token_ids) - block.start, head_dim)
         return (

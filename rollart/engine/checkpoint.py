@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face checkpoint directory, and whether it was published whole.
+"""The weights of a Hugging Face checkpoint directory, and checks that it was published completely.
 
-Its architecture is read by `rollart.architecture`. Errors: `UsageError`, one line.
+`rollart.architecture` reads the architecture. Errors: `UsageError`, one line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 MARKER = "COMPLETE"
-"""A published directory holds this file once it was written whole: it is the last thing the trainer writes. It may
-be empty, or JSON with the `version`."""
+"""A published directory holds this file once it is complete: the trainer writes it last. It is empty, or JSON with the
+`version`."""
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
 
 
 def require_complete(directory: str | Path) -> None:
-    """Refuse a directory that its writer did not finish."""
+    """Refuse an incomplete directory."""
     path = Path(directory)
     if not path.is_dir():
         raise UsageError(f"weights directory {path} does not exist")

@@ -1,10 +1,9 @@
-"""The step in which every row decodes, for GPUs: one launch of a graph that was captured before.
+"""Decode steps on GPUs: one launch of a captured CUDA graph per step.
 
-A decode step reads the weights and the KV once and hardly computes, so that launching its operators one by one takes
-longer than running them. Here everything has a fixed shape: rows are padded to the next of a few sizes, those that
-are nobody's write into a slot of the cache that no sequence has, and what changes between steps (tokens, positions,
-slots) is copied to the same place of the device's memory before the graph runs. The step's only wait for the device
-is for the tokens that were sampled.
+A decode step reads the weights and the KV once and hardly computes, so launching its operators one by one takes longer
+than running them. Here all shapes are fixed. Rows are padded to the next of a few sizes; padding rows write into a slot
+of the cache that no sequence uses. The inputs of a step (tokens, positions, slots) are copied to a fixed device buffer
+before the graph runs. The step waits for the device only once, for the sampled tokens.
 
 Weights are loaded in place (`Network.load`) and the cache never moves, so graphs stay valid for an engine's life.
 """
@@ -28,23 +27,24 @@ __all__ = ["GraphDecoder", "captured_sizes"]
 Ints = npt.NDArray[np.int64]
 
 MIN_CAPTURED_LENGTH = 64
-"""Least length that attention is captured for where it reads all rows alike; masks are aligned to 16 bytes."""
+"""Minimum length for which attention over rows of equal length is captured; masks are aligned to 16 bytes."""
 
 WARM_UPS = 2
-"""Runs before a capture: libraries allocate and choose, kernels are compiled."""
+"""Runs before a capture, in which libraries allocate and select algorithms, and kernels are compiled."""
 
 
 class GraphDecoder:
-    """Owns the graphs and what goes into them. Only the runner's thread uses it, one call at a time; what a call
-    returns is overwritten by the next. `cache` has one slot more than the runner uses: its last."""
+    """Owns the graphs and their input buffers. Only the runner's thread uses it, one call at a time; each call
+    overwrites the logits that the previous one returned. The last slot of `cache` is for padding rows: the runner does
+    not use it."""
 
     def __init__(
         self, network: Network, cache: KvCache, *, operations: DecodeOperations | None = None, capture: bool = True
     ) -> None:
-        """`capture` False runs the same step operator by operator: elsewhere than on a GPU."""
+        """`capture` False runs the same step operator by operator, for devices other than GPUs."""
         self._network, self._cache, self._capture = network, cache, capture
         self.why = ""
-        """Why PyTorch's operators are used and not the fused ones, or no graph; '' where neither is so."""
+        """Reason for using PyTorch's operators instead of the fused ones, or for using no graph; '' otherwise."""
         if operations is None:
             operations, self.why = select_operations(network.architecture, *network.rope)
         self.operations = operations
@@ -58,13 +58,14 @@ class GraphDecoder:
 
     @property
     def graphs(self) -> int:
-        """How many have been captured."""
+        """Number of captured graphs."""
         return len(self._graphs)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture every number of rows now, while no request waits: compiling the kernels takes seconds, once. The
-        largest first, whose memory the others then share. Nothing where lengths count too, which are too many."""
+        """Capture a graph for every number of rows now, while no request waits: compiling the kernels takes seconds,
+        once. The largest comes first, so that the others share its memory. Does nothing if graphs also depend on the
+        length, which has too many values."""
         if not self.operations.ragged:
             return
         self._device.fill_(0)
@@ -74,17 +75,17 @@ class GraphDecoder:
                 return
 
     def step(self, tokens: Ints, positions: Ints, slots: Ints) -> Tensor:
-        """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot; their KV is in the cache
-        then."""
+        """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot. Writes the tokens' KV into
+        the cache."""
         n, context = len(tokens), self._cache.context
         rows = next(size for size in self._sizes if size >= n)
         length = context if self.operations.ragged else _padded_length(int(positions.max()) + 1, context)
         if self._copied is not None:
-            self._copied.synchronize()  # of the last step, whose tokens were waited for: long over
+            self._copied.synchronize()  # the last step's copy ended long ago: its tokens were waited for
         staged = _step_inputs(self._host, rows).numpy()
         staged[:, :n] = tokens, positions, slots
         staged[:, n:] = [[0], [0], [self._cache.slots - 1]]
-        used = 3 * _stride(rows)  # without gaps, so that it is one copy out of pinned memory
+        used = 3 * _stride(rows)  # contiguous, so that one copy from pinned memory suffices
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -102,21 +103,21 @@ class GraphDecoder:
         return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """The step as a graph; None, from now on, where this device or driver makes none."""
+        """Capture the step as a graph. None, now and in future, if this device or driver cannot."""
         here = torch.cuda.current_stream()
         try:
             aside = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
-                for _ in range(WARM_UPS):  # what they write is what the step writes
+                for _ in range(WARM_UPS):  # harmless: they write the same values as the step
                     self._run(rows, length)
             here.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            # Of this thread only: the server's others may copy KV meanwhile.
+            # Checks only this thread: the server's other threads may copy KV during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._run(rows, length)
         except RuntimeError as error:
-            torch.cuda.set_stream(here)  # a capture that fails at its end leaves this thread on its own stream
+            torch.cuda.set_stream(here)  # a capture that fails at its end leaves the thread on the capture's stream
             self._capture = False
             self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
             return None
@@ -126,12 +127,12 @@ class GraphDecoder:
 
 
 def _stride(rows: int) -> int:
-    """Numbers from one of the three to the next: kernels are compiled for addresses that are multiples of 16 bytes."""
+    """Elements between the starts of the three inputs: kernels are compiled for addresses aligned to 16 bytes."""
     return rows + rows % 2
 
 
 def _step_inputs(buffer: Tensor, rows: int) -> Tensor:
-    """Tokens, positions and slots `[3, rows (to an even number)]` at the buffer's beginning."""
+    """Tokens, positions and slots `[3, rows (rounded up to even)]` at the start of the buffer."""
     return buffer[: 3 * _stride(rows)].view(3, _stride(rows))
 
 
@@ -140,8 +141,8 @@ def _event() -> torch.cuda.Event:
 
 
 def captured_sizes(most: int) -> Sequence[int]:
-    """Numbers of rows that are captured, ascending, up to `most`: powers of two and the halves between them, so that at
-    most a third of the rows is padding."""
+    """Row counts to capture, ascending, up to `most`: powers of two and the midpoints between them, so that at most a
+    third of the rows is padding."""
     steps = {1, 2, 3, most}
     size = 4
     while size < most:
@@ -151,7 +152,7 @@ def captured_sizes(most: int) -> Sequence[int]:
 
 
 def _padded_length(length: int, context: int) -> int:
-    """The next power of two."""
+    """The length rounded up to a power of two, within [`MIN_CAPTURED_LENGTH`, `context`]."""
     size = MIN_CAPTURED_LENGTH
     while size < length:
         size *= 2

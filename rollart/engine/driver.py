@@ -1,8 +1,8 @@
 """Runs the steps: the bridge between an asyncio server and the synchronous runner.
 
-A short step (a few ms, small model) runs on the loop itself: handing it to a thread would cost more than it
-saves, since the two would fight over the GIL at every operator. A long step runs in a worker thread, so that
-health checks and aborts are answered meanwhile.
+A short step (a few ms, small model) runs on the loop itself: in a thread it would contend with the loop for the GIL at
+every operator, which costs more than it saves. A long step runs in a worker thread, so that the loop can answer health
+checks and aborts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ T = TypeVar("T")
 Deliver = Callable[[FinishedJob | EngineError], None]
 
 INLINE_S = 0.02
-"""Longest previous step that still runs on the loop, seconds: what a health check may have to wait."""
+"""Seconds. A step runs on the loop only if the previous one was shorter; bounds the delay of a health check."""
 
 TICKS = 3
-"""Loop iterations between inline steps: a request needs about three (read, parse, handle) to reach the queue, and
-requests that arrived together should be prefilled together."""
+"""Loop iterations between steps. A request needs about three (read, parse, handle) to reach the queue, and requests
+that arrive together should be prefilled together."""
 
 
 class Driver:
-    """Owns the runner's turn. All methods are called on the loop's thread.
+    """Steps the runner; no other code may. All methods are called on the loop's thread.
 
     `run` consumes queued requests and steps until cancelled; it waits for work or for `resume`. `generate` waits
     until its request ends; `submit` is the same with a callback. `apply` runs a function between
@@ -49,8 +49,8 @@ class Driver:
         self._stepping = False
         self._deferred: deque[Callable[[], object]] = deque()
         self._deliver: dict[str, tuple[EngineJob, Deliver]] = {}
-        self._told: dict[str, EngineJob] = {}
-        """Requests whose tokens somebody wants as they are drawn."""
+        self._streamed: dict[str, EngineJob] = {}
+        """Requests whose tokens are streamed."""
         self._held: dict[str, EngineJob] = {}
         self._mode: PauseMode | None = None
         self._frozen = False
@@ -63,16 +63,16 @@ class Driver:
 
     @property
     def held(self) -> int:
-        """Requests that wait for `resume` because a pause is draining the others."""
+        """Number of requests that wait for `resume` because a pause is draining the others."""
         return len(self._held)
 
     async def run(self) -> None:
-        """Step until cancelled. However it ends, every request is told with a retryable error."""
+        """Step until cancelled. However this ends, every open request gets a retryable error."""
         cause = "is shutting down"
         try:
             with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(self._threads,)) as pool:
                 while True:
-                    await self._turn(pool)
+                    await self._step_or_wait(pool)
         except Exception as error:
             cause = f"failed in a step: {error!r}"
             raise
@@ -82,37 +82,37 @@ class Driver:
                 deliver(EngineError(f"the engine {cause}", retryable=True))
 
     def submit(self, job: EngineJob, deliver: Deliver) -> None:
-        """Queue a request; `deliver` is called once, with its end or with why it was refused. EngineError if the id
-        is in use."""
+        """Queue a request; `deliver` is called once, with the finished request or the error that refused it.
+        EngineError if the id is in use."""
         name = job.request.request_id
         if name in self._deliver:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
-        if job.told is not None:
-            self._told[name] = job
+        if job.on_piece is not None:
+            self._streamed[name] = job
         if self._mode is PauseMode.WAIT and not self._frozen:
             refuse_invalid(job, vocab=self.runner.network.architecture.vocab, context=self.runner.context)
             self._held[name] = job
             self._deliver[name] = job, deliver
             return
         self._deliver[name] = job, deliver
-        self._soon(lambda: self._add(job))
+        self._run_or_defer(lambda: self._add(job))
 
     def discard(self, name: str) -> None:
-        """Nobody waits for this request any more: abort it, deliver nothing."""
+        """Abort a request whose caller is gone; nothing is delivered."""
         self._deliver.pop(name, None)
         self.abort_soon([name])
 
     def abort_soon(self, request_ids: Sequence[str] | None) -> None:
-        """End these requests (None: all) before the next step; what they have is delivered."""
+        """End these requests (None: all) before the next step; their tokens so far are delivered."""
         for name in list(self._held) if request_ids is None else request_ids:
             job = self._held.pop(name, None)
             if job is not None:
                 self._settle([FinishedJob(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))])
-        self._soon(lambda: self._settle(self.runner.abort(request_ids)))
+        self._run_or_defer(lambda: self._settle(self.runner.abort(request_ids)))
 
     def release_soon(self, session: str) -> None:
         """Free a session's prefix before the next step."""
-        self._soon(lambda: self.runner.release(session))
+        self._run_or_defer(lambda: self.runner.release(session))
 
     async def generate(self, job: EngineJob) -> FinishedJob:
         """Run a request to its end. Cancelling this call aborts it. EngineError if it is refused."""
@@ -134,7 +134,7 @@ class Driver:
             raise
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
-        """End these requests (None: all); their `generate` returns what they have."""
+        """End these requests (None: all); their `generate` returns the tokens so far."""
         self.abort_soon(request_ids)
         await self.apply(lambda: None)
 
@@ -161,7 +161,7 @@ class Driver:
         self._drained.set()
         held, self._held = self._held, {}
         for job in held.values():
-            self._soon(lambda job=job: self._add(job))  # type: ignore[misc]
+            self._run_or_defer(lambda job=job: self._add(job))  # type: ignore[misc]
         self._wake.set()
 
     async def apply(self, action: Callable[[], T]) -> T:
@@ -181,8 +181,8 @@ class Driver:
         self._deferred.append(deferred)
         return await done
 
-    def _soon(self, action: Callable[[], object]) -> None:
-        """Run `action` now, or right after the step that a worker thread is in."""
+    def _run_or_defer(self, action: Callable[[], object]) -> None:
+        """Run `action` now, or right after the current step if one runs in a worker thread."""
         if self._stepping:
             self._deferred.append(action)
         else:
@@ -191,7 +191,7 @@ class Driver:
     def _add(self, job: EngineJob) -> None:
         name = job.request.request_id
         entry = self._deliver.get(name)
-        if entry is None or entry[0] is not job:  # cancelled while it was deferred, and perhaps sent again
+        if entry is None or entry[0] is not job:  # cancelled while deferred, and possibly submitted again
             return
         try:
             self.runner.add(job)
@@ -200,8 +200,8 @@ class Driver:
             entry[1](error)
         self._wake.set()
 
-    async def _turn(self, pool: ThreadPoolExecutor) -> None:
-        """One step, or a wait for something to do."""
+    async def _step_or_wait(self, pool: ThreadPoolExecutor) -> None:
+        """Run one step, or wait for work."""
         if self._mode is PauseMode.WAIT and not self._frozen and not self.runner.busy:
             self._frozen = True
             self._drained.set()
@@ -213,7 +213,7 @@ class Driver:
         began = loop.time()
         if self._last_step_s <= INLINE_S:
             self._settle(self.runner.step())
-            self._tell()
+            self._emit_pieces()
         else:
             self._stepping = True
             try:
@@ -221,21 +221,22 @@ class Driver:
             finally:
                 self._stepping = False
             self._settle(finished)
-            self._tell()
+            self._emit_pieces()
             while self._deferred:
                 self._deferred.popleft()()
         self._last_step_s = loop.time() - began
         for _ in range(TICKS):
             await asyncio.sleep(0)
 
-    def _tell(self) -> None:
-        """Before weights change: what was drawn in the step is of the version that it ran with."""
-        for name, job in list(self._told.items()):
+    def _emit_pieces(self) -> None:
+        """Emit the tokens of the last step. Called before weights can change, so the tokens get the version that drew
+        them."""
+        for name, job in list(self._streamed.items()):
             entry = self._deliver.get(name)
-            if entry is None or entry[0] is not job or job.told is None:
-                del self._told[name]
+            if entry is None or entry[0] is not job or job.on_piece is None:
+                del self._streamed[name]
             elif (piece := self.runner.piece(job)) is not None:
-                job.told(piece)
+                job.on_piece(piece)
 
     def _settle(self, over: Sequence[FinishedJob]) -> None:
         for finished in over:

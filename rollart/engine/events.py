@@ -1,4 +1,4 @@
-"""A generation as server-sent events, as vLLM's `stream: true` gives it: tokens as they are drawn."""
+"""A generation as server-sent events, in the format of vLLM's `stream: true`: tokens as they are sampled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["stream_response"]
 async def stream_response(
     request: web.Request, job: EngineJob, serve: Callable[[EngineJob], Awaitable[FinishedJob]]
 ) -> web.StreamResponse:
-    """The answer to `request`. EngineError as long as nothing was sent; afterwards it is an event."""
+    """Stream the answer to `request`. EngineError if nothing was sent yet; later errors are sent as events."""
     name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     pieces: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
-    job.told = pieces.put_nowait
+    job.on_piece = pieces.put_nowait
     finished: FinishedJob | None = None
     failed: EngineError | None = None
 
@@ -34,7 +34,7 @@ async def stream_response(
         await answer.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
 
     async def forward() -> None:
-        with contextlib.suppress(ConnectionError):  # who has gone cancels this handler
+        with contextlib.suppress(ConnectionError):  # a disconnect also cancels this handler
             while (piece := await pieces.get()) is not None:
                 await send(piece_body(name, piece))
 

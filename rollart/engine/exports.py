@@ -1,7 +1,7 @@
-"""KV that waits to be fetched by another engine: in files where memory is shared, else in this process.
+"""KV exports that wait for another engine to pull them: in files if memory is shared, else in this process.
 
-It is handed out once, until its lease ends. It goes at once when the weights are replaced, when its session ends, when
-a later export of the session takes its place, and, oldest first, when all of it needs more room than it may.
+An export is handed out once, until its lease ends. It is dropped early when the weights are replaced, when its session
+ends, when a later export of the session replaces it, and, oldest first, when all exports together exceed their limit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rollart.engine.shm import SharedKvFiles
 __all__ = ["KvExport", "KvExports"]
 
 MAX_REMEMBERED_REASONS = 256
-"""Exports that are gone whose reason is kept: a pull that comes too late is told why."""
+"""Maximum exports for which the reason of their removal is remembered, for the error of a late pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvExport:
-    """One export. Its bytes are those of `transfer.encode_block`: in `file`, or in `data` where there is no file."""
+    """One export. Its bytes are the output of `transfer.encode_block`: in `file`, or in `data` if there is no file."""
 
     request_id: str
     session: str
@@ -36,10 +36,10 @@ class KvExport:
 
 
 class KvExports:
-    """The exports of one engine by request id. Owned by the server's loop, whose clock `now` is.
+    """The exports of one engine by request id. Owned by the server's loop; `now` is the loop's clock.
 
-    Invariant: their sizes sum up to `limit_bytes` at most; a file exists only for an export that is here, except in the
-    moment between another engine's taking it and the next `sweep`.
+    Invariants: the sizes sum up to at most `limit_bytes`; every file belongs to an entry. The file of an entry may be
+    missing after another engine took it, until the next `sweep`.
     """
 
     def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
@@ -54,8 +54,8 @@ class KvExports:
         return len(self._entries)
 
     def put(self, export: KvExport) -> bool:
-        """Keep an export until its deadline; False, with nothing kept, if it alone is larger than the limit. One of the
-        same request or of the same session is replaced."""
+        """Keep an export until its deadline. False, with nothing kept, if it alone exceeds the limit. Replaces an
+        export of the same request or the same session."""
         for name in {export.request_id, self._sessions.get(export.session, export.request_id)}:
             if name in self._entries:
                 self._drop(name, "a later one took its place")
@@ -76,7 +76,7 @@ class KvExports:
         return True
 
     def find(self, request_id: str, token: str) -> KvExport | str:
-        """The export, or why it is not here."""
+        """The export, or the reason why it is unavailable."""
         export = self._entries.get(request_id)
         if export is not None and export.deadline <= self._now():
             self._expire(request_id)
@@ -86,7 +86,7 @@ class KvExports:
         return export if export.token == token else "the token is not that of the export"
 
     def take(self, export: KvExport) -> bytes | mmap.mmap | None:
-        """The bytes of an export, once; None if another engine took its file meanwhile."""
+        """Remove an export and return its bytes; None if another engine has taken its file."""
         data = self._files.take(export.file) if export.file and self._files is not None else export.data
         self._pop(export.request_id)
         self._remember(export.request_id, "it was taken")
@@ -94,7 +94,7 @@ class KvExports:
         return data or None
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Nobody will fetch these. Unknown ids are ignored."""
+        """Drop the exports of aborted requests. Unknown ids are ignored."""
         for name in request_ids:
             if name in self._entries:
                 self._drop(name, "it was aborted")
@@ -104,12 +104,12 @@ class KvExports:
             self._drop(self._sessions[session], "its session ended")
 
     def clear(self, why: str) -> None:
-        """Drop everything: the weights are others now, or the cache is to be forgotten."""
+        """Drop all exports, because the weights were replaced or the cache is reset."""
         for name in list(self._entries):
             self._drop(name, why)
 
     def sweep(self) -> None:
-        """Forget what nobody fetched in time, and what was taken by way of its file."""
+        """Remove exports whose lease ended, and those whose file another engine took."""
         now = self._now()
         for name, export in list(self._entries.items()):
             if export.file and self._files is not None and not self._files.holds(export.file):

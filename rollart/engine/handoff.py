@@ -1,8 +1,8 @@
-"""Requests whose KV comes from another engine or goes to one: what happens before and after the driver runs them.
+"""KV hand-off: the steps before and after the driver runs a request that imports or exports KV.
 
-Before: fetch what the session here lacks of the prompt's KV, by shared memory if the other engine is on this host,
-else by its HTTP port. After: keep the KV for the engine that comes next, the prompt's for one that decodes, the whole
-sequence's for one that prefills the next turn; only what that one is not known to hold is copied.
+Before: fetch the part of the prompt's KV that the local session lacks, by shared memory if the other engine is on this
+host, else from its HTTP port. After: keep the KV for the next engine (the prompt's KV if that one decodes, the whole
+sequence's if it prefills the next turn). Only KV that the next engine is not known to hold is copied.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["KvHandoffs", "HandoffSettings"]
 T = TypeVar("T")
 
 OFFLOAD_BYTES = 1 << 20
-"""Bytes from which a copy runs in a worker thread: below, handing it over costs more than doing it (about 0.5 ms)."""
+"""Bytes from which a copy runs in a worker thread; for smaller ones the thread costs more than the copy (0.5 ms)."""
 
 SWEEP_S = 5.0
-"""How often leases are looked at. Memory goes that much later than its lease; no pull sees the difference."""
+"""Seconds between checks of the leases. Memory is freed that much after its lease ends; pulls check leases exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSettings:
-    """Leases in seconds: of a prompt's KV (vLLM's `kv_lease_duration`) and of what waits for the next turn (vLLM's
-    `decoder_kv_blocks_ttl`). `timeout_s` bounds a pull unless the request does. `shm` is where memory is shared, empty
-    for sockets only."""
+    """Leases in seconds: `lease_s` of a prompt's KV (vLLM's `kv_lease_duration`), `return_lease_s` of KV that waits for
+    the next turn (vLLM's `decoder_kv_blocks_ttl`). `timeout_s` bounds a pull unless the request sets a bound. `shm` is
+    the directory of shared memory, '' for sockets only."""
 
     lease_s: float = 30.0
     return_lease_s: float = 480.0
@@ -51,7 +51,7 @@ class HandoffSettings:
 
 @dataclass(slots=True)
 class TransportCounters:
-    """What came in by one transport."""
+    """Counters of the pulls over one transport."""
 
     pulls: int = 0
     bytes: int = 0
@@ -59,10 +59,10 @@ class TransportCounters:
 
 
 class KvHandoffs:
-    """Owns the exports of one engine and the pulls under way. All methods are called on the loop's thread.
+    """Owns the exports of one engine and the pulls in flight. All methods are called on the loop's thread.
 
-    `serve` waits for the pull, then for the driver; cancelling it frees all of it. `run` ends leases and owns what
-    `start` was given, until cancelled. A pull never holds up a step: it waits outside of the driver.
+    `serve` waits for the pull, then for the driver; cancelling it frees everything. `run` ends leases and owns the
+    tasks of `start`, until cancelled. A pull never delays a step, because it waits outside the driver.
     """
 
     def __init__(self, driver: Driver, settings: HandoffSettings, *, advertise: tuple[str, int]) -> None:
@@ -72,7 +72,7 @@ class KvHandoffs:
         if settings.shm and self._boot:
             try:
                 self._files = SharedKvFiles(settings.shm)
-            except OSError:  # no such memory here: everything goes by socket
+            except OSError:  # no shared memory here: all KV travels by socket
                 self._files = None
         loop = asyncio.get_running_loop()
         self.exports = KvExports(loop.time, limit_bytes=settings.pending_bytes, files=self._files)
@@ -85,7 +85,7 @@ class KvHandoffs:
 
     @property
     def pulling(self) -> int:
-        """Requests that wait for their KV."""
+        """Number of requests that wait for their KV."""
         return len(self._pulling)
 
     async def run(self) -> None:
@@ -101,14 +101,14 @@ class KvHandoffs:
             self._tasks = None
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run this beside everything else; it must raise nothing. EngineError when the engine shuts down."""
+        """Run `work` as a task of its own; it must not raise. EngineError while the engine shuts down."""
         if self._tasks is None:
             work.close()
             raise EngineError("the engine is shutting down", retryable=True)
         return self._tasks.create_task(work)
 
     async def close(self) -> None:
-        """Give up what waits: memory and connections."""
+        """Free the exported KV and close the connections."""
         self.exports.clear("the engine ended")
         if self._files is not None:
             self._files.close()
@@ -116,8 +116,8 @@ class KvHandoffs:
             await self._http.close()
 
     async def serve(self, job: EngineJob) -> FinishedJob:
-        """Run a request, with its hand-off on either side. EngineError if it is refused, HandoffFailed if its KV could
-        not be had: without `kv_transfer_params` the same request will run."""
+        """Run a request with its hand-offs before and after. EngineError if it is refused. HandoffFailed if its KV is
+        unavailable: without `kv_transfer_params` the same request will run."""
         params = job.request.kv_transfer
         if not params:
             return await self._driver.generate(job)
@@ -139,7 +139,8 @@ class KvHandoffs:
         self.exports.drop(request_ids or ())
 
     async def hand_out(self, request_id: str, token: str, start: int) -> list[memoryview]:
-        """The bytes of an export from token `start` on, once. HandoffFailed, with the reason, if it cannot be had."""
+        """Hand out the bytes of an export from token `start` on, once. HandoffFailed, with the reason, if the export is
+        unavailable."""
         export, before = self._find(request_id, token), None
         if start < export.start:
             before = await self._driver.apply(
@@ -150,11 +151,11 @@ class KvHandoffs:
                     f"KV of request {request_id!r} was copied from token {export.start} on, {start} was asked for, "
                     "and the session holds the rest no more"
                 )
-            self._find(request_id, token)  # it may have gone meanwhile
+            self._find(request_id, token)  # it may have been dropped during the await
         data = self.exports.take(export)
         if data is None:
             raise HandoffFailed(f"the KV of request {request_id!r} was taken")
-        if start == export.start:  # as a rule: what the peer was known to hold is what it holds
+        if start == export.start:  # the usual case: the peer still holds the tokens that it was known to hold
             return [memoryview(data)]
 
         def cut() -> list[memoryview]:
@@ -172,7 +173,7 @@ class KvHandoffs:
         return found
 
     async def _fetch(self, job: EngineJob, source: KvSource) -> bool:
-        """Get what the session lacks into `job.imported`. False if the request was aborted meanwhile."""
+        """Pull the KV that the session lacks into `job.imported`. False if the request was aborted during the pull."""
         name, runner = job.request.request_id, self._runner
         refuse_invalid(job, vocab=runner.network.architecture.vocab, context=runner.context)
         if name in self._pulling:
@@ -188,7 +189,7 @@ class KvHandoffs:
                 n = len(job.prompt)
                 job.peer_holds = min(source.tokens, n)
                 whole = source.tokens == n and not job.export
-                if held >= (n if whole else min(source.tokens, n - 1)):  # nothing is lacking
+                if held >= (n if whole else min(source.tokens, n - 1)):  # the session lacks nothing
                     if self._files is not None:
                         self._files.remove(source.file)
                     return True
@@ -206,14 +207,14 @@ class KvHandoffs:
             del self._pulling[name]
             aborted = name in self._aborted
             self._aborted.discard(name)
-        if aborted:  # in the very moment that it came
+        if aborted:  # just as the KV arrived
             return False
         by = self.pulled[transport]
         by.pulls, by.bytes, by.seconds = by.pulls + 1, by.bytes + job.imported.size, by.seconds + loop.time() - began
         return True
 
     async def _pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
-        """The block and how it came."""
+        """The block and the transport that it came by."""
         if self._files is not None and source.file and source.boot_id == self._boot and held >= source.start:
             data = self._files.take(source.file)
             if data is not None:
@@ -224,7 +225,7 @@ class KvHandoffs:
         try:
             async with self._http.get(source.url, params=query) as answer:
                 body = await answer.read()
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an address that is none
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid address
             raise HandoffFailed(f"the KV pull from {source.url} failed: {error!r}", remedy="prefill again") from error
         if answer.status != 200:
             raise HandoffFailed(
@@ -234,7 +235,7 @@ class KvHandoffs:
         return await _off_loop(len(body), lambda: decode_block(body, source.token)), "socket"
 
     async def _keep(self, job: EngineJob, block: KvBlock) -> Mapping[str, object] | None:
-        """Keep KV for another engine; what leads there, or None if there is no room for it."""
+        """Keep KV for another engine; returns the `kv_transfer_params` to pull it, or None if there is no room."""
         request, files, loop = job.request, self._files, asyncio.get_running_loop()
         token = secrets.token_hex(16)
         lease = self._settings.return_lease_s if job.returns else self._settings.lease_s
@@ -249,9 +250,9 @@ class KvHandoffs:
             return "", b"".join(parts)
 
         file, data = "", b""
-        if block.size <= self._settings.pending_bytes:  # otherwise `put` refuses it, and counts it
+        if block.size <= self._settings.pending_bytes:  # otherwise `put` refuses and counts it
             file, data = await _off_loop(block.size, store, undo=lambda kept: _discard(files, kept[0]))
-        if block.version != self._runner.version:  # replaced while it was being copied
+        if block.version != self._runner.version:  # the weights were replaced during the copy
             _discard(files, file)
             return None
         kept = self.exports.put(
@@ -292,8 +293,8 @@ def _block_from(block: KvBlock, start: int) -> KvBlock:
 
 
 async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], None] | None = None) -> T:
-    """Run `work` here, or in a worker thread if it moves many bytes. `undo` is told what came of it when the caller was
-    cancelled before."""
+    """Run `work` here, or in a worker thread if it moves many bytes. If the caller is cancelled before the thread
+    ends, `undo` is called with the result."""
     if size < OFFLOAD_BYTES:
         return work()
     running = asyncio.get_running_loop().run_in_executor(None, work)
@@ -311,7 +312,7 @@ def _discard(files: SharedKvFiles | None, place: str) -> None:
 
 
 def _error_text(body: bytes) -> str:
-    """What an engine says in an error's body."""
+    """The error message in an engine's response body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A request inside the engine, what it ends as, and the rules that refuse it."""
+"""A request inside the engine, its result, and the rules that refuse it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["FinishedJob", "EngineJob", "refuse_invalid"]
 
 @dataclass(slots=True)
 class EngineJob:
-    """A request on its way through the runner. `imported` is KV from another engine; `export` asks for the prompt's KV
-    at the end (this engine prefills), `returns` for that of prompt and answer (it decodes). The peer is known to hold
-    the first `peer_holds` tokens: KV of those need not be copied. After a request that `ends` its session nothing of it
-    is kept here. `told` gets its tokens after every step but the last;
-    `shown` of them were told."""
+    """A request and its progress in the runner. `imported` is KV from another engine. `export` asks for the prompt's KV
+    at the end (this engine prefills), `returns` for the KV of prompt and answer (this engine decodes). The peer is
+    known to hold the first `peer_holds` tokens, whose KV need not be copied. `ends`: the session ends with this
+    request, and its prefix is not kept. `on_piece` is called with the new tokens after every step but the last;
+    `shown` is the number of tokens emitted so far."""
 
     request: GenerateRequest
     ignore_eos: bool = False
@@ -32,16 +32,16 @@ class EngineJob:
     returns: bool = False
     peer_holds: int = 0
     ends: bool = False
-    told: Callable[[CompletionChunk], None] | None = None
+    on_piece: Callable[[CompletionChunk], None] | None = None
     shown: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)
     slot: int = -1
     cached: int = 0
     logits: Tensor | None = None
-    """Of the prompt's last token, `[vocab]`: from the peer, or on the way to it."""
+    """Logits of the prompt's last token, `[vocab]`: imported from the peer, or to be exported to it."""
     spans: list[tuple[int, int, str]] = field(default_factory=list)
-    """(version, index of the first token that it drew, stamp of its content), ascending."""
+    """(version, index of its first token, stamp of its content), ascending."""
 
     def __post_init__(self) -> None:
         self.prompt = np.array(self.request.token_ids, np.int64)
@@ -51,7 +51,7 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """A request that is over, and its KV if the request asked for it."""
+    """A finished request, with its KV if the request asked for it."""
 
     job: EngineJob
     completion: Completion

@@ -1,9 +1,9 @@
-"""What a decode step does between its matrix products, fused into four Triton kernels, for NVIDIA GPUs.
+"""The operations of a decode step between its matrix products, fused into four Triton kernels, for NVIDIA GPUs.
 
-A step of few rows moves little but the weights and the KV: each operator that PyTorch launches by itself costs about
-as much as it computes. Here a layer has nine launches in place of some twenty, and attention reads each row's own KV
-where it lies, up to its own length: nothing is gathered, padded or masked. The formulas are those of `operations.py`,
-in fp32 inside. Compiled at first use by Triton, which PyTorch's CUDA wheels bring along; nothing else imports this.
+A step of few rows moves little more than the weights and the KV, so launching a single PyTorch operator costs about as
+much as its computation. Here a layer has nine launches instead of about twenty, and attention reads each row's KV in
+place, up to its own length: nothing is gathered, padded or masked. The formulas are those of `operations.py`, in fp32
+inside. Triton, which PyTorch's CUDA wheels include, compiles the kernels at first use; only `operations` imports this.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
 
@@ -16,20 +16,20 @@ from torch import Tensor, empty, empty_like, float32
 __all__ = ["KEYS", "add_norm", "attend", "gate", "place"]
 
 KEYS = 64
-"""Keys of a block: 16 KB of keys and as much of values at a head dimension of 128 in bf16, three blocks in flight."""
+"""Keys per block: 16 KB of keys and 16 KB of values at a head dimension of 128 in bf16; three blocks in flight."""
 
 IN_FLIGHT = 64 << 10
-"""Bytes of blocks that are loaded while another is computed: with it a program fits the 99 KB of shared memory that the
-smallest of these GPUs have (86 KB at the most, as Triton 3.9 compiles it for sm_80 to sm_90)."""
+"""Bytes of blocks that are prefetched while another is computed. With it a program fits the 99 KB of shared memory of
+the smallest of these GPUs (at most 86 KB, as Triton 3.9 compiles it for sm_80 to sm_90)."""
 
 ROWS = 16
-"""Least rows of a product of matrix units: the query heads of one kv head are padded to them."""
+"""Minimum rows of a tensor-core product: the query heads of one kv head are padded to this."""
 
 WAVE = 264
-"""Programs that fill a GPU of 132 multiprocessors twice; with fewer rows the keys of a row are split among programs."""
+"""Programs that fill a GPU of 132 multiprocessors twice; with fewer, the keys of a row are split among programs."""
 
 SPLITS = 32
-"""Most programs that share the keys of one row and kv head."""
+"""Maximum programs that share the keys of one row and kv head."""
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _join(parts, peaks, out, DIM: tl.constexpr, SPLIT: tl.constexpr):
     dim = tl.arange(0, DIM)
     peak = tl.load(peaks + (head * SPLIT + part) * 2)
     weight = tl.load(peaks + (head * SPLIT + part) * 2 + 1)
-    share = tl.exp(peak - tl.max(peak, 0))  # a part without keys has the peak minus infinity, and no share
+    share = tl.exp(peak - tl.max(peak, 0))  # a part without keys has a peak of minus infinity, and share 0
     sums = tl.load(parts + (head * SPLIT + part)[:, None] * DIM + dim[None, :])
     done = tl.sum(sums * share[:, None], 0) / tl.sum(weight * share, 0)
     tl.store(out + head * DIM + dim, done.to(out.dtype.element_ty))

@@ -1,7 +1,7 @@
-"""A linear layer's matrix, kept a second time in oneDNN's blocked order where that multiplies faster.
+"""A linear layer with a second copy of its matrix in oneDNN's blocked layout, used where that multiplies faster.
 
-Measured on Zen 4 with one thread: at 2 to 64 rows the blocked order takes 0.6 to 0.75 of MKL's time for matrices
-of 256 × 512 and more, but each call costs 10 µs more, which is a loss for small products.
+Measured on Zen 4 with one thread: at 2 to 64 rows the blocked layout takes 0.6 to 0.75 of MKL's time for matrices of at
+least 256 × 512, but each call costs 10 µs more, which is a loss for small products.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 __all__ = ["BlockedLinear"]
 
 LARGE = 65_536
-"""Elements from which the blocked order wins at any number of rows above one."""
+"""Elements from which the blocked layout wins at any number of rows above one."""
 
 WORK = 4_000_000
-"""Multiply-adds from which it wins for a small matrix as well."""
+"""Multiply-adds from which the blocked layout wins for a small matrix as well."""
 
 HINT_ROWS = 64
-"""Rows that oneDNN chooses the blocking for; measured to make no difference."""
+"""Number of rows that oneDNN optimizes the blocking for; measured to make no difference."""
 
 
 class BlockedLinear:
-    """`weight` `[out, in]` and an optional `bias` `[out]`, which the owner fills; call `pack` after each change."""
+    """`weight` `[out, in]` and an optional `bias` `[out]`, both filled by the owner; call `pack` after each change."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
@@ -31,9 +31,9 @@ class BlockedLinear:
         self._large = weight.numel() >= LARGE
 
     def pack(self) -> None:
-        """Copy the weight into the blocked order (fp32 on a CPU with oneDNN only; otherwise nothing)."""
+        """Copy the weight into the blocked layout (only for fp32 on a CPU with oneDNN; otherwise does nothing)."""
         w = self.weight
-        # Inductor's operators, not public API: a torch without them multiplies the plain way.
+        # Inductor's operators are not public API: a torch without them uses the plain layout.
         known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if known and w.device.type == "cpu" and w.dtype == torch.float32:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), HINT_ROWS)

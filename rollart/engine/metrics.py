@@ -9,7 +9,7 @@ __all__ = ["render"]
 
 
 def render(runner: Runner, handoffs: KvHandoffs, *, held: int, paused: bool) -> str:
-    """One line per metric. `held` requests wait for `resume`."""
+    """One line per metric. `held`: number of requests that wait for `resume`."""
     s, exports = runner.stats(), handoffs.exports
     computed = s.prompt_tokens - s.cached_tokens
     gauges = {

@@ -1,8 +1,8 @@
-"""The decoder: fused weights and one forward pass over a packed batch.
+"""The decoder network: fused weights and one forward pass over a packed batch.
 
-Query, key and value projections are one matrix, and so are gate and up: at the sizes that run on a CPU a step is
-operator overhead more than arithmetic. The last layer computes queries, attention and MLP only for the tokens
-whose logits are wanted; for a short model that halves a prefill.
+Query, key and value projections are one matrix, and so are gate and up: at the sizes that run on a CPU, a step is
+dominated by operator overhead. The last layer computes queries, attention and MLP only for the tokens whose logits are
+needed; for a model of few layers that halves a prefill.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Network:
                 raise UsageError(f"tensor {name} has shape {tuple(tensors[name].shape)}, the model needs {want}")
 
     def staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `load` copies fastest of a checkpoint's tensors. A GPU's are converted here, on the host and while it
-        goes on: `load` would, while it stands."""
+        """A checkpoint's tensors in the form that `load` copies fastest. For a GPU they are converted here, on the
+        host while steps continue; otherwise `load` would convert them while steps are stopped."""
         if self.device.type == "cpu":
             return dict(tensors)
         return {name: tensor.to("cpu", self.dtype) for name, tensor in tensors.items()}
@@ -206,7 +206,7 @@ class Network:
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
     def _targets(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face tensor names and the places in the fused weights that they fill."""
+        """Hugging Face tensor names with the views of the fused weights that they fill."""
         a = self.architecture
         queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
         yield "model.embed_tokens.weight", self._embed

@@ -1,8 +1,7 @@
-"""What a decode step does between its matrix products: one row per sequence, everything of a fixed shape.
+"""The operations of a decode step between its matrix products: one row per sequence, all shapes fixed.
 
-`TorchOperations` says it in PyTorch, on any device. `TritonOperations` does the same in a few kernels of our own
-(`kernels.py`) on GPUs
-that have Triton; `select_operations` takes it only if, on this very device, it gives what `TorchOperations` gives.
+`TorchOperations` uses PyTorch, on any device. `TritonOperations` uses a few fused kernels (`kernels.py`) on GPUs with
+Triton; `select_operations` takes it only if its results on this device match those of `TorchOperations`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from rollart.engine.checkpoint import Architecture
 __all__ = ["TritonOperations", "DecodeOperations", "TorchOperations", "select_operations", "operation_differences"]
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest ‖ours − theirs‖ / ‖theirs‖ that is rounding."""
+"""Largest ‖theirs − ours‖ / ‖ours‖ that counts as rounding."""
 
 COMPARED_POSITIONS = 512
-"""Positions that the kernels are compared on."""
+"""Number of positions on which the kernels are compared."""
 
 
 class DecodeOperations(Protocol):
-    """`keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`; `slots` and `positions` `[R]`
-    say where each row's token goes and how far it sees. `length` bounds the positions."""
+    """`keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`. `slots` and `positions` `[R]`
+    are the location of each row's token, which attends up to its position. `length` bounds the positions."""
 
     ragged: bool
-    """Whether `attend` reads each row up to its own position; else up to `length` for all."""
+    """True if `attend` reads each row up to its own position; otherwise it reads all rows up to `length`."""
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -46,7 +45,7 @@ class DecodeOperations(Protocol):
 
 
 class TorchOperations:
-    """In PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables, the sign in `sin`."""
+    """Implementation in PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables; `sin` has the sign."""
 
     ragged = False
 
@@ -91,7 +90,7 @@ class TorchOperations:
 
 
 class TritonOperations:
-    """In kernels of our own. Importing them needs Triton."""
+    """Implementation in fused Triton kernels. Needs Triton."""
 
     ragged = True
 
@@ -121,7 +120,7 @@ class TritonOperations:
 
 
 def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[DecodeOperations, str]:
-    """The operations for this device, and in words why they are not the fused ones ('' if they are)."""
+    """The operations for this device, and the reason for not using the fused ones ('' if they are used)."""
     plain = TorchOperations(architecture, cos, sin)
     if cos.device.type != "cuda":
         return plain, f"fused kernels are for CUDA devices, this is {cos.device.type}"
@@ -135,7 +134,7 @@ def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> t
             dtype=cos.dtype,
             context=min(cos.shape[0], COMPARED_POSITIONS),
         )
-    except Exception as error:  # no Triton, a head dimension that it cannot have, no compiler: whatever it is
+    except Exception as error:  # e.g. no Triton, an unsupported head dimension, no compiler
         return plain, f"fused kernels do not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     bad = {name: value for name, value in found.items() if not value <= TOLERANCE[cos.dtype]}
     if bad:
@@ -153,8 +152,8 @@ def operation_differences(
     context: int,
     rows: Sequence[int] = (1, 3, 48),
 ) -> dict[str, float]:
-    """‖theirs − ours‖ / ‖ours‖ of each operation on random values, the largest over numbers of rows. Where an operation
-    should write there is NaN before, so that what it leaves out is seen."""
+    """‖theirs − ours‖ / ‖ours‖ of each operation on random values, the maximum over `rows`. Destinations of writes are
+    filled with NaN first, so that missing writes are detected."""
     g = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

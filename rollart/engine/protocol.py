@@ -1,6 +1,6 @@
-"""vLLM's `/inference/v1/generate` bodies in, `EngineJob`s out; `Completion`s in, bodies out.
+"""Translation of vLLM's `/inference/v1/generate`: request bodies to `EngineJob`s, `Completion`s to response bodies.
 
-The one translator at the engine's border. EngineError (not retryable) names the field that is wrong.
+No other module of the engine reads or writes these bodies. EngineError (not retryable) names the invalid field.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollart.model import Completion, CompletionChunk, GenerateRequest, Sampling
 __all__ = ["completion_body", "error_body", "parse_job", "piece_body", "strip_prefix", "usage"]
 
 VLLM_PREFIX = "generate-tokens-"
-"""vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids that carry it. Both are understood."""
+"""vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids with it. Here it is optional."""
 
 
 def parse_job(body: object, *, session: str, fallback_id: str) -> EngineJob:
-    """Read one request. `session` is the X-Session-ID header, `fallback_id` names a request without an id."""
+    """Parse one request. `session` is the X-Session-ID header; `fallback_id` is used for a request without an id."""
     if not isinstance(body, Mapping):
         raise _bad("the body must be a JSON object")
     sampling = body.get("sampling_params") or {}
@@ -48,8 +48,8 @@ def parse_job(body: object, *, session: str, fallback_id: str) -> EngineJob:
         kv_transfer=transfer,
     )
     decodes_elsewhere = bool(transfer and transfer.get("do_remote_decode"))
-    # As with vLLM's `bidirectional_kv_xfer`: what decodes for another engine offers it the answer's KV for the next
-    # turn, unless told otherwise. A turn that was prefilled here does so on request.
+    # As with vLLM's `bidirectional_kv_xfer`: a decode engine offers the answer's KV to the prefill engine for the next
+    # turn, unless the request disables it. A turn that was prefilled here does so on request.
     returns = bool(transfer and transfer.get("return_kv", session and transfer.get("do_remote_prefill")))
     return EngineJob(
         request,
@@ -92,8 +92,8 @@ def usage(c: Completion) -> dict[str, Any]:
 
 
 def piece_body(request_id: str, piece: CompletionChunk, whole: Completion | None = None) -> dict[str, Any]:
-    """One event of a streamed response; with `whole` its last one with tokens. `weight_version` is of these tokens:
-    vLLM says only at the end which drew what."""
+    """One event of a streamed response; with `whole`, the last one with tokens. `weight_version` is the version of
+    these tokens; vLLM reports versions only at the end."""
     tokens = [{"token_id": t, "logprob": p} for t, p in zip(piece.token_ids, piece.logprobs, strict=True)]
     choice: dict[str, Any] = {
         "index": 0,
@@ -113,14 +113,14 @@ def _spans(c: Completion) -> list[dict[str, Any]]:
 
 
 def error_body(error: EngineError, status: int) -> dict[str, Any]:
-    """`kind` "handoff": nothing is wrong here, the KV that the request named could not be had."""
+    """`kind` "handoff": this engine is fine, but the KV named in the request is unavailable."""
     kind = "handoff" if isinstance(error, HandoffFailed) else "engine"
     message = {"message": str(error), "type": type(error).__name__, "code": status}
     return {"error": {**message, "retryable": error.retryable, "kind": kind}}
 
 
 def strip_prefix(request_id: str) -> str:
-    """A request's id with or without vLLM's prefix."""
+    """A request's id without vLLM's prefix, if it has one."""
     return request_id.removeprefix(VLLM_PREFIX)
 
 

@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave between steps, each step is one forward pass.
 
 A row of a step is a slot with tokens whose KV is missing: one token when it decodes, a suffix when it was just
-admitted, everything after a weight update. That makes recomputation under new weights (I5) the same code as a
-prefill: the update sets every slot's KV length to zero and the next steps do the rest.
+admitted, all tokens after a weight update. So recomputation under new weights (I5) is the same code as a prefill: the
+update sets every slot's KV length to zero, and the next steps recompute the KV.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollart.model import Completion, CompletionChunk, EngineStats, FinishReason
 __all__ = ["STEP_TOKENS", "Runner"]
 
 STEP_TOKENS = 2048
-"""Most new prompt tokens in one step: bounds activations, and how long a prefill holds up the decoding rows."""
+"""Maximum new prompt tokens in one step: bounds activations, and the delay of decoding rows by a prefill."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,7 +55,7 @@ class Runner:
     ) -> None:
         self.network, self.version, self.stamp, self.context = network, version, stamp, context
         self.loads = 0
-        """How often the weights were replaced: a version's number may come twice, with other content."""
+        """Number of weight updates: a version number may be loaded again with other content."""
         decodes = network.device.type == "cuda"
         self.cache = KvCache(
             network.architecture,
@@ -110,7 +110,7 @@ class Runner:
         self._waiting[name] = job
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[FinishedJob]:
-        """End these requests (all if None) with the tokens that they have. Unknown ids are ignored."""
+        """End these requests (all if None) with their tokens so far. Unknown ids are ignored."""
         over = []
         for name in [*self._waiting, *self._running] if request_ids is None else request_ids:
             job = self._waiting.pop(name, None) or self._running.get(name)
@@ -123,11 +123,11 @@ class Runner:
         return self.table.release(session)
 
     def held(self, job: EngineJob) -> int:
-        """How many tokens of its prompt the request's session holds here, at most all but the last."""
+        """Number of prompt tokens whose KV the request's session holds here; never includes the last token."""
         return self.table.cached(job.request.session, job.request.cache_salt, job.prompt)
 
     def session_kv(self, session: str, token_ids: tuple[int, ...], version: int, start: int) -> KvBlock | None:
-        """A copy of what a session holds of these tokens from `start` on; None if it does not hold all of them, or if
+        """A copy of a session's KV of these tokens from `start` on. None if the session does not hold all of them, or
         the weights are no longer of that version."""
         tokens = np.array(token_ids, np.int64)
         slot = self.table.holder(session, tokens)
@@ -139,7 +139,7 @@ class Runner:
         return self.cache.export(slot, token_ids, version, start=start)
 
     def fence(self, version: int) -> None:
-        """Refuse KV of other weights: it would be silently wrong, and labelled with ours."""
+        """Refuse KV of other weights: it would be silently wrong, and labelled with this engine's version."""
         if version != self.version:
             raise HandoffFailed(
                 f"KV import refused: it was computed under weights {version}, this engine has {self.version}",
@@ -147,15 +147,16 @@ class Runner:
             )
 
     def reset_prefix_cache(self, *, running: bool = False) -> bool:
-        """Forget idle prefixes. `running` also recomputes active requests; without it, False if there are any."""
+        """Drop idle prefixes. `running` also recomputes the KV of active requests; without it, returns False if there
+        are any."""
         self.table.drop_idle()
         if running:
             self.table.kv[:] = 0
         return running or not self._running
 
     def load(self, tensors: Mapping[str, Tensor], version: int, stamp: str = "") -> None:
-        """Replace the weights: idle prefixes go, KV in flight is recomputed by the next steps. UsageError, with
-        nothing changed, if the tensors are of another architecture."""
+        """Replace the weights: idle prefixes are dropped, and the next steps recompute the KV of active requests.
+        UsageError, with nothing changed, if the tensors are of another architecture."""
         self.network.load(tensors)
         self.version, self.stamp = version, stamp
         self.loads += 1
@@ -168,7 +169,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[FinishedJob]:
-        """Admit what fits, compute one forward pass, sample. Returns the requests that ended."""
+        """Admit requests that fit, compute one forward pass, sample. Returns the requests that ended."""
         began = time.perf_counter()
         over = self._sample_imported(self._admit())
         slots = self._choose()
@@ -190,8 +191,8 @@ class Runner:
         return over
 
     def _logits(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints | None]:
-        """As `_forward`; None: the slots' own order. On a GPU the rows that decode go through its graph beside prefills
-        too: attention over gathered copies of their KV would cost them more than reading the weights twice."""
+        """As `_forward`; the order None means that of `slots`. On a GPU, decoding rows use the graph even beside
+        prefills: attention over gathered copies of their KV would cost more than reading the weights twice."""
         if self.decoder is None:
             return self._forward(slots, start, end)
         one = end - start == 1
@@ -204,7 +205,8 @@ class Runner:
         return torch.cat((decoded, logits)), np.concatenate((np.flatnonzero(one), np.flatnonzero(~one)[order]))
 
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
-        """Compute the tokens [start, end) of each slot: logits after each last one, and the slots' order in them."""
+        """Compute the tokens [start, end) of each slot; returns logits after each slot's last token, and the order of
+        the slots in them."""
         a = self.network.architecture
         batch = pack_batch(
             self.table.tokens,
@@ -221,7 +223,8 @@ class Runner:
         return self.network.forward(batch, self.cache), batch.order
 
     def _admit(self) -> list[EngineJob]:
-        """Give waiting requests slots, first come first served. Returns those whose next token can be drawn at once."""
+        """Give waiting requests slots, first come first served. Returns those whose next token can be sampled without
+        a forward pass."""
         complete = []
         while self._waiting:
             name, job = next(iter(self._waiting.items()))
@@ -257,15 +260,15 @@ class Runner:
                 f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
                 remedy="pair engines of one model and one --dtype",
             )
-        # What comes back to a prefill engine may end otherwise than the next prompt begins (an agent that drops its
-        # reasoning): the part that they share is right.
+        # KV returned to a prefill engine may diverge from the next prompt (an agent that drops its reasoning); the
+        # common prefix is valid.
         n = min(len(block.token_ids), len(job.prompt))
         if not job.export and _common(block, job) < n:
             raise HandoffFailed("KV import refused: it belongs to another prompt")
 
     def _import(self, job: EngineJob, block: KvBlock) -> bool:
-        """Continue a claimed slot's own prefix with another engine's KV, where the two meet and it reaches further.
-        Otherwise the tokens are computed here. Whether nothing of the prompt is left to compute."""
+        """Extend a claimed slot's prefix with another engine's KV, if the KV is contiguous with the prefix and reaches
+        further; otherwise the tokens are computed here. True if no prompt token is left to compute."""
         job.imported = None
         reach = min(_common(block, job), len(job.prompt))
         whole = reach == len(job.prompt) == len(block.token_ids) and block.logits is not None
@@ -273,7 +276,7 @@ class Runner:
             reach = min(reach, len(job.prompt) - 1)
         if reach <= job.cached:
             return False
-        if block.start > job.cached:  # the session was evicted while the rest was on its way
+        if block.start > job.cached:  # the session was evicted during the transfer
             self.dropped_imports += 1
             return False
         self.cache.load(job.slot, block, job.cached, reach)
@@ -283,8 +286,9 @@ class Runner:
         return whole
 
     def _sample_imported(self, jobs: Sequence[EngineJob]) -> list[FinishedJob]:
-        """Draw the first token from logits that came with the KV: the prefill engine's own, bit by bit, which a pass
-        over the last token alone would only approximate (a product of one row rounds otherwise than one of many)."""
+        """Sample the first token from logits that came with the KV. They are exactly the prefill engine's logits; a
+        pass over the last token alone would only approximate them, since a product of one row rounds differently than
+        one of many."""
         known = [(job.slot, job.logits) for job in jobs if job.logits is not None]
         if not known:
             return []
@@ -292,7 +296,8 @@ class Runner:
         return self._sample(logits, np.array([slot for slot, _ in known], np.int64))
 
     def piece(self, job: EngineJob) -> CompletionChunk | None:
-        """What a request that runs has drawn since this was asked last, at most a step ago; None: nothing."""
+        """The tokens of a running request since the last call, which is at most one step ago; None if there are
+        none."""
         begin, known = len(job.prompt) + job.shown, 0 if job.slot < 0 else int(self.table.known[job.slot])
         if known <= begin:
             return None
@@ -303,7 +308,7 @@ class Runner:
         )
 
     def _choose(self) -> Ints:
-        """The slots of this step: all that decode, and prefills in order of arrival up to the token budget."""
+        """The slots of this step: all decoding ones, and prefills in order of arrival up to the token budget."""
         table = self.table
         slots = table.active()
         suffix = table.known[slots] - table.kv[slots]
@@ -347,7 +352,7 @@ class Runner:
         ]
 
     def _finish(self, job: EngineJob, reason: FinishReason) -> FinishedJob:
-        """Take a job out, keep its session's prefix, and build its answer."""
+        """Remove a job, keep its session's prefix, and build its completion."""
         self.ended[reason] += 1
         if job.slot < 0:
             return FinishedJob(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
@@ -377,8 +382,8 @@ class Runner:
         return FinishedJob(job, completion, kv)
 
     def _export(self, job: EngineJob) -> KvBlock:
-        """The KV that a finished request leaves to its peer, without what that one holds anyway. The rest is there to
-        be asked for while the session lives; without a session it is not."""
+        """The KV that a finished request leaves for its peer, without the tokens that the peer already holds. Those
+        can still be requested from the session; a request without a session therefore exports everything."""
         n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
         start = min(job.peer_holds, n) if job.request.session and not job.ends else 0
         tokens = tuple(self.table.tokens[job.slot, :n].tolist())
@@ -391,14 +396,14 @@ class Runner:
         return job
 
     def _charge(self, seconds: float, *, decoded: int, total: int) -> None:
-        """Split a step's time between its phases by tokens: they share one forward pass."""
+        """Split a step's time between prefill and decode by tokens: they share one forward pass."""
         self.steps += 1
         self.decode_seconds += seconds * decoded / total
         self.prefill_seconds += seconds * (total - decoded) / total
 
 
 def _common(block: KvBlock, job: EngineJob) -> int:
-    """How many tokens a block's sequence and a prompt begin with alike."""
+    """Length of the common prefix of a block's sequence and a prompt, in tokens."""
     n = min(len(block.token_ids), len(job.prompt))
     differs = np.flatnonzero(np.array(block.token_ids[:n], np.int64) != job.prompt[:n])
     return int(differs[0]) if len(differs) else n

@@ -1,11 +1,11 @@
-"""Drawing the next token of every row at once.
+"""Sampling of the next token of all rows at once.
 
-The log-probability that is reported is the token's under softmax(logits / temperature) restricted to the legal
-tokens: after temperature and mask, *before* top-p. That is the policy whose ratio a loss forms, and it stays
-finite when the trainer's own top-p set differs by a rounding. A greedy row (temperature 0) reports temperature 1.
+The reported log-probability is the token's under softmax(logits / temperature) restricted to the legal tokens: after
+temperature and mask, *before* top-p. This is the policy in a loss's importance ratio, and it stays finite if the
+trainer's top-p set differs by a rounding. A greedy row (temperature 0) reports temperature 1.
 
-Randomness is a counter: the uniform of a request's i-th token is a hash of (seed, i). It depends on neither the
-batch, the slot nor the engine, so a request repeats itself in any company, and after a hand-off to another engine.
+Randomness is counter-based: the uniform of a request's i-th token is a hash of (seed, i). It depends on neither the
+batch, the slot nor the engine, so a request is reproducible in any batch, and after a hand-off to another engine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 __all__ = ["SamplingRows", "invert_blocks", "to_device", "sample", "uniforms"]
 
 BLOCK = 128
-"""Tokens of a block: 1,200 blocks of a vocabulary of 150,000."""
+"""Tokens per block: about 1,200 blocks for a vocabulary of 150,000."""
 
 BELOW_ONE = 1.0 - 2.0**-23
-"""Keeps the product with a uniform below the total under rounding, so that the index exists."""
+"""Factor that keeps a uniform times the total below the total despite rounding, so that the index exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of the logits is sampled; arrays `[R]`. `allowed[i]` holds legal ids, None where all are."""
+    """Sampling parameters of each row of the logits; arrays `[R]`. `allowed[i]` holds the legal ids, None for all."""
 
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
@@ -59,12 +59,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], n
     chosen = logp.gather(1, ids[:, None])[:, 0]
     if device.type == "cpu":
         return ids.numpy(), chosen.numpy()
-    both = torch.stack((ids.double(), chosen.double())).cpu().numpy()  # one wait for the device; both are exact
+    both = torch.stack((ids.double(), chosen.double())).cpu().numpy()  # one device wait; both are exact in fp64
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device, without waiting for what the device is at."""
+    """Copy an array to the device without waiting for the device's current work."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -84,7 +84,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Tensor:
-    """Minus infinity everywhere but at the legal ids, in the rows that have any."""
+    """Set all but the legal ids to minus infinity, in the rows that are restricted."""
     vocab = logits.shape[1]
     limited = [i for i, ids in enumerate(allowed) if ids is not None]
     if not limited:
@@ -107,17 +107,17 @@ def _draw(probs: Tensor, top_p: npt.NDArray[np.float32], u: Tensor) -> Tensor:
     ordered, ids = probs.sort(stable=True, dim=-1, descending=True)
     cumulative = ordered.cumsum(-1)
     limit = to_device(top_p, probs.device)[:, None]
-    # The nucleus is the shortest prefix that reaches top_p: a token stays if what precedes it does not.
+    # The nucleus is the shortest prefix that reaches top_p: a token stays if the mass before it is below top_p.
     nucleus = ordered.masked_fill(cumulative - ordered >= limit, 0.0).cumsum(-1)
     drawn = ids.gather(1, _invert(nucleus, u)[:, None])[:, 0]
-    # Rows without top-p draw in vocabulary order whoever shares the batch, so that they repeat themselves.
+    # Rows without top-p draw in vocabulary order in every batch, so that they are reproducible.
     whole = _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
     return torch.where(limit[:, 0] >= 1.0, whole, drawn)
 
 
 def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
-    """`_invert` in two levels, first the block of `BLOCK` tokens, then the token in it: a GPU's sums are parallel, its
-    running sums are not, and a vocabulary is long."""
+    """`_invert` in two levels: first the block of `BLOCK` tokens, then the token in it. On a GPU, sums are parallel but
+    cumulative sums over a long vocabulary are not."""
     rows, vocab = probs.shape
     blocks = F.pad(probs, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
     running = blocks.sum(-1).cumsum(-1)
@@ -125,7 +125,7 @@ def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
     target = u * running[:, -1:] * BELOW_ONE - before
-    # A block's running sum is not its sum to the last bit: the token is the last one with mass at the latest.
+    # A block's cumulative sum may differ from its sum in the last bit: clamp to the last token with mass.
     target = torch.minimum(target, inside[:, -1:] * BELOW_ONE)
     token = torch.searchsorted(inside, target.clamp(min=0.0), right=True)
     return (block * BLOCK + token)[:, 0]

@@ -1,4 +1,4 @@
-"""The HTTP surface: the subset of vLLM's API that reinforcement learning needs, and a little under `/rollart`."""
+"""The HTTP server: the subset of vLLM's API that reinforcement learning needs, and a few routes under `/rollart`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_BODY = 64 * 2**20
 
 
 class EngineServer:
-    """The routes of one engine. Owns the staged weights; `handoffs` owns the exported KV and must be run beside it, the
-    driver everything else."""
+    """The routes of one engine. Owns the staged weights. `handoffs` owns the exported KV and the driver all other
+    state; the caller must run both."""
 
     def __init__(
         self, driver: Driver, *, model: str, advertise: tuple[str, int], handoff: HandoffSettings | None = None
@@ -72,7 +72,7 @@ class EngineServer:
         return app
 
     async def listen(self, host: str) -> asyncio.Server:
-        """Open the stream's port (see `stream`), a free one on `host`."""
+        """Listen for stream connections (see `stream`) on a free port of `host`."""
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
             lambda: StreamConnection(self._driver, self.handoffs, self._next_id), host, 0, backlog=1024
@@ -81,7 +81,7 @@ class EngineServer:
         return listener
 
     async def generate(self, body: object, session: str) -> dict[str, Any]:
-        """One request from body to body. Cancelling it aborts the request."""
+        """Serve one request, from request body to response body. Cancelling the call aborts the request."""
         job = parse_job(body, session=session, fallback_id=self._next_id())
         finished = await self.handoffs.serve(job)
         return completion_body(job.request.request_id, finished.completion)
@@ -117,7 +117,7 @@ class EngineServer:
         return _json({"is_paused": self._driver.paused})
 
     async def _init_transfer(self, request: web.Request) -> web.Response:
-        """With an order in `init_info`, take part in one broadcast of the trainer's, beside everything else."""
+        """With an order in `init_info`, take part in one broadcast of the trainer, concurrently with all requests."""
         if self._staging.take_part((await _body(request)).get("init_info")):
             return _json({"message": "takes part in the broadcast"})
         return _json({"message": "weights are read from published directories: nothing to set up"})
@@ -127,7 +127,7 @@ class EngineServer:
         return _json({"message": "weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
-        """Have a version in memory: of a published directory, or what was broadcast. Nothing changes for requests until
+        """Stage a version in memory, from a published directory or a broadcast. Requests are unaffected until
         `/finish_weight_update`."""
         if not self._updating:
             raise EngineError("no weight update was started", retryable=False, remedy="POST /start_weight_update first")
@@ -204,7 +204,7 @@ class EngineServer:
         return _json({"port": self._stream_port}, status=200 if self._stream_port else 404)
 
     def _next_id(self) -> str:
-        """A name for a request that came without one."""
+        """An id for a request without one."""
         self._count += 1
         return f"request-{self._count}"
 
@@ -215,7 +215,7 @@ class EngineServer:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """EngineErrors become JSON: 400 for a request that can never run here, 503 for one that may elsewhere or later."""
+    """Render EngineErrors as JSON: 400 if the request can never run here, 503 if it may run elsewhere or later."""
     try:
         return await handler(request)
     except EngineError as error:

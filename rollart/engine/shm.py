@@ -1,8 +1,8 @@
 """KV for engines on the same host: one file per export, in memory, in a directory that only this user can read.
 
-Layout: `<base>/rollart-kv-<uid>/<engine>/<name>`, directories 0700 and files 0600. An engine holds a lock on its own
-directory for as long as it lives, however it ends; whoever can take that lock may remove what it left. A file is taken
-by removing its name: of several takers exactly one succeeds, and what it mapped stays readable.
+Layout: `<base>/rollart-kv-<uid>/<engine>/<name>`, directories 0700 and files 0600. A live engine holds a lock on its
+directory; the lock ends with the process, however it ends. A process that can take the lock may remove the directory.
+An engine takes a file by unlinking it: of several takers exactly one succeeds, and its mapping stays readable.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 __all__ = ["SHM_BASE", "SharedKvFiles", "boot_id"]
 
 SHM_BASE = "/dev/shm"
-"""Where Linux keeps files in memory."""
+"""Linux's in-memory file system."""
 
 LOCATION_PATTERN = re.compile(r"[0-9a-f-]+/[0-9a-f]+")
-"""What a place may look like: no name of it leads out of the root."""
+"""Valid relative paths of files; none of them leads out of the root."""
 
 
 class SharedKvFiles:
-    """One engine's directory, and the way into those of its neighbours. Calls are short and do not wait; `write` and
-    `take` may run in a worker thread."""
+    """One engine's directory of KV files, and access to the directories of the other engines on the host. Calls are
+    short and never wait; `write` and `take` may run in a worker thread."""
 
     def __init__(self, base: str) -> None:
-        """OSError if `base` is not there or another user stands in the way: then KV travels by socket only. Nothing is
-        created before the first `write`."""
+        """OSError if `base` does not exist or the root belongs to another user; KV then travels by socket only. Nothing
+        is created before the first `write`."""
         if not Path(base).is_dir():
             raise FileNotFoundError(f"{base} is not a directory")
         self.root = Path(base) / f"rollart-kv-{os.geteuid()}"
@@ -44,14 +44,14 @@ class SharedKvFiles:
         self.sweep()
 
     def write(self, parts: Iterable[memoryview]) -> str:
-        """A new file of these bytes; its place, relative to the root. OSError when memory is full: nothing is left."""
+        """Write a new file; returns its path relative to the root. OSError if memory is full; no file remains then."""
         own = self._own or self._claim()
         path = own / secrets.token_hex(16)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
                 for part in parts:
-                    while len(part):  # a full memory shows as a short write first
+                    while len(part):  # when memory is full, a short write precedes the error
                         part = part[file.write(part) :]
         except OSError:
             path.unlink()
@@ -59,7 +59,7 @@ class SharedKvFiles:
         return f"{own.name}/{path.name}"
 
     def take(self, place: str) -> mmap.mmap | None:
-        """Map a file and remove its name. None if it is not there, or not a plain file of this user."""
+        """Map a file and unlink it. None if it does not exist, or is not a regular file of this user."""
         if not LOCATION_PATTERN.fullmatch(place):
             return None
         path = self.root / place
@@ -79,7 +79,7 @@ class SharedKvFiles:
             os.close(handle)
 
     def holds(self, place: str) -> bool:
-        """Whether nobody took it yet."""
+        """True if the file was not taken yet."""
         return (self.root / place).exists()
 
     def remove(self, place: str) -> None:
@@ -88,7 +88,7 @@ class SharedKvFiles:
                 os.unlink(self.root / place)
 
     def sweep(self) -> None:
-        """Remove what engines left that are dead. Skipped while another engine does so."""
+        """Remove the directories of dead engines. Skipped while another engine sweeps."""
         if not self.root.exists():
             return
         with suppress(OSError), _locked(self.root / "lock"):
@@ -105,12 +105,12 @@ class SharedKvFiles:
             self._own = self._alive = None
 
     def _claim(self) -> Path:
-        """This engine's directory. BlockingIOError while a neighbour sweeps: the next export may use it."""
+        """Create this engine's directory. BlockingIOError while another engine sweeps; the next export retries."""
         with suppress(FileExistsError):
             self.root.mkdir(mode=0o700)
         self._check()
         own = self.root / f"{os.getpid():x}-{secrets.token_hex(6)}"
-        with _locked(self.root / "lock"):  # nobody sweeps between the directory and its lock
+        with _locked(self.root / "lock"):  # no sweep can run before the new directory is locked
             own.mkdir(mode=0o700)
             self._alive = _lock(own / "lock")
         self._own = own
@@ -123,7 +123,7 @@ class SharedKvFiles:
 
 
 def _lock(path: Path) -> int:
-    """Lock a file until its handle is closed, or the process is gone. BlockingIOError if somebody else holds it."""
+    """Lock a file until its handle is closed or the process ends. BlockingIOError if another process holds the lock."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,8 +143,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def boot_id() -> str:
-    """This boot of this host; empty where the kernel does not say. Containers of one host share it: only a file that
-    opens proves that memory is shared."""
+    """Identifies this boot of this host; '' if the kernel does not report it. Containers of one host share the id, so
+    only opening a file proves that they share memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

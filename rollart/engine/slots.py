@@ -1,8 +1,7 @@
-"""Which sequence lies in which slot: tokens, progress and limits as arrays, sessions and their eviction.
+"""The slot table: tokens, progress and limits of the sequence in each slot as arrays; sessions and their eviction.
 
-A slot is free, idle (the prefix KV of a session between turns) or active (a request). A session keeps its slot
-until it is released, its weights are replaced, or a request needs the slot: then the session that was used least
-recently goes.
+A slot is free, idle (the prefix KV of a session between turns) or active (a request). A session keeps its slot until it
+is released, the weights are replaced, or a request needs a slot: then the least recently used session is evicted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy.typing as npt
 __all__ = ["SlotTable", "SlotState"]
 
 STOPS = 8
-"""Stop ids per slot at the start; the array grows when a request brings more."""
+"""Initial number of stop ids per slot; the array grows for a request with more."""
 
 
 class SlotState(enum.IntEnum):
@@ -35,8 +34,8 @@ class _Prefix:
 class SlotTable:
     """Arrays by slot. Invariant: KV of `tokens[s, :kv[s]]` is in the cache, `kv[s] < known[s]` while active.
 
-    `known` counts tokens (prompt and sampled), `prompt` the prompt's, `limit` is `known` at which the request ends,
-    `loads` the runner's when its latest token was drawn (-1 before the first).
+    `known` counts all tokens (prompt and sampled), `prompt` the prompt's. `limit` is the value of `known` at which the
+    request ends. `loads` is the runner's `loads` when the latest token was sampled (-1 before the first).
     Not thread safe: owned by the runner.
     """
 
@@ -67,17 +66,17 @@ class SlotTable:
         return int(self.kv.sum())
 
     def used_share(self) -> float:
-        """Share of the positions that belong to requests: an idle session's slot goes to whoever needs it."""
+        """Share of the positions used by active requests. Idle sessions do not count: they are evicted on demand."""
         return float(self.kv[self.state == SlotState.ACTIVE].sum()) / (self.slots * self.context)
 
     def idle_sessions(self) -> int:
         return len(self._idle)
 
     def acquire(self, session: str, salt: str | None, prompt: npt.NDArray[np.int64]) -> tuple[int, int] | None:
-        """A slot for a prompt and how many of its tokens are cached there; None if every slot is active.
+        """A slot for a prompt and the number of its tokens cached there; None if every slot is active.
 
         The cached prefix is compared token by token, and its salt must be equal. At least one token is left to
-        compute, since the KV alone gives no logits.
+        compute, since KV alone gives no logits.
         """
         held = self._idle.get(session)
         if held is not None:
@@ -92,8 +91,8 @@ class SlotTable:
         return None
 
     def cached(self, session: str, salt: str | None, prompt: npt.NDArray[np.int64]) -> int:
-        """How many tokens of a prompt an idle session holds, at most all but the last. Asking counts as use: the
-        session is the last to be evicted."""
+        """Number of prompt tokens that an idle session holds, never including the last. Counts as use: the session
+        becomes the last to be evicted."""
         held = self._idle.get(session)
         if held is None or held.salt != salt:
             return 0
@@ -101,16 +100,16 @@ class SlotTable:
         return self._common(held.slot, prompt[: len(prompt) - 1])
 
     def holder(self, session: str, tokens: npt.NDArray[np.int64]) -> int | None:
-        """The slot where an idle session holds the KV of all these tokens; None if it does not."""
+        """The slot of an idle session that holds the KV of all these tokens; None otherwise."""
         held = self._idle.get(session)
         return held.slot if held is not None and self.holds(held.slot, tokens) else None
 
     def holds(self, slot: int, tokens: npt.NDArray[np.int64]) -> bool:
-        """Whether a slot's valid KV begins with all these tokens."""
+        """True if a slot's valid KV starts with all these tokens."""
         return self._common(slot, tokens) == len(tokens)
 
     def retire(self, slot: int, session: str, salt: str | None) -> None:
-        """The request is over: its slot becomes the session's prefix, or free if there is none to keep."""
+        """End a request: its slot becomes the session's idle prefix, or free if there is no prefix to keep."""
         if not session or self.kv[slot] == 0 or session in self._idle:
             self.discard(slot)
             return
@@ -130,7 +129,7 @@ class SlotTable:
         return held is not None
 
     def drop_idle(self) -> None:
-        """Free every idle session: its KV is of no use any more."""
+        """Free the slots of all idle sessions."""
         for held in self._idle.values():
             self.discard(held.slot)
         self._idle.clear()
@@ -146,7 +145,7 @@ class SlotTable:
         stops: tuple[int, ...],
         arrival: int,
     ) -> None:
-        """Set how the request in a slot is sampled, when it ends, and its turn in the queue."""
+        """Set the sampling parameters, the end conditions and the arrival number of the request in a slot."""
         self.limit[slot], self.temperature[slot], self.top_p[slot] = limit, temperature, top_p
         self.arrival[slot] = arrival
         self.seed[slot] = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
@@ -158,7 +157,7 @@ class SlotTable:
         self.stops[slot, : len(stops)] = stops
 
     def _common(self, slot: int, tokens: npt.NDArray[np.int64]) -> int:
-        """How many of these tokens a slot's valid KV begins with."""
+        """Length of the common prefix of these tokens and a slot's valid KV."""
         upto = min(int(self.kv[slot]), len(tokens))
         differs = np.flatnonzero(self.tokens[slot, :upto] != tokens[:upto])
         return int(differs[0]) if len(differs) else upto

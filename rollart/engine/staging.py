@@ -1,6 +1,6 @@
-"""New weights before they are loaded: a published directory, or what the trainer broadcast.
+"""Staging of new weights before they are loaded: from a published directory, or from the trainer's broadcast.
 
-Nothing changes for requests until the server puts in what is staged. Errors: `EngineError`, one line.
+Requests are unaffected until the server loads the staged weights. Errors: `EngineError`, one line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["WeightStaging"]
 
 
 class WeightStaging:
-    """One of an engine. A version that is broadcast comes in threads of its own, beside the steps."""
+    """The weight staging of one engine. Broadcasts are received in separate threads, concurrently with the steps."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._receiver = Receiver(network.device, check=self._loadable)
 
     def take_part(self, info: object) -> bool:
-        """Of vLLM's `init_info`, what this engine knows: an order to take part in a broadcast. False for none."""
+        """Take part in the broadcast that vLLM's `init_info` orders; False if it holds no order."""
         if not isinstance(info, dict) or not info:
             return False
         try:
@@ -39,8 +39,8 @@ class WeightStaging:
         return True
 
     async def stage(self, info: object) -> tuple[str, dict[str, Tensor], str]:
-        """The directory that `update_info` names, the version's tensors and the stamp of its content: those that were
-        broadcast with its `stamp`, or else the directory's."""
+        """The directory named in `update_info`, the version's tensors, and the stamp of their content. The tensors are
+        those broadcast under `update_info`'s `stamp`, else those of the directory."""
         path, stamp = (info.get("path"), info.get("stamp")) if isinstance(info, dict) else (None, None)
         if not isinstance(path, str):
             raise EngineError("update_info.path must name a published directory", retryable=False)
@@ -53,7 +53,7 @@ class WeightStaging:
         self._receiver.close()
 
     def _read(self, path: str) -> tuple[dict[str, Tensor], str]:
-        """Tensors of a complete directory of this very architecture, and its stamp."""
+        """Tensors and stamp of a directory; it must be complete and of the engine's architecture."""
         try:
             require_complete(path)
             stamp = stamp_of(path)

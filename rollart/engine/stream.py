@@ -1,4 +1,4 @@
-"""The fast way in: many requests over one TCP connection, answered as they end.
+"""The low-latency transport: many requests over one TCP connection, answered as they end.
 
 An agent's turn on a tiny model computes for less than 0.1 ms; an HTTP exchange costs several times that. Here all
 requests of one loop iteration travel as one frame, and so do all answers of one step. A frame is its length (4
@@ -6,14 +6,14 @@ bytes, little endian) and a msgpack list of messages, each a list that starts wi
 
     g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
        kv_transfer_params
-    G  the same, answered with p as it goes on
-    a  request_ids to abort: they are answered with what they have
-    x  number of a request that nobody waits for any more: it is not answered
+    G  the same, streamed: answered with p messages before the c
+    a  request_ids to abort: they are answered with their tokens so far
+    x  number of a cancelled request: it is not answered
     r  session to release
-    p  number, token_ids, logprobs, version, stamp: what was drawn since the last p
+    p  number, token_ids, logprobs, version, stamp: the tokens drawn since the last p
     c  number, token_ids, logprobs, [[version, start, end, stamp]], finish, prompt_tokens, cached_tokens,
        kv_transfer_params
-    e  number, error message, retryable, kind ("handoff" for KV that could not be had)
+    e  number, error message, retryable, kind ("handoff" for unavailable KV)
 
 `GET /rollart/stream` names the port. Messages of one connection are handled in order; losing it aborts its requests.
 """
@@ -36,29 +36,29 @@ from rollart.model import CompletionChunk
 __all__ = ["StreamConnection"]
 
 MAX_FRAME = 64 * 2**20
-"""Longest frame, bytes: a length beyond it is not our protocol."""
+"""Longest frame, bytes. A larger length is not this protocol."""
 
 GENERATE = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "allowed_token_ids")
 
 
 class StreamConnection(asyncio.Protocol):
-    """One connection. Lives on the driver's loop; writes are buffered by the transport, bounded by the requests that
-    the peer has in flight."""
+    """One connection, on the driver's loop. The transport buffers writes; their number is bounded by the peer's
+    requests in flight."""
 
     def __init__(self, driver: Driver, handoffs: KvHandoffs, next_id: Callable[[], str]) -> None:
         self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
-        self._mine: dict[int, EngineJob | asyncio.Task[None]] = {}
+        self._requests: dict[int, EngineJob | asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        mine, self._mine = self._mine, {}
-        for one in mine.values():
+        requests, self._requests = self._requests, {}
+        for one in requests.values():
             self._discard(one)
 
     def data_received(self, data: bytes) -> None:
@@ -81,13 +81,13 @@ class StreamConnection(asyncio.Protocol):
     def _handle(self, message: list[Any]) -> None:
         kind = message[0]
         if kind in ("g", "G"):
-            self._generate(message[1:], told=kind == "G")
+            self._generate(message[1:], streamed=kind == "G")
         elif kind == "a":
             names = [strip_prefix(str(name)) for name in message[1]]
             self._handoffs.abort(names)
             self._driver.abort_soon(names)
         elif kind == "x":
-            one = self._mine.pop(message[1], None)
+            one = self._requests.pop(message[1], None)
             if one is not None:
                 self._discard(one)
         elif kind == "r":
@@ -96,7 +96,7 @@ class StreamConnection(asyncio.Protocol):
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
-    def _generate(self, fields: list[Any], *, told: bool) -> None:
+    def _generate(self, fields: list[Any], *, streamed: bool) -> None:
         number, name, session, token_ids, *sampling, salt, transfer = fields
         body = {
             "request_id": name,
@@ -107,38 +107,38 @@ class StreamConnection(asyncio.Protocol):
         }
         try:
             job = parse_job(body, session=str(session), fallback_id=self._next_id())
-            if told:
-                job.told = lambda piece: self._tell(number, piece)
-            if transfer:  # it waits for other engines, before or after its steps
-                self._mine[number] = self._handoffs.start(self._serve(number, job))
+            if streamed:
+                job.on_piece = lambda piece: self._send_piece(number, piece)
+            if transfer:  # the request waits for other engines, before or after its steps
+                self._requests[number] = self._handoffs.start(self._serve(number, job))
                 return
-            self._mine[number] = job
+            self._requests[number] = job
             self._driver.submit(job, lambda result: self._deliver(number, result))
         except EngineError as error:
             self._deliver(number, error)
 
     async def _serve(self, number: int, job: EngineJob) -> None:
-        """A request with a hand-off."""
+        """Run a request with a hand-off."""
         try:
             result: FinishedJob | EngineError = await self._handoffs.serve(job)
         except EngineError as error:
             result = error
-        if number in self._mine:
+        if number in self._requests:
             self._deliver(number, result)
 
     def _discard(self, one: EngineJob | asyncio.Task[None]) -> None:
-        """Nobody waits for this request any more."""
+        """Abort a request whose client is gone."""
         if isinstance(one, EngineJob):
             self._driver.discard(one.request.request_id)
         else:
             one.cancel()
 
-    def _tell(self, number: int, piece: CompletionChunk) -> None:
-        if number in self._mine:
+    def _send_piece(self, number: int, piece: CompletionChunk) -> None:
+        if number in self._requests:
             self._send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
 
     def _deliver(self, number: int, result: FinishedJob | EngineError) -> None:
-        self._mine.pop(number, None)
+        self._requests.pop(number, None)
         if isinstance(result, EngineError):
             kind = error_body(result, 0)["error"]["kind"]
             self._send(("e", number, str(result), result.retryable, kind))
@@ -149,7 +149,7 @@ class StreamConnection(asyncio.Protocol):
         self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))
 
     def _send(self, message: Sequence[object]) -> None:
-        """Queue a message; all of one loop iteration leave in one write."""
+        """Queue a message; all messages of one loop iteration are sent in one write."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)

@@ -1,9 +1,9 @@
-"""The bytes of KV between engines, and the `kv_transfer_params` that say where they lie.
+"""The wire format of KV between engines, and the `kv_transfer_params` with its location.
 
 vLLM's pull protocol (NIXL): an engine keeps the KV of a request under its id and answers with `kv_transfer_params`,
-which the router passes on verbatim to the engine that needs it. Beside vLLM's keys, ours hold `weight_version`, the
-`remote_token` without which nothing is handed out, `remote_start` (tokens before it are the session's, on request),
-and the place of the file if both are on one host.
+which the router passes on verbatim to the engine that needs the KV. In addition to vLLM's keys, the params hold
+`weight_version`, the `remote_token` required to pull, `remote_start` (KV of earlier tokens stays with the session and
+is handed out on request), and the path of the file for engines on the same host.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PREFIX = struct.Struct("<QQ")
 
 ALIGN = 64
-"""The payload starts at a multiple of this: tensors are read where they lie."""
+"""The payload starts at a multiple of this, so that tensors can be read in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where `kv_transfer_params` say that KV lies: of how many tokens, of which weights (None: not said), and from
-    which token on it was copied. `file` is a place in the shared memory of the host `boot_id`, empty if there is none.
+    """The location of exported KV according to `kv_transfer_params`: `tokens` is the length of the sequence, `start`
+    the first copied token, `version` that of the weights (None: not given). `file` is a path in the shared memory of
+    the host `boot_id`, '' if there is none.
     """
 
     host: str
@@ -55,7 +56,7 @@ class KvSource:
         return f"http://{host}:{self.port}/rollart/kv"
 
     def params(self) -> dict[str, object]:
-        """The `kv_transfer_params` that lead here."""
+        """The `kv_transfer_params` for this location."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -75,8 +76,8 @@ class KvSource:
 
 
 def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) -> KvSource | None:
-    """Where to pull from; None if the request brings no KV. EngineError, not retryable, for a value that is none of an
-    engine. `timeout_s` is how long the pull may take unless the params say it."""
+    """The location to pull from; None if the request imports no KV. EngineError, not retryable, for invalid values.
+    `timeout_s` bounds the pull unless the params set a bound."""
     if not params or not (params.get("do_remote_prefill") or params.get("remote_request_id")):
         return None
     try:
@@ -101,8 +102,8 @@ def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) ->
 
 
 def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
-    """Length of the header and CRC-32 of all that follows (8 bytes each, little endian), JSON header, then keys, values
-    and logits, without a copy of them. The header names the token that the block is handed out for.
+    """Encode as: length of the header and CRC-32 of everything that follows (8 bytes each, little endian), JSON header,
+    then keys, values and logits, which are not copied. The header holds the token required to pull the block.
     """
     payload = [_bytes(t) for t in (block.keys, block.values, block.logits) if t is not None]
     header = json.dumps(
@@ -124,8 +125,8 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
 
 
 def decode_block(data: bytes | bytearray | mmap, token: str = "") -> KvBlock:
-    """Inverse of `encode_block`; the tensors lie in `data` unless that is immutable. HandoffFailed if the bytes are not
-    such a block, were changed on the way, or were meant for somebody else."""
+    """Inverse of `encode_block`; the tensors share the memory of `data` unless that is immutable. HandoffFailed if the
+    bytes are no such block, were corrupted, or belong to another token."""
     buffer = bytearray(data) if isinstance(data, bytes) else data
     try:
         size, crc = PREFIX.unpack_from(buffer)
