@@ -1,4 +1,4 @@
-"""What engines say over HTTP: a generation as server-sent events (`stream: true`), and refusals."""
+"""Parsing of engines' HTTP responses: a generation as server-sent events (`stream: true`), and errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rollart.model import Completion, CompletionChunk, FinishReason, VersionSpan
 __all__ = ["CompletionAssembler", "error_from_response", "parse_version"]
 
 RETRYABLE = {408, 409, 425, 429}
-"""Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
+"""Client errors that may not recur on another engine or a later call. Server errors are retryable as well."""
 
 
 class CompletionAssembler:
-    """Puts an answer together, telling of its tokens as they come. `add` the data of every event, then `completion`.
+    """Assembles a completion and emits its tokens as they arrive. `add` the data of every event, then `completion`.
 
-    vLLM says which version drew what with the last tokens only: until then they are of the one that `drawing` names at
-    that moment, or of one that nobody knows (None). `first` is that of a server that has only a word for it."""
+    vLLM reports the versions that drew the tokens only with the last ones. Until then, tokens are labelled with the
+    version that `drawing` returns at that moment (None: unknown). `first` is used for a server whose version is not a
+    number."""
 
     def __init__(
         self, url: str, first: int, told: Callable[[CompletionChunk], None] | None, drawing: Callable[[], int | None]
@@ -32,7 +33,7 @@ class CompletionAssembler:
         self._usage: Mapping[str, Any] = {}
 
     def add(self, data: bytes) -> None:
-        """EngineError for an event that tells of one, or that is none."""
+        """EngineError for an error event; WrongAnswer for an invalid event."""
         if data == b"[DONE]":
             return
         try:
@@ -49,7 +50,7 @@ class CompletionAssembler:
             raise WrongAnswer(f"{self._url}: event not understood: {error!r}") from error
 
     def completion(self) -> Completion:
-        """EngineError if the events ended without the answer's end."""
+        """EngineError if the events ended before the completion did."""
         if self._finish is None:
             raise EngineError(f"{self._url}: the answer broke off", retryable=True, remedy="is the engine alive?")
         spans = self._spans
@@ -87,12 +88,12 @@ class CompletionAssembler:
 
 
 def parse_version(value: object, first: int) -> int:
-    """vLLM's versions are strings, and a word before the first update."""
+    """vLLM's versions are strings; before the first update the string is not a number, and `first` is returned."""
     return int(str(value)) if str(value).isdigit() else first
 
 
 def error_from_response(url: str, path: str, status: int, raw: bytes) -> EngineError:
-    """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
+    """The error of a failed response, with the server's own message and `retryable` flag if its JSON has them."""
     retryable, kind = status >= 500 or status in RETRYABLE, None
     try:
         error = json.loads(raw)["error"]

@@ -1,4 +1,4 @@
-"""An engine behind vLLM's HTTP protocol: the embedded one, and with what `vllm` adds to it, vLLM itself.
+"""Client of an engine with vLLM's HTTP protocol: the embedded engine, and vLLM itself with the additions in `vllm`.
 
 Third-party errors become `EngineError` here and nowhere else.
 """
@@ -33,7 +33,7 @@ from rollart.model import (
 __all__ = ["CONNECT_S", "VLLM_PREFIX", "HttpEngine", "as_object"]
 
 CONNECT_S = 10.0
-"""How long a connection may take to open, seconds. Calls have no other limit here: their leases are their limit."""
+"""Connection timeout, seconds. Calls have no other timeout here: their leases bound them."""
 
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
@@ -44,15 +44,15 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 class HttpEngine:
     """Implements the `Engine` port over one keep-alive connection pool, and the embedded engine's stream if it has one.
 
-    Any number of calls may run at once, on one loop. `close` ends the connections; calls after it fail. `version` is
-    that of the weights the server started with: it labels tokens of a server that reports no versions. Without
-    `streaming`, or with a server that offers no stream, generations travel over HTTP like everything else. A connection
-    is used again for `keepalive_s` seconds: less than the server keeps it. `local` says where a version lies on the
-    server's host, once it is there; without it, where it was published.
+    Any number of calls may run at once, on one loop. `close` ends the connections; later calls fail. `version` is the
+    version of the weights that the server started with; it labels tokens of a server that reports no versions. Without
+    `streaming`, or with a server that offers no stream, generations use HTTP like all other calls. An idle connection
+    is reused for `keepalive_s` seconds, which must be less than the server keeps it. `local` waits until a version is
+    on the server's host and returns its path there; without it, the published path is used.
     """
 
     _once = False
-    """Whether control calls have a connection each, for servers that end it after an error of theirs."""
+    """True if each control call needs its own connection, for servers that close it after an error."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class HttpEngine:
         self._keepalive_s = keepalive_s
         self._local = local
         self._broadcast: tuple[int, str] = (-1, "")
-        """The version that lies in the server's memory since a broadcast, and the broadcast's name."""
+        """The version in the server's memory after a broadcast, and the broadcast's stamp."""
         self._stamps: dict[int, tuple[str, ...]] = {}
-        """Of the versions that this client had the server load, by number: of the published files, and the broadcast's
-        name. Without the former nothing is compared."""
+        """Accepted stamps, by version, of the weights that this client had the server load: the stamp of the published
+        files, then that of the broadcast. If the former is empty, stamps are not compared."""
         self._stream: EngineStream | None = None
         self._opening = asyncio.Lock()
 
@@ -89,8 +89,9 @@ class HttpEngine:
         return self._url
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Tokens for one turn. Cancelling aborts the request on the server. HandoffFailed when the KV that
-        `kv_transfer` names could not be had, ForeignWeights when others drew than this client had it load."""
+        """Generate the tokens of one turn. Cancelling aborts the request on the server. HandoffFailed if the KV named
+        in `kv_transfer` is unavailable; ForeignWeights if tokens were drawn by weights that this client did not have
+        the server load."""
         if (told := request.told) is not None:
 
             def known(piece: CompletionChunk) -> None:
@@ -109,7 +110,7 @@ class HttpEngine:
             if stream is not None:
                 return await stream.generate(request)
         body = _generate_body(request)
-        if request.told is not None and request.kv_transfer is None:  # events name no KV for the next engine
+        if request.told is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
             return await self._generate_told(request, body)
         raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
@@ -118,15 +119,15 @@ class HttpEngine:
             raise WrongAnswer(f"{self._url}: answer not understood: {error!r}") from error
 
     async def started_with(self, weights: WeightsRef) -> None:
-        """Before its first request: `EngineError` where it does not compute what it should."""
+        """Call before the first request. `EngineError` if the server does not compute with these weights."""
         self._stamps = {weights.version: (weights.stamp,)}
         if weights.stamp:
             info = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
             self._same(weights.version, info.get("stamp"))
 
     def _same(self, version: object, stamp: object) -> None:
-        """ForeignWeights for a version with another content than this client had the server load. Versions that it did
-        not, and servers that report no stamps, are not compared."""
+        """ForeignWeights if a version's stamp differs from the stamps that this client had the server load. Versions
+        loaded otherwise, and servers that report no stamps, are not compared."""
         expected = self._stamps.get(version) if isinstance(version, int) else None
         if expected and expected[0] and stamp is not None and stamp not in expected:
             raise ForeignWeights(
@@ -136,8 +137,8 @@ class HttpEngine:
             )
 
     def _drawing(self) -> Callable[[], int | None]:
-        """Which version draws for a request that is sent now, asked as its tokens come, of a server that says so at the
-        end: nobody knows where others may load weights meanwhile."""
+        """A function that returns the version currently drawing tokens for a request sent now, for servers that report
+        versions only at the end. None (always, here): unknown, because other clients may load weights meanwhile."""
         return lambda: None
 
     async def _generate_told(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
@@ -151,7 +152,7 @@ class HttpEngine:
                 if answer.status >= 400:
                     raise error_from_response(self._url, path, answer.status, await answer.read())
                 rest = b""
-                async for chunk in answer.content.iter_any():  # a line may be longer than aiohttp reads at once
+                async for chunk in answer.content.iter_any():  # a line may exceed aiohttp's read limit
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data: "):
@@ -164,7 +165,7 @@ class HttpEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:  # an empty list would abort everything
             return
-        if self._stream is not None and self._stream.open:  # in order with what was sent before
+        if self._stream is not None and self._stream.open:  # keeps the order with earlier requests
             self._stream.send(("a", tuple(request_ids)))
         else:
             ids = [form for i in request_ids for form in (i, VLLM_PREFIX + i)]
@@ -189,7 +190,7 @@ class HttpEngine:
         stamps: tuple[str, ...] = (weights.stamp,)
         if version == weights.version:
             info["stamp"] = stamp
-            stamps += (stamp,)  # a server that does not have the broadcast any more reads the files
+            stamps += (stamp,)  # a server that no longer has the broadcast reads the files instead
         elif self._local is not None:
             info["path"] = await self._local(weights)
         await self._begin_update()
@@ -200,20 +201,20 @@ class HttpEngine:
         await self._drop_kv()
 
     async def members(self) -> int:
-        """Processes that hold a part of the model, and each take part in a broadcast."""
+        """Number of processes that hold a part of the model; each takes part in a broadcast."""
         return 1
 
     async def take_part(self, order: Mapping[str, object]) -> None:
-        """Receive one broadcast of the trainer's (`rollart.collective.Order`), beside everything else."""
+        """Receive one broadcast of the trainer (`rollart.collective.Order`), concurrently with all other calls."""
         await self._control("/init_weight_transfer_engine", {"init_info": dict(order)})
 
     def received(self, version: int, stamp: str) -> None:
-        """It has that version in memory: `update_weights` puts that one in, without reading its files."""
+        """Note that the server has a version in memory: `update_weights` loads it from there, not from files."""
         self._broadcast = version, stamp
 
     def sent_anew(self, version: int) -> None:
-        """A broadcast of that version begins: what came under its number, or a later one, before was never committed
-        (its publish came to nothing), and is not put in."""
+        """Note that a broadcast of this version begins. An earlier broadcast with this number or a later one was never
+        committed (its publish failed), so it must not be loaded."""
         if self._broadcast[0] >= version:
             self._broadcast = -1, ""
 
@@ -221,7 +222,7 @@ class HttpEngine:
         await self._control("/start_weight_update", {})
 
     async def _drop_kv(self) -> None:
-        """vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise."""
+        """Drop all KV: by default, vLLM keeps its prefix cache and the KV of running requests across an update."""
         answer = await self._control("/reset_prefix_cache?reset_running_requests=true", {})
         if answer.get("success") is False:
             raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
@@ -260,13 +261,13 @@ class HttpEngine:
         return True
 
     async def paused(self) -> bool:
-        """Whether it stands still; a server that does not say is taken to run."""
+        """True if the server is paused; a server without this route counts as running."""
         return bool(
             as_object(await self._request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
         )
 
     async def context(self) -> int:
-        """Tokens of prompt and answer together that it takes."""
+        """Maximum tokens of prompt and answer together."""
         models = as_object(await self._request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
         try:
             return int(models[0]["max_model_len"])  # type: ignore[index]
@@ -282,7 +283,7 @@ class HttpEngine:
             await self._http.close()
 
     async def _open_stream(self) -> EngineStream | None:
-        """Connect to the server's stream; None, from then on, if it has none or its port is out of reach."""
+        """Connect to the server's stream. None, now and in future, if it has none or its port is unreachable."""
         async with self._opening:
             if not self._streaming or (self._stream is not None and self._stream.open):
                 return self._stream
@@ -313,7 +314,7 @@ class HttpEngine:
         optional: bool = False,
         once: bool = False,
     ) -> bytes:
-        """The body of the answer; empty for a route that is not there and `optional`. EngineError otherwise."""
+        """The body of the answer; empty if the route is missing and `optional` is set. EngineError otherwise."""
         headers = {"Content-Type": "application/json"}
         if session:
             headers["X-Session-ID"] = session
@@ -401,8 +402,8 @@ def as_object(raw: bytes) -> dict[str, Any]:
 
 
 def _kv_tokens(text: str) -> int | None:
-    """Tokens of KV that fit, which vLLM says in the labels of a gauge: blocks and tokens per block, of every
-    data-parallel rank. None if it does not, or does not know yet ("None")."""
+    """KV capacity in tokens, from the labels of a vLLM gauge: blocks times tokens per block, summed over the
+    data-parallel ranks. None if the labels are missing, or still "None"."""
     tokens = 0
     for line in text.splitlines():
         if line.startswith("vllm:cache_config_info{"):

@@ -1,7 +1,7 @@
-"""The client's end of the embedded engine's stream: many requests over one connection, without HTTP.
+"""Client of the embedded engine's stream: many requests over one connection, without HTTP.
 
-The format is described in `rollart.engine.stream`, which this side may not import: engines are other programs. The
-contract suite runs over it.
+`rollart.engine.stream` describes the format. The client must not import it, because engines are separate programs. The
+contract suite runs over this client.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from rollart.model import Completion, CompletionChunk, FinishReason, GenerateReq
 __all__ = ["EngineStream"]
 
 SEED_MASK = 2**64 - 1
-"""Seeds are 64 bits on the wire; the engine takes a seed modulo 2^64 anyway."""
+"""Seeds have 64 bits on the wire; the engine reduces seeds modulo 2^64 anyway."""
 
 
 MAX_FRAME = 2**28
-"""Bytes of answers in one frame at most, far above what an engine sends: more is noise, and would be waited for."""
+"""Maximum bytes of a frame of answers, far above real frames. A larger length is garbage, and the client would wait for
+that many bytes."""
 
 FRAME_MESSAGES = 64
-"""Requests in one frame at most: 64 contexts of 100,000 tokens stay below what the server takes (64 MiB)."""
+"""Maximum requests in one frame: 64 contexts of 100,000 tokens stay below the server's limit (64 MiB)."""
 
 
 class EngineStream(asyncio.Protocol):
     """One connection to an engine. Owns the requests that wait for an answer on it.
 
     Any task of the loop may call `generate`; it waits until the engine answers, and is unblocked by an EngineError
-    (retryable) when the connection is lost. What is sent within one loop iteration leaves as one frame.
+    (retryable) when the connection is lost. All messages of one loop iteration are sent as one frame.
     """
 
     def __init__(self, peer: str) -> None:
@@ -50,7 +51,7 @@ class EngineStream(asyncio.Protocol):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Send a request and wait for its end. Cancelling it aborts it on the engine."""
-        # Answers name the number, not the id: an id that was cancelled may be sent again before its answer came.
+        # Answers carry the number, not the id: a cancelled id may be sent again before its first answer arrives.
         self._sent = number = self._sent + 1
         s = request.sampling
         seed = None if s.seed is None else s.seed & SEED_MASK
@@ -86,7 +87,7 @@ class EngineStream(asyncio.Protocol):
             self._told.pop(number, None)
 
     def send(self, message: Sequence[object]) -> None:
-        """Queue a message: ("a", request_ids) to abort, ("r", session) to release, and `generate`'s own."""
+        """Queue a message: ("a", request_ids) to abort, ("r", session) to release, or one of `generate`'s."""
         if self._transport is None:
             raise self._lost(None)
         if not self._outgoing:
@@ -124,7 +125,7 @@ class EngineStream(asyncio.Protocol):
                 self._give_up(repr(error))
 
     def _give_up(self, what: str) -> None:
-        """What came is no frame of answers, so no later byte can be understood either."""
+        """Fail all requests and drop the connection: after an invalid frame, no later byte can be interpreted."""
         self._incoming.clear()
         for answer in self._pending.values():
             if not answer.done():
@@ -134,7 +135,7 @@ class EngineStream(asyncio.Protocol):
 
     def _settle(self, message: tuple[Any, ...]) -> None:
         answer = self._pending.get(message[1])
-        if answer is None or answer.done():  # cancelled meanwhile
+        if answer is None or answer.done():  # the request was cancelled
             return
         if message[0] == "p":
             try:
@@ -168,7 +169,7 @@ class EngineStream(asyncio.Protocol):
                 self._transport.write(len(frame).to_bytes(4, "little") + frame)
 
     def _packed(self, messages: Sequence[Sequence[object]]) -> bytes:
-        """A frame. What has no place on the wire (a whole number of more than 64 bits) fails alone."""
+        """A frame of messages. A message that cannot be encoded (an integer above 64 bits) fails alone."""
         try:
             return cast(bytes, msgpack.packb(messages))
         except (OverflowError, TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""A vLLM server: what it does otherwise than the protocol that it shares with the embedded engine.
+"""Client of a vLLM server: its deviations from the protocol that it shares with the embedded engine.
 
-It runs with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode processed_logprobs
---enable-prompt-tokens-details` and the weight transfer backend of integrations/vllm. vLLM itself is never imported:
-it lives in an environment and in processes of its own. Measured on vLLM 0.32.
+The server runs with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode processed_logprobs
+--enable-prompt-tokens-details` and the weight transfer backend of integrations/vllm. vLLM is never imported: it has
+its own environment and processes. Measured on vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, Pa
 __all__ = ["KEEPALIVE_S", "WORKER_METHOD", "PROBE_FILE", "VllmEngine"]
 
 WORKER_METHOD = "rollart_weights"
-"""Of vLLM's workers, from integrations/vllm."""
+"""Method of vLLM's workers, defined in integrations/vllm."""
 
 WORKER_ROUTES = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
-"""Routes that call a method of that name in every worker."""
+"""Routes that call a method of the same name in every worker."""
 
 ABORT_S, ABORTS = 0.25, 8
-"""Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
-for ids that it does not know, such as that of a request which is still on its way to it."""
+"""Seconds to wait for an aborted request to end before aborting it again, and the maximum number of attempts. vLLM
+reports success for unknown ids, including that of a request which has not arrived yet."""
 
 KV_VERSION_KEY = "rollart_version"
-"""Added to a hand-off value: the version of its KV. vLLM never sees it."""
+"""Key added to `kv_transfer_params`: the version of the KV. It is removed before vLLM sees the params."""
 
 PROBE_FILE = "probe.json"
-"""A version's file with token ids, and the trainer's log-probability of each after the first."""
+"""File of a version with token ids, and the trainer's log-probability of each token after the first."""
 
 KEEPALIVE_S = 2.0
-"""Seconds that an idle connection is used again; vLLM ends it after 5."""
+"""Seconds for which an idle connection is reused; vLLM closes it after 5."""
 
 RESTART_CHECK_AFTER_S = 5.0
-"""A server that answered within so many seconds is the one that it was: starting vLLM takes longer."""
+"""A server that answered within this many seconds cannot have been restarted since: starting vLLM takes longer."""
 
 MISSING_VERSION_PATH = "/dev/null"
-"""A path at which no version can be."""
+"""A path that can hold no version."""
 
 UNKNOWN_VERSION = -1
-"""For a version of the weights that is a word: of a server that nobody has given any since it started."""
+"""Stands for a version name that is not a number: the server has loaded no weights since its start."""
 
 KV_DROP_RETRY_S = 0.25
-"""Seconds between two attempts to drop KV that another engine may still pull."""
+"""Seconds between attempts to drop KV that another engine may still pull."""
 
 
 class VllmEngine(HttpEngine):
-    """Implements the `Engine` port. As `HttpEngine`; it also counts what it has sent: while vLLM is paused it takes no
-    step, and its gauges are of its last one."""
+    """Implements the `Engine` port. As `HttpEngine`, but it also counts its requests in flight: a paused vLLM takes no
+    step, so its gauges are outdated."""
 
     _once = True
 
@@ -69,30 +69,31 @@ class VllmEngine(HttpEngine):
         tolerance: float = 0.0,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
     ) -> None:
-        """`tolerance`: mean difference to the trainer's log-probabilities that a new version may show; 0: any."""
+        """`tolerance`: maximum mean difference between a new version's log-probabilities and the trainer's; 0: not
+        checked."""
         super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S, local=local)
         self._sent: dict[str, asyncio.Event] = {}
         self._paused = False
         self._loaded = version
         self._updates = 0
-        """So many were begun."""
+        """Number of weight updates begun."""
         self._settled = True
-        """The last of them succeeded."""
+        """True if the latest update succeeded."""
         self._several: bool | None = None
-        """Whether one engine core has several workers."""
+        """True if one engine core has several workers; None until asked."""
         self._tolerance = tolerance
         self.silent = asyncio.Event()
-        """Set once it did not answer whether it is healthy, or another server did: `why`."""
+        """Set once a health check got no answer, or the answer of a restarted server; `why` has the reason."""
         self.why = ""
         self._heard = -math.inf
-        """When it answered last."""
+        """Loop time of the server's latest answer."""
         self._unproven: str | None = None
-        """Where the version lies that was loaded and not looked at yet."""
+        """Path of the loaded version whose log-probabilities were not checked yet."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """As the port says. The KV of another version is not pulled: vLLM takes it without an error, and says of the
-        tokens that they are of its own (measured on 0.32). What this does not see, a prefill engine whose weights were
-        replaced meanwhile, is the gateway's to know."""
+        """As the port. KV of another version is not pulled: vLLM would accept it without an error and label the tokens
+        with its own version (measured on 0.32). The gateway has to detect the case that is invisible here: a prefill
+        engine whose weights were replaced in between."""
         request = self._fenced(request)
         over = self._sent[request.request_id] = asyncio.Event()
         try:
@@ -100,8 +101,8 @@ class VllmEngine(HttpEngine):
             answer = await super().generate(request)
             self._heard = asyncio.get_running_loop().time()
             if _pulls_kv(request.kv_transfer) and _names_blocks(request.kv_transfer):
-                # All of the prompt came, part of a block too, and the last token is computed again. vLLM's usage has
-                # the prefix hits of the prefill engine in that place (measured on 0.32).
+                # The whole prompt was transferred, partial blocks included, and only the last token is recomputed.
+                # vLLM's usage reports the prefill engine's prefix hits instead (measured on 0.32).
                 answer = dataclasses.replace(answer, cached_tokens=max(answer.prompt_tokens - 1, 0))
             if any(span.version == UNKNOWN_VERSION for span in answer.spans):
                 raise self._anew("none of the run")
@@ -125,7 +126,7 @@ class VllmEngine(HttpEngine):
             await self._prove(Path(weights.path))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Returns when the requests have answered, those that are under way from here."""
+        """Abort, and wait until those of the requests that this client sent have ended."""
         ids = list(request_ids)
         for _ in range(ABORTS):
             if not ids:  # an empty list would abort everything
@@ -137,16 +138,16 @@ class VllmEngine(HttpEngine):
                     await asyncio.gather(*(self._sent[i].wait() for i in ids))
 
     async def release(self, session: str) -> None:
-        """vLLM has no call for it: what was used longest ago goes when somebody needs the room."""
+        """Nothing to do: vLLM has no such call and evicts the least recently used KV when it needs memory."""
 
     async def pause(self, mode: PauseMode) -> None:
-        # KV that is to be dropped is dropped after the update: doing it twice would recompute it twice.
+        # `update_weights` drops the KV: dropping it here as well would recompute it twice.
         clear = str(mode is not PauseMode.KEEP).lower()
         await self._control(f"/pause?mode={mode.value}&clear_cache={clear}", {})
         self._paused = True
 
     async def resume(self) -> None:
-        """`EngineError` where the version that was loaded meanwhile does not compute what the trainer's does."""
+        """`EngineError` if the version loaded since the pause computes other log-probabilities than the trainer."""
         await self._control("/resume", {})
         self._paused = False
         path, self._unproven = self._unproven, None
@@ -185,8 +186,8 @@ class VllmEngine(HttpEngine):
         return dataclasses.replace(seen, running=running, waiting=len(self._sent) - running)
 
     async def options(self) -> dict[str, Any]:
-        """What the server was started with; it looks at its whole machine for that, once, which may take 10 s.
-        `EngineError`: it can be told nothing."""
+        """The server's start options. The first call may take 10 s, because vLLM then inspects its whole machine.
+        `EngineError` for a server without development mode, whose weights cannot be updated."""
         told = await self._request("GET", "/server_info?config_format=json", optional=True)
         if not told:
             raise EngineError(
@@ -195,12 +196,13 @@ class VllmEngine(HttpEngine):
         return as_object(told)
 
     async def workers(self, method: str, *args: str) -> list[dict[str, Any]]:
-        """What a method of its workers answers, of each. `EngineError`: it has none of that name, or it failed."""
+        """Call a method in every worker; returns their answers. `EngineError` if the workers have no such method, or
+        it failed."""
         body = {"method": method, "args": list(args)}
         try:
             answer = as_object(await self._request("POST", "/collective_rpc", body, once=True))
         except EngineError as error:
-            # of one worker, of several, of a server without its development mode
+            # the three texts of: a single worker, several workers, a server without development mode
             if not any(s in error.message for s in ("not implemented", f"no attribute '{method}'", " answered 404")):
                 raise
             raise EngineError(
@@ -214,7 +216,8 @@ class VllmEngine(HttpEngine):
         return found
 
     async def tried(self) -> None:
-        """`EngineError` where it generates no tokens for us, or does not count as it must."""
+        """Generate one token as a trial. `EngineError` if the server lacks the route or the usage details that are
+        needed."""
         body = {"request_id": f"tried-v{self._loaded}", "token_ids": [1], "sampling_params": {"max_tokens": 1}}
         try:
             answer = as_object(await self._request("POST", "/inference/v1/generate", body))
@@ -226,8 +229,8 @@ class VllmEngine(HttpEngine):
             raise EngineError(f"{self.url} was started without --enable-prompt-tokens-details", retryable=False)
 
     async def _the_same(self) -> None:
-        """`EngineError` where it may have been started anew, under the same address, and was: it computes with the
-        weights that it was started on. Its process is not ours to watch where it was attached."""
+        """`EngineError` if the server was restarted under the same address: it then computes with its initial weights.
+        Checked only if a restart is possible. The process of an attached server cannot be watched instead."""
         now, updates = asyncio.get_running_loop().time, self._updates
         if not (updates and self._settled) or now() - self._heard < RESTART_CHECK_AFTER_S:
             return
@@ -243,8 +246,8 @@ class VllmEngine(HttpEngine):
         return EngineError(self.why, retryable=True)
 
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
-        """Where several workers refuse a call, vLLM takes what it has not read of their answers for answers to later
-        calls: there, the plugin's method makes the call, and refusals are values."""
+        """If several workers refuse a call, vLLM takes their unread answers for answers to later calls. With several
+        workers, the plugin's method therefore makes the call and returns refusals as values."""
         if path not in WORKER_ROUTES or not await self._in_step():
             return await super()._control(path, body, optional=optional)
         version = body.get("weight_version")
@@ -255,7 +258,8 @@ class VllmEngine(HttpEngine):
         return {} if version is None else await super()._control("/update_weight_version", {"new_version": version})
 
     async def _in_step(self) -> bool:
-        """Whether its workers are several, and all answer `/collective_rpc` (of data-parallel cores only one does)."""
+        """True if there are several workers and all of them answer `/collective_rpc` (with data-parallel cores, only
+        one core does)."""
         if self._several is None:
             told = as_object(await self._request("GET", "/get_world_size?include_dp=false", optional=True))
             workers = int(told.get("world_size", 1))
@@ -263,8 +267,9 @@ class VllmEngine(HttpEngine):
         return self._several
 
     async def _begin_update(self) -> None:
-        """An update that somebody began and did not end (a controller that was killed, a version that failed at its
-        end) would stand in the way for ever: a version that cannot be ends it, and changes nothing."""
+        """Begin an update. An earlier update that was never finished (by a killed controller, or because its version
+        failed at the end) would block it for ever. Updating to a version that cannot exist ends the earlier update and
+        changes nothing."""
         try:
             await super()._begin_update()
         except EngineError as error:
@@ -275,8 +280,8 @@ class VllmEngine(HttpEngine):
             await super()._begin_update()
 
     def _drawing(self) -> Callable[[], int | None]:
-        """The version that was loaded when the request was sent, until an update begins: whoever made this loads all
-        weights through it."""
+        """The version loaded when the request was sent; None once an update begins. All weights of this server are
+        loaded through this client."""
         version, updates = self._loaded if self._settled else None, self._updates
         return lambda: version if self._updates == updates else None
 
@@ -284,7 +289,7 @@ class VllmEngine(HttpEngine):
         try:
             probe = json.loads((version / PROBE_FILE).read_text())
         except OSError:
-            return  # a version of a trainer that writes none
+            return  # the trainer writes no probe
         ids, expected = probe["token_ids"], probe["logprobs"]
         body = {
             "request_id": f"probe-v{self._loaded}",
@@ -306,7 +311,8 @@ class VllmEngine(HttpEngine):
             )
 
     def _fenced(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as vLLM takes it. `HandoffFailed` if its KV is of another version than this engine's weights."""
+        """The request without rollart's own keys. `HandoffFailed` if its KV has another version than this engine's
+        weights."""
         if request.kv_transfer is None or KV_VERSION_KEY not in request.kv_transfer:
             return request
         kv = dict(request.kv_transfer)
@@ -315,8 +321,8 @@ class VllmEngine(HttpEngine):
         return dataclasses.replace(request, kv_transfer=kv)
 
     async def _drop_kv(self) -> None:
-        """Waits for other engines to pull what they were promised, until vLLM's own lease on it ends: as long as such
-        KV is there nothing can be dropped. The caller's lease bounds that."""
+        """Drop all KV. vLLM refuses while it holds KV that other engines were promised, so this retries until they have
+        pulled it or vLLM's lease on it ends. The caller's lease bounds the wait."""
         while True:
             try:
                 return await super()._drop_kv()
@@ -331,6 +337,6 @@ def _pulls_kv(kv_transfer: Mapping[str, object] | None) -> bool:
 
 
 def _names_blocks(kv_transfer: Mapping[str, object] | None) -> bool:
-    """True if the prefill engine named blocks, of any of its groups of layers."""
+    """True if the prefill engine named blocks of at least one layer group."""
     blocks = (kv_transfer or {}).get("remote_block_ids")
     return isinstance(blocks, list | tuple) and any(blocks)

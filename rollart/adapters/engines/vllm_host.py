@@ -1,7 +1,7 @@
-"""The host of a vLLM server that somebody else started: it pulls versions from the run's store itself.
+"""The host of an attached vLLM server, which pulls versions from the run's store itself.
 
-Nothing of rollart is there but the plugin in vLLM's workers (`rollart_vllm.pulling`), which is asked over the server's
-own HTTP: which buckets make a version, and where each can be read. Of the run's directory it needs nothing.
+The only part of rollart on that host is the plugin in vLLM's workers (`rollart_vllm.pulling`), called over the server's
+own HTTP. The calls name a version's buckets and a URL for each. The host needs no access to the run's directory.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from rollart.model import EngineId
 __all__ = ["VllmHost"]
 
 LOOK_S, LOOKS_S = 0.02, 0.5
-"""Seconds between two looks at a pull: a look waits for a step of the engine. The first, and the longest."""
+"""First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
 
 MAX_EARLY_VERSIONS = 4
-"""Versions on their way that were not asked for yet; one is pushed at a time."""
+"""Maximum versions remembered that were pushed but not requested yet; one version is pushed at a time."""
 
 STOP_S = 1.0
-"""For a host to be told that nobody waits any more; if it does not hear it, it pulls to the end."""
+"""Timeout of the call that stops a pull, seconds. A host that does not receive it pulls to the end."""
 
 
 class VllmHost:
-    """What `StoredWeights` asks of an engine's program, of one that has none. Any number of calls at a time, each for
-    one version; `StorageFailed` names the server. Each worker of it pulls, those of one host one copy."""
+    """The calls that `StoredWeights` makes to an engine's program, for an engine without one. Any number of concurrent
+    calls, each for one version; `StorageFailed` names the server. All workers pull; those of one host share a copy."""
 
     def __init__(self, name: EngineId, url: str, place: WeightStoreLocation) -> None:
         self._name, self._url, self._place = name, url, place
         self._objects: LinkableObjectStore | None = None
         self._client: VllmEngine | None = None
         self._stamp = ""
-        """Of the version that was asked for last."""
+        """Stamp of the version requested last."""
         self._pulling = set[str]()
         self._coming: OrderedDict[str, tuple[set[str], bool, bool]] = OrderedDict()
-        """What came to the store of a version, before it was asked for: hashes, whether that is all, and whole."""
+        """Arrivals in the store of versions not requested yet, by stamp: digests, whether the push is over, and whether
+        it is complete."""
         self._turn = asyncio.Lock()
-        """Of what is told: in order."""
+        """Keeps the calls to the plugin in order."""
 
     @property
     def name(self) -> str:
         return self._name
 
     async def call(self, method: str, *args: Any) -> Any:
-        """`pull`, `arrived` and `pulling`, as a `Program` actor has them. Others are an error of ours."""
+        """`pull`, `arrived` and `pulling`, as on a `Program` actor. ValueError for any other method."""
         match method:
             case "pull":
                 return await self._pull(*args)
@@ -65,7 +66,7 @@ class VllmHost:
         raise ValueError(method)
 
     async def close(self) -> None:
-        """Calls after it connect anew."""
+        """Close the connections; later calls connect again."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -95,7 +96,7 @@ class VllmHost:
                 await asyncio.sleep(after)
                 after = min(2 * after, LOOKS_S)
                 seen = await self._ask("look", {"stamp": stamp})
-        except BaseException:  # those of its workers that go on would hold their host's lock
+        except BaseException:  # workers that continue to pull would hold their host's lock
             with contextlib.suppress(TimeoutError, StorageFailed):
                 async with asyncio.timeout(STOP_S):
                     await self._ask("stop", {"stamp": stamp})

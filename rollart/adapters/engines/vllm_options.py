@@ -1,4 +1,4 @@
-"""What a vLLM server that somebody else started was started with, held against what a run needs. Pure."""
+"""Checks the start options of an attached vLLM server against the needs of a run. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["VllmOptions", "wrong_options"]
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What a run needs. `tp` 0: any; `dtype` "auto", `block_size` None and `connector` "": any."""
+    """The options that a run needs. `tp` 0, `dtype` "auto", `block_size` None and `connector` "" accept any value."""
 
     context: int
     slots: int
@@ -22,8 +22,8 @@ class VllmOptions:
 
 
 def wrong_options(needed: VllmOptions, info: Mapping[str, Any]) -> list[str]:
-    """One text per option, by its name on vLLM's command line. `info`: of `/server_info?config_format=json`; what it
-    does not tell, as another version of vLLM may not, is taken to be right."""
+    """One text per wrong option, by its name on vLLM's command line. `info`: from `/server_info?config_format=json`.
+    Options that it omits, as other vLLM versions may do, count as right."""
     return [
         f"{option} is {found} (rule: {rule})"
         for option, found, rule, right in _checks(needed, info.get("vllm_config") or {})

@@ -1,8 +1,8 @@
 """`python -m rollart.adapters.engines.vllm_server --python VLLM_PYTHON --model DIR`: vLLM as one program.
 
-Starts vLLM's API server under the interpreter of vLLM's own environment, on a free port, and says `ready ADDRESS` on
-stdout once it answers and names the version of its weights. What vLLM says goes to stderr. SIGTERM, SIGINT and the
-death of the parent end it and all of vLLM's processes; it ends when vLLM does.
+Starts vLLM's API server under the interpreter of vLLM's own environment, on a free port. Prints `ready ADDRESS` on
+stdout once the server answers and has its weight version set. vLLM's output goes to stderr. SIGTERM, SIGINT and the
+death of the parent end this program and all of vLLM's processes; it also ends when vLLM does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rollart.lifeline import die_with_parent
 __all__ = ["server_environment", "main"]
 
 HEALTH_POLL_S = 0.25
-"""Between two looks whether vLLM answers; it starts in 20 s at best."""
+"""Seconds between two polls of the starting server; vLLM takes at least 20 s to start."""
 
 STOP_S = 3.0
-"""Seconds between SIGTERM and SIGKILL for vLLM, less than this program is given itself."""
+"""Seconds between SIGTERM and SIGKILL for vLLM; less than the same delay for this program."""
 
 SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""Where other engines ask for KV: at this server's own address, which those of other nodes reach. Two servers of one
-host need two ports."""
+"""Address at which other engines pull KV: this server's own address, which is reachable from other nodes. Two servers
+on one host need two ports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until stopped by a signal; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rollart.adapters.engines.vllm_server")
     parser.add_argument("--python", required=True, help="interpreter of the environment that vLLM is installed in")
     parser.add_argument("--host", default="127.0.0.1")
@@ -83,14 +83,15 @@ async def _main(args: argparse.Namespace) -> int:
 
 
 def server_environment(host: str, side: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """What vLLM is started with. What is set already, by `engines.vllm.env` above all, wins."""
+    """vLLM's environment variables. Variables that are already set, especially by `engines.vllm.env`, take
+    precedence."""
     env = {**dict(zip(SIDE_CHANNEL, (host, str(side)), strict=True)), **ours, "ROLLART_VLLM_BOUND": "1"}
-    env.pop("PYTHONPATH", None)  # of our environment, not of vLLM's
+    env.pop("PYTHONPATH", None)  # it is for this environment, not for vLLM's
     return env
 
 
 async def _announce_ready(url: str, version: str) -> None:
-    """Returns once it answers; its lease is the supervisor's."""
+    """Wait until the server answers, then print its address. Unbounded: the supervisor's lease limits the start."""
     async with aiohttp.ClientSession() as http:
         while True:
             try:
@@ -100,13 +101,14 @@ async def _announce_ready(url: str, version: str) -> None:
             except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(HEALTH_POLL_S)
-        while not await _set_weight_version(http, url, version):  # whoever waits for its end says why, if it ends
+        while not await _set_weight_version(http, url, version):  # if vLLM ends meanwhile, `_main` reports the reason
             await asyncio.sleep(HEALTH_POLL_S)
     print(f"ready {url}", flush=True)
 
 
 async def _set_weight_version(http: aiohttp.ClientSession, url: str, version: str) -> bool:
-    """Whether it answered to the name of its version: without it, its first tokens would be of a version `default`."""
+    """Set the server's weight version; False if it did not answer. Without it, the first tokens would be labelled with
+    the version `default`."""
     try:
         async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
             if answer.status != 200:
@@ -117,18 +119,19 @@ async def _set_weight_version(http: aiohttp.ClientSession, url: str, version: st
 
 
 def _link_model(model: str, alias: str) -> str:
-    """A server that starts with an older version meanwhile may read this one: it is brought up to it when it joins."""
+    """Point the link `alias` to `model`. A server that is starting with an older version may read this one through the
+    same link; it is updated to the current version anyway when it joins."""
     link = Path(alias)
     link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
-    fresh.unlink(missing_ok=True)  # of a process of this number that was killed
+    fresh.unlink(missing_ok=True)  # left by a killed process of the same pid
     fresh.symlink_to(Path(model).resolve())
     fresh.replace(link)
     return alias
 
 
 def _free_ports(host: str) -> tuple[int, int]:
-    """Two ports that nobody listens on. Somebody may take one before vLLM does: it then ends, and is started again."""
+    """Two unused ports. If another process takes one before vLLM does, vLLM exits and is restarted."""
     with socket.socket() as one, socket.socket() as other:
         one.bind((host, 0))
         other.bind((host, 0))
@@ -136,7 +139,7 @@ def _free_ports(host: str) -> tuple[int, int]:
 
 
 def _failure_reason(log: str) -> str:
-    """The first error in the log's last part: vLLM's last line only says that something failed above."""
+    """The first error in the last 400 lines of the log: vLLM's last line only refers to an error above."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-400:]
     except OSError:
