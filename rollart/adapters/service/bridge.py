@@ -1,8 +1,8 @@
-"""A run's trainer that is not ours: `python -m rollart.adapters.service.bridge --config FILE --listen HOST:PORT`.
+"""Bridge to an external trainer: `python -m rollart.adapters.service.bridge --config FILE --listen HOST:PORT`.
 
-To the run it is its trainer (the protocol of `rollart.train.server`). What the run would train it offers over the
-service interface, one batch as one group, and what the outside trainer announces there are the run's versions. So the
-run's own rules hold: which samples make a batch, how stale they may be, and that a batch is trained once.
+To the run, the bridge is its trainer (the protocol of `rollart.train.server`). It offers each batch of the run over the
+service interface, as one group, and the versions that the external trainer announces there become the run's versions.
+So the run's rules hold: which samples form a batch, how stale they may be, and that a batch is trained once.
 
 Prints `ready http://host:port` for the run, and writes the service's address to `service.json` beside the config.
 """
@@ -38,34 +38,35 @@ __all__ = ["COLUMNS", "TASK", "Bridge"]
 
 TASK = "train"
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "score", "group", "domain", "batch")
-"""Per token but for `score`; `group` and `domain` are the run's, `batch` is the version that the batch is to make."""
+"""One value per token, except `score`, `group`, `domain` and `batch`, which have one per row. `group` and `domain` are
+the run's; `batch` is the version that training on the batch produces."""
 
 CAPACITY_ROWS = 2**20
 MAX_BODY = 2**30
-"""As the embedded trainer's."""
+"""Longest request body, bytes; as the embedded trainer's."""
 
 POLL_TIMEOUT_S = 60.0
 
 UPLOADS_DIRECTORY = "outside"
-"""Below the run's versions: those that came over the wire."""
+"""Subdirectory of the run's weights for versions that were uploaded."""
 
 REQUIRED_FILE = "config.json"
-"""Without it no engine reads a directory."""
+"""Engines cannot load a directory without this file."""
 
 
 class Bridge:
-    """One run and any number of outside processes, on one loop. The run calls one after the other; `train` waits until
-    its batch's version is announced, as long as the run's lease allows."""
+    """Connects one run with any number of external processes, on one loop. The run makes one call at a time; `train`
+    waits until its batch's version is announced, for as long as the run's lease allows."""
 
     def __init__(self, root: Path) -> None:
-        """`root`: where the run's versions lie."""
+        """`root`: the directory of the run's versions."""
         self._root = root
         self.desk = BridgeState(ServiceSetup(COLUMNS, {TASK: ServiceTask(COLUMNS, whole_groups=True)}, CAPACITY_ROWS))
         self.desk.version = -1
         self.uploads = WeightUploads(root / UPLOADS_DIRECTORY, readable=(root,))
         self._groups: list[str] = []
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        """Versions one after the other: a copy that nobody waits for any more goes on to its end before the next."""
+        """Copies one version at a time: a copy whose caller was cancelled finishes before the next one starts."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
@@ -94,12 +95,12 @@ class Bridge:
         return {"trained_tokens": sum(sum(plain(r["loss_mask"])) for r in rows), "seconds": seconds, "metrics": {}}
 
     async def stage(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {}  # what was announced stays as it is
+        return {}  # announced versions are never replaced
 
     async def publish(self, body: Mapping[str, Any]) -> dict[str, Any]:
         version = int(body["version"])
         given = Path(await self._announced(version))
-        # Nobody writes into what was uploaded: it need not be there twice.
+        # Uploaded files are never modified, so a hard link suffices.
         copier = _link_or_copy if given.is_relative_to(self.uploads.root) else shutil.copy2
         copy = partial(_adopt_version, given, self._root / f"v{version:06d}", version, copier)
         path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
@@ -107,7 +108,7 @@ class Bridge:
         return {"version": version, "path": str(path), "bytes": read}
 
     async def restore(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """From here on the version is this one again: an outside trainer that sees it go back loads it."""
+        """Go back to a version; the external trainer loads it when it sees the number decrease."""
         await self._clear()
         await self.desk.reset(int(body["version"]), str(body["path"]))
         return {}
@@ -141,7 +142,7 @@ class Bridge:
 
 
 def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The wire form of `rollart.train.batch` as rows."""
+    """The rows of a batch in the wire format of `rollart.train.batch`."""
     lengths, score = array("i", samples["lengths"]), array("d", samples["score"])
     group, domain = array("i", samples["group"]), array("i", samples["domain"])
     tokens, versions = array("i", samples["tokens"]), array("i", samples["versions"])
@@ -165,19 +166,19 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
 
 
 def _first_version(row: Mapping[str, Any]) -> int | None:
-    """The version of its first sampled token."""
+    """The oldest version among a row's sampled tokens."""
     return min((v for v in plain(row["versions"]) if v >= 0), default=None)
 
 
 def _link_or_copy(given: str, path: str) -> None:
     try:
         os.link(given, path)
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         shutil.copy2(given, path)
 
 
 def _adopt_version(given: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2) -> Path:
-    """A whole version of the run, made of an announced directory. TrainerError if it is none."""
+    """Turn an announced directory into a complete version of the run. TrainerError if it holds no weights."""
     if not (given / REQUIRED_FILE).is_file() or not any(given.glob("*.safetensors")):
         raise TrainerError(
             f"the outside trainer announced {given} for v{version}: no {REQUIRED_FILE} with *.safetensors is there",
@@ -189,7 +190,7 @@ def _adopt_version(given: Path, path: Path, version: int, copier: Callable[[str,
         shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"), copy_function=copier)
         marker = {"schema": 1, "version": version, "files": {}, "stamp": secrets.token_hex(32)}
         (aside / "COMPLETE").write_text(json.dumps(marker))
-        shutil.rmtree(path, ignore_errors=True)  # not before: it may be what was announced
+        shutil.rmtree(path, ignore_errors=True)  # only now: `path` may be the announced directory
         aside.rename(path)
     except OSError as error:
         raise TrainerError(f"cannot copy {given} to {path}: {error}") from None

@@ -1,4 +1,4 @@
-"""The values of a table's rows: numbers packed, and large ones on the disk alone where there is one."""
+"""The values of a table's rows: numbers are packed, and large values are kept on disk only, if there is a store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["RowValues"]
 
 
 class RowValues:
-    """By row and column. What a store wrote beside its database (`INLINE_LIMIT`) is read there when it is given out,
-    from the system's cache as a rule: it is held here only on its way to the disk."""
+    """Values by row and column. A value above `INLINE_LIMIT` is held in memory only until the store has written it to
+    a segment; afterwards it is read from there (usually from the page cache) when it is handed out."""
 
     def __init__(self, store: ServiceStore | None) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class RowValues:
         self._rows.setdefault(row, {}).update(values)
 
     def same(self, row: str, values: Mapping[str, Any]) -> bool:
-        """Whether it has all of these already."""
+        """True if the row already has all of these values."""
         held = self._rows.get(row)
         return (
             bool(values)
@@ -45,7 +45,7 @@ class RowValues:
         return {c: self._read(held[c]) for c in columns if c in held}
 
     def settle(self) -> None:
-        """Let go of what is on the disk."""
+        """Drop values from memory that are on disk by now."""
         if self._store is not None:
             for row, column, place in self._store.placed():
                 if row in self._rows and column in self._rows[row]:

@@ -1,6 +1,6 @@
-"""The state behind the service: the sample table, the payloads it knows nothing of, and the current weights.
+"""The state behind the service: the sample table, the opaque payloads of its rows, and the current weights.
 
-No await but for waiting: `get`, `room` and `weights` wait for a change, everything else is at once.
+Only `get`, `lend`, `room` and `weights` wait for a change of state; every other call awaits at most the disk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["ServiceState", "ExperienceRow", "RequestRefused", "ServiceSetup", "E
 T = TypeVar("T")
 
 DONE_KEY_PREFIX = "lease "
-"""Before the ids of leases among the requests that were answered."""
+"""Prefix of the stored keys of finished leases, beside the keys of answered requests."""
 
 
 class ServiceState:
-    """Any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held exactly while
-    its row is; no row is given out that was sampled more than `staleness` publishes ago."""
+    """Serves any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held
+    exactly as long as its row; no row is handed out that was sampled more than `staleness` publishes ago."""
 
     def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
-        """Refused for a setup that breaks a rule. With a `store`, what it holds is here again (`recovered`)."""
+        """RequestRefused for an invalid setup. With a `store`, changes are persisted; `recovered` loads them."""
         self.setup = setup
         self.version, self.path = 0, ""
         self.counts: Counter[str] = Counter()
@@ -53,13 +53,13 @@ class ServiceState:
         self._values = RowValues(store)
         self._rows: dict[str, SampleRow] = {}
         self._sampled: dict[str, int] = {}
-        """Version by row, of those that were sampled."""
+        """Policy version by row, for rows that were sampled."""
         self._groups = 0
         self._waiting = ChangeNotifier()
         self._store = store
         self._loans = RowLeases()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
-        """Ids of prompts by the name of the request that put them."""
+        """Row ids by the key of the request that put the prompts."""
         with refuse_value_errors():
             self.table = SampleTable(setup.columns, capacity=setup.capacity)
             for name, task in setup.tasks.items():
@@ -67,7 +67,8 @@ class ServiceState:
 
     @classmethod
     def recovered(cls, store: ServiceStore) -> ServiceState | None:
-        """As it was when the last call was answered; loans begin anew. None: nobody set it up yet."""
+        """The state at the last answered call; leases start again with their full time. None before the first
+        setup."""
         kept = store.load()
         if "setup" not in kept.meta:
             return None
@@ -78,7 +79,7 @@ class ServiceState:
         now = asyncio.get_running_loop().time()
         for loan in kept.loans:
             desk._loans.put(replace(loan, until=now + loan.seconds))
-        # Group by group, as they came: there is room for each once the ones before are as far as they were.
+        # Group by group, in order of arrival: each fits once the earlier groups have their former progress.
         for _, group in itertools.groupby(kept.rows, key=lambda held: held.row.group):
             desk._recover(list(group), kept)
         for name, answer in kept.keys.items():
@@ -104,7 +105,7 @@ class ServiceState:
             self.table.take(loan.task, sampler_of_rows([h.row.id for h in group if h.row.id in mine]), hold=True)
 
     async def begin(self) -> None:
-        """The setup is on disk."""
+        """Persist the setup."""
         if self._store is not None:
             self._store.meta(setup=setup_body(self.setup))
         await self._flush()
@@ -112,8 +113,8 @@ class ServiceState:
     async def put_prompts(
         self, prompts: Sequence[Mapping[str, Any]], size: int, *, tokens: int = 0, key: str = ""
     ) -> list[str]:
-        """New groups, one per prompt, of `size` rows each, with these columns written. Their ids, in order. All or
-        none: Refused (503) if they do not fit. A request with the `key` of an earlier one is that one."""
+        """Add one group of `size` rows per prompt, with the prompt's columns written; returns the row ids in order.
+        All or none: RequestRefused (503) if they do not fit. A repeated `key` returns the earlier request's ids."""
         if key and key in self._answered:
             await self._flush()
             return self._answered[key]
@@ -148,16 +149,17 @@ class ServiceState:
         return ids
 
     def answered(self, key: str) -> bool:
-        """Whether prompts with this key are here already, or were."""
+        """True if a request with this key has put its prompts."""
         return key in self._answered
 
     async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        """Columns of a row, and the version it was sampled with. False: the row is gone, and the work with it. Saying
-        the same again changes nothing."""
+        """Write columns of a row, and the version that it was sampled with. False if the row is gone; its data is then
+        dropped. Idempotent."""
         return (await self.put_all([(row, values, version)]))[row]
 
     async def put_all(self, rows: Sequence[tuple[str, Mapping[str, Any], int | None]]) -> dict[str, bool]:
-        """As `put`, of several rows, which are on disk together. What is Refused leaves those before it written."""
+        """As `put`, for several rows, persisted together. On RequestRefused, the rows before the refused one stay
+        written."""
         try:
             kept = {row: self._put(row, values, version) for row, values, version in rows}
         finally:
@@ -185,8 +187,8 @@ class ServiceState:
         return True
 
     async def get(self, wish: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
-        """Rows that are ready for the task, marked as consumed by it, for each consumer: about equal in tokens. Nothing
-        after `seconds` without enough."""
+        """Take rows that are ready for the task: one batch per consumer, about equal in tokens, marked as consumed.
+        Empty if too few rows are ready within `seconds`."""
         columns = self._columns(wish)
         sampler = sampler_of(wish, self.setup.tasks[wish.task])
         with refuse_value_errors():
@@ -201,17 +203,17 @@ class ServiceState:
     async def lend(
         self, wish: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
     ) -> tuple[str, list[list[ExperienceRow]]]:
-        """As `get`, but the rows are the consumer's only once it says `done`: after `lease_s` without they are ready
-        for the task again. The lease's id, and a request with the `key` of an open lease is given that one again."""
+        """As `get`, but the rows are consumed only when the consumer calls `done`: `lease_s` later they are ready for
+        the task again. Returns the lease's id and its batches; the `key` of an open lease returns that lease again."""
         require_positive_lease(lease_s)
         columns = self._columns(wish)
         sampler = sampler_of(wish, self.setup.tasks[wish.task])
 
         def look() -> RowLease | None:
-            loan = self._loans.of(key) if key else None  # also one that was given since this request came
+            loan = self._loans.of(key) if key else None  # includes a lease granted while this request waited
             if loan is not None and any(row in self._values for row in loan.consumed):
                 return loan
-            if loan is not None:  # dropped meanwhile
+            if loan is not None:  # all of its rows were dropped
                 self._return(loan.id)
             return self._lent(wish.task, sampler, lease_s, key)
 
@@ -224,8 +226,7 @@ class ServiceState:
         return loan.id, rows
 
     async def done(self, lease: str) -> bool:
-        """The consumer is done with a lease's rows: its task is given them no more. False: it was too late, and others
-        may have them."""
+        """Consume the rows of a lease. False if the lease had expired, so that other consumers may have its rows."""
         self._expire()
         loan = self._loans.end(lease, done=True)
         if loan is None:
@@ -240,7 +241,7 @@ class ServiceState:
         return True
 
     async def renew(self, lease: str, seconds: float) -> bool:
-        """False: it is over."""
+        """Extend a lease; False if it is over."""
         require_positive_lease(seconds)
         self._expire()
         renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
@@ -248,7 +249,7 @@ class ServiceState:
         return renewed
 
     async def give_back(self, lease: str) -> bool:
-        """The rows of a lease are ready for its task again. False: it is over."""
+        """Make the rows of a lease ready for its task again; False if the lease is over."""
         found = self._return(lease)
         await self._tell()
         return found
@@ -262,7 +263,7 @@ class ServiceState:
         loan = self._loans.give(task, batches, taken.consumed, lease_s, now, key)
         if self._store is not None:
             self._store.loan(loan)
-        self._waiting.wake()  # its deadline is one more to wait for
+        self._waiting.wake()  # waiting callers must consider the new lease's deadline
         return loan
 
     def _columns(self, wish: ExperienceRequest) -> Sequence[str]:
@@ -274,14 +275,15 @@ class ServiceState:
         return columns
 
     async def room(self, rows: int, seconds: float) -> int:
-        """Rows of new groups that fit, once `rows` do or after `seconds`. Refused (400) for more than ever do."""
+        """Free capacity in rows, as soon as `rows` fit or after `seconds`. RequestRefused (400) for more rows than the
+        capacity."""
         if rows > self.setup.capacity:
             raise RequestRefused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
         await self._until(lambda: self.table.room() if self.table.room() >= rows else None, seconds)
         return self.table.room()
 
     async def drop(self, group: str, reason: str) -> list[str]:
-        """Give a group up for all tasks; the rows that were held."""
+        """Drop a group for all tasks; returns its rows that were still held."""
         held = self._drop(group, reason)
         await self._tell()
         return held
@@ -296,11 +298,10 @@ class ServiceState:
         return list(held)
 
     def permit(self, version: int, group: str) -> None:
-        """Refused (409) for a version that may not be announced now; `group`: a batch that it was made of."""
+        """RequestRefused (409) for a version that may not be announced now. `group`: a batch that it was trained on."""
 
     async def notify(self, version: int, path: str, group: str = "") -> None:
-        """New weights are published. What is too old for them is dropped, group by group. Saying it again changes
-        nothing."""
+        """Announce new weights. Groups with a row that is now too stale are dropped. Idempotent."""
         if (version, path) == (self.version, self.path):
             return await self._flush()
         self.permit(version, group)
@@ -314,12 +315,12 @@ class ServiceState:
         return None
 
     async def reset(self, version: int, path: str) -> None:
-        """Begin again at a version, whatever was published since."""
+        """Go back to a version, whatever was published since."""
         self.version, self.path = version, path
         await self._tell()
 
     async def weights(self, after: int, seconds: float) -> tuple[int, str]:
-        """The current version and where it lies, once it is beyond `after`, or after `seconds`."""
+        """The current version and its path, as soon as it is above `after`, or after `seconds`."""
         await self._until(lambda: True if self.version > after else None, seconds)
         await self._flush()
         return self.version, self.path
@@ -366,7 +367,7 @@ class ServiceState:
         return True
 
     def _expire(self) -> None:
-        """Leases whose time is over."""
+        """Return the rows of expired leases."""
         for loan in self._loans.due(asyncio.get_running_loop().time()):
             self._return(loan.id)
 
@@ -391,13 +392,14 @@ class ServiceState:
             raise RequestRefused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
 
     async def _tell(self) -> None:
-        """Whoever waits looks again, at once: a caller that is cancelled while it waits for the disk, or that the disk
-        refuses, keeps nobody waiting. What they find they give out only once it is on disk as well."""
+        """Wake the waiting callers, then wait for the disk. In this order, a caller that is cancelled during the
+        flush, or whose flush fails, delays no other. The woken callers answer only after their own flush."""
         self._waiting.wake()
         await self._flush()
 
     async def _until(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """What `look` finds, looked for again at every change and at the end of every lease; None after `seconds`."""
+        """The first result of `look` that is not None, polled at every change and at every lease's expiry; None after
+        `seconds`."""
 
         def looked() -> T | None:
             self._expire()

@@ -1,4 +1,4 @@
-"""Rows that consumers took and have not said to be done with: each returns to its task at its deadline."""
+"""Leases on rows that consumers took and have not finished: the rows return to their task at the deadline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 __all__ = ["RowLease", "RowLeases"]
 
 MAX_REMEMBERED_KEYS = 100_000
-"""Loans that are over, so that a consumer whose answer was lost may say again that it is done."""
+"""Maximum remembered keys of finished leases and answered requests, so that a client whose answer was lost may repeat
+its call."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLease:
-    """`batches` of row ids for a task, until second `until` of the loop, `seconds` after it was given or renewed.
-    `key` is the consumer's own name for its request."""
+    """`batches` of row ids for a task, leased until the loop time `until`: `seconds` after the lease was granted or
+    renewed. `key` is the consumer's name for its request."""
 
     id: str
     task: str
@@ -27,7 +28,7 @@ class RowLease:
 
 
 class RowLeases:
-    """Invariant: a row is in one open loan of a task at most; a loan ends once, done or returned."""
+    """Invariant: a row is in at most one open lease of a task; a lease ends once, done or returned."""
 
     def __init__(self) -> None:
         self.open: dict[str, RowLease] = {}
@@ -45,14 +46,14 @@ class RowLeases:
         return loan
 
     def put(self, loan: RowLease) -> None:
-        """One that was given before; ids go on after it."""
+        """Add an existing lease; later ids continue after its id."""
         self.open[loan.id] = loan
         self._given = max(self._given, int(loan.id[1:]))
         if loan.key:
             self._by_key[loan.key] = loan.id
 
     def of(self, key: str) -> RowLease | None:
-        """The open loan that a request of this name was given."""
+        """The open lease granted to the request with this key."""
         return self.open.get(self._by_key.get(key, ""))
 
     def renew(self, id: str, seconds: float, now: float) -> RowLease | None:
@@ -62,7 +63,7 @@ class RowLeases:
         return loan
 
     def end(self, id: str, *, done: bool) -> RowLease | None:
-        """None: it is over already."""
+        """End a lease; None if it is over already."""
         loan = self.open.pop(id, None)
         if loan is not None:
             if self._by_key.get(loan.key) == id:

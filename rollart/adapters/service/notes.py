@@ -1,4 +1,4 @@
-"""What a run's directory says of its outside trainer: where it calls, with what token, and how it stands."""
+"""Files about the external trainer in a run's directory: the service's address and state, and the access token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TrainerStatusFile", "external_trainer_token"]
 
 
 class TrainerStatusFile:
-    """Keeps `service.json`: written anew, whole, at every change of the offer."""
+    """Maintains `service.json`: replaced atomically at every change of the offered batch."""
 
     def __init__(self, path: Path, desk: BridgeState, url: str, listen: str) -> None:
         self._path, self._desk = path, desk
@@ -28,7 +28,7 @@ class TrainerStatusFile:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         aside = self._path.with_name(f"{self._path.name}.part")
         state = {"version": self._desk.version, "state": self._state(), "since": now}
-        with contextlib.suppress(OSError):  # a disk that is full ends nobody's call
+        with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
             aside.write_text(json.dumps({**self._about, **state}))
             aside.rename(self._path)
 
@@ -40,7 +40,7 @@ class TrainerStatusFile:
 
 
 def external_trainer_token(variable: str, file: Path | None) -> str:
-    """The token that the outside needs; "" for none. A file that is not there is made. UsageError, in a line."""
+    """The access token of the external trainer; "" for none. A missing file is created. UsageError, one line."""
     if variable:
         token = os.environ.get(variable, "")
         if not token:

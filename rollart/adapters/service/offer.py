@@ -1,4 +1,5 @@
-"""The desk of a run's batches: one is on offer at a time, and a version is taken from whoever was given it."""
+"""The service state of the trainer bridge: one batch is offered at a time, and its version is accepted only from a
+trainer that took the batch."""
 
 from __future__ import annotations
 
@@ -12,20 +13,19 @@ __all__ = ["BridgeState"]
 
 
 class BridgeState(ServiceState):
-    """As `ServiceState`, and a version may be announced only if it is the one that the batch on offer makes, by a
-    trainer that
-    could know that batch: a slow one that took an earlier offer is told so, and nothing is counted as trained that
-    nobody was given."""
+    """As `ServiceState`, but a version may be announced only if it is the one due for the offered batch, and only after
+    the batch was taken. A slow trainer that took an earlier batch gets an error, and a batch that no trainer took never
+    counts as trained."""
 
     def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
         super().__init__(setup, store)
         self.offered = ""
-        """The group on offer."""
+        """The group of the offered batch; '' if there is none."""
         self.due: int | None = None
-        """The version that it makes."""
+        """The version that training on the offered batch produces."""
         self.taken = False
         self.changed: Callable[[], None] = lambda: None
-        """Called when an offer is made, taken or over, and when a version is announced."""
+        """Called when a batch is offered, taken or withdrawn, and when a version is announced."""
 
     def offer(self, group: str, version: int) -> None:
         self.offered, self.due, self.taken = group, version, False

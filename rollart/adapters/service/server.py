@@ -1,5 +1,5 @@
 """AsyncFlow's service interface (arXiv:2507.01663, §6) over HTTP: prompts in, experience in and out by columns, and
-weights announced. Engines and trainers that are not ours plug in here."""
+announcements of weights. External engines and trainers connect here."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
 
 MAX_INTEGER = 2**63 - 1
-"""What a disk's whole numbers can hold."""
+"""Largest integer that SQLite can store."""
 
 MAX_WAIT_S = 60.0
-"""Longest wait of one call; clients ask again."""
+"""Longest wait of one call, seconds; clients repeat the call."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServiceServer:
-    """The routes. The first `setup` makes the desk; an equal one afterwards is welcome, another is refused."""
+    """The routes. The first setup creates the state; later ones are accepted if equal and refused otherwise."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class ServiceServer:
         store: ServiceStore | None = None,
         uploads: WeightUploads | None = None,
     ) -> None:
-        """`desk`: what was set up before, on this `store`; one that is set up from now on lives there too. `uploads`:
-        where weights come to that the sender's disk does not share."""
+        """`desk`: the state recovered from `store`, if there was one; a state created by a later setup uses the same
+        store. `uploads`: receives weights from senders without a shared disk."""
         self._token = token
         self._uploads = uploads
         self._desk = desk
@@ -159,14 +159,14 @@ class ServiceServer:
         return _json({"version": desk.version, "path": desk.path})
 
     async def _begin(self, request: web.Request) -> web.Response:
-        """Whether files of a version would be taken."""
+        """Check if files of a version would be accepted, before they are sent."""
         body = await _body(request)
         self._permitted(self._at(), _version(request), str(body.get("group") or ""))
         self._disk()
         return _json({})
 
     async def _receive(self, request: web.Request) -> web.Response:
-        """A file of a version to come, as it is."""
+        """Receive one file of a future version; the body is the file."""
         version = _version(request)
         self._permitted(self._at(), version, request.query.get("group", ""))
         try:
@@ -178,7 +178,7 @@ class ServiceServer:
         return _json(asdict(stored))
 
     def _permitted(self, desk: ServiceState, version: int, group: str) -> None:
-        """Before anything is sent for nothing."""
+        """Refuse a version early, before its files are uploaded in vain."""
         if version < desk.version:
             raise RequestRefused(f"version {version} after {desk.version} (rule: versions grow)", 409)
         desk.permit(version, group)
@@ -316,7 +316,7 @@ def _whole(body: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _name(value: object) -> str:
-    """Refused for halves of surrogate pairs: no text, and nothing that a disk could name."""
+    """A string value. RequestRefused for lone surrogates, which are neither valid text nor storable."""
     name = str(value)
     try:
         name.encode()

@@ -1,4 +1,4 @@
-"""What a service holds, on its disk: SQLite, and large values in segments beside it, as a run's ledger has it."""
+"""Persistence of a service: SQLite, with large values in segment files beside it, as in a run's ledger."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS keys (seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEX
 
 @dataclass(frozen=True, slots=True)
 class SegmentLocation:
-    """Where a large value is, in segments."""
+    """Location of a large value in the segment files."""
 
     segment: int
     offset: int
@@ -45,7 +45,8 @@ class SegmentLocation:
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """`freed`: nobody needs it any more, and its values are gone; others of its group are needed."""
+    """A persisted row. `freed`: no task needs it any more and its values are deleted, but other rows of its group are
+    still needed."""
 
     row: SampleRow
     sampled: int | None
@@ -54,7 +55,7 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What was on disk. Rows in the order in which they were put; `cells` by row, `consumed` by task."""
+    """The persisted state. Rows are in insertion order; `cells` by row, `consumed` by task."""
 
     meta: Mapping[str, Any]
     rows: Sequence[StoredRow]
@@ -65,15 +66,15 @@ class StoredState:
 
 
 class ServiceStore:
-    """One service's directory; one process at a time (a file lock says so), one loop.
+    """One service's directory, used by one process (enforced by a file lock) and one loop.
 
-    Changes are collected in order, and are on disk when `flush` returns: who answers a call after it never told of
-    anything that a kill -9, or the machine's end, may undo. `StorageFailed`: the disk refused, now or before; what is
-    in memory is then ahead of it, and nothing may be answered any more.
+    Changes are queued in order and are on disk when `flush` returns. A caller that answers only after `flush` reports
+    nothing that a kill -9 or a power failure could undo. `StorageFailed`: a write failed, now or earlier. Memory is
+    then ahead of the disk, and no further call may be answered.
     """
 
     def __init__(self, directory: Path) -> None:
-        """UsageError: another process has the directory, or it cannot be written."""
+        """UsageError if another process uses the directory, or it cannot be written."""
         try:
             (directory / "segments").mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "service.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -95,7 +96,7 @@ class ServiceStore:
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
         self._placed_since: deque[tuple[str, str, SegmentLocation]] = deque()
         self._changes = self._through = 0
-        """So many were made, and so many are on disk."""
+        """Number of changes made, and number of changes on disk."""
         self._writing: asyncio.Future[None] | None = None
         self._broken: StorageFailed | None = None
 
@@ -147,7 +148,8 @@ class ServiceStore:
             self._do("INSERT INTO consumed VALUES (?, ?)", task, row)
 
     def freed(self, rows: Iterable[str]) -> None:
-        """Nobody needs them any more. Of what group they were is known until all of it is gone."""
+        """Delete the values of rows that no task needs any more. The rows themselves stay until their whole group is
+        gone."""
         for row in rows:
             self._do("UPDATE rows SET freed = 1 WHERE id = ?", row)
             self._do("DELETE FROM cells WHERE row = ?", row)
@@ -165,28 +167,27 @@ class ServiceStore:
         self._do("DELETE FROM loans WHERE id = ?", id)
 
     def key(self, name: str, answer: Any) -> None:
-        """What a request of this name was answered; the oldest are forgotten."""
+        """Remember the answer to the request with this key; the oldest answers are forgotten."""
         self._do("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
         self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
 
     def placed(self) -> Iterator[tuple[str, str, SegmentLocation]]:
-        """Large values that are on disk since this was asked last: row, column and place."""
+        """Large values written since the last call: row, column and location."""
         while self._placed_since:
             yield self._placed_since.popleft()
 
     def read(self, place: SegmentLocation) -> Any:
-        """A large value again, while its row is there."""
+        """Read a large value; valid as long as its row exists."""
         return _decode_value(self._segments.read(place.segment, place.offset))
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to flush."""
+        """True if there are changes to flush."""
         return bool(self._pending)
 
     async def flush(self) -> None:
-        """Returns when every change so far is on disk; those of several callers in one transaction. A caller that is
-        cancelled, as by a client that goes away, leaves the writing to go on: it is not torn, and the next one waits
-        for it."""
+        """Wait until every change so far is on disk; the changes of several callers share a transaction. If a caller is
+        cancelled, e.g. because its client disconnected, the write continues and the next caller waits for it."""
         mine = self._changes
         while self._through < mine and self._broken is None:
             if self._writing is None or self._writing.done():
@@ -206,11 +207,11 @@ class ServiceStore:
         self._pending.append((statement, values))
 
     def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], through: int) -> None:
-        """In a thread, one at a time."""
+        """Runs in a thread, one call at a time."""
         try:
             self._write(batch)
             self._through = through
-        except Exception as error:  # whatever it is, memory is ahead of the disk
+        except Exception as error:  # after any failure, memory is ahead of the disk
             self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
 
     def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
@@ -232,7 +233,7 @@ class ServiceStore:
             self._segments.keep({segment for (segment,) in used})
 
     def _placed(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-        """Large values go into a segment first."""
+        """Replace a large value by its location, after appending it to a segment."""
         if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
             row, column, value = values
             raw = value.encode() if isinstance(value, str) else value
@@ -241,7 +242,7 @@ class ServiceStore:
 
 
 def _encode_value(value: Any) -> str | bytes:
-    """JSON, or packed numbers: a zero, which no JSON begins with, their code, and they themselves."""
+    """JSON; or for packed numbers a zero byte (which starts no JSON), the type code, and the data."""
     return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""What the service's callers say: a setup, a wish, and how a call is refused."""
+"""The service's request models: setup and experience request, and the error of a refused call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class RequestRefused(Exception):
-    """A call that breaks a rule, in words. `status` is HTTP's."""
+    """A call that breaks a rule. The message is for the caller; `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceTask:
-    """A consumer's work: the columns it reads, and whether it takes groups whole."""
+    """A consuming task: the columns that it reads, and whether it takes whole groups."""
 
     columns: tuple[str, ...]
     whole_groups: bool = False
@@ -42,7 +42,8 @@ class ServiceTask:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSetup:
-    """What all who share a service agree on. `staleness`: publishes that a sample may live through; None: any."""
+    """The configuration shared by all clients of a service. `staleness`: publishes that a sample may outlive; None:
+    unlimited."""
 
     columns: tuple[str, ...]
     tasks: Mapping[str, ServiceTask]
@@ -52,7 +53,7 @@ class ServiceSetup:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceRequest:
-    """A request for experience: `count` rows, or groups where the task takes them whole, for each of `consumers`."""
+    """A request for experience: `count` rows, or groups if the task takes whole groups, for each of `consumers`."""
 
     task: str
     count: int
@@ -63,7 +64,7 @@ class ExperienceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExperienceRow:
-    """A row on its way out."""
+    """A row as it is handed to a consumer."""
 
     id: str
     group: str
@@ -104,7 +105,7 @@ def require_positive_lease(lease_s: float) -> None:
 
 
 class refuse_value_errors:
-    """The table's ValueErrors are the caller's."""
+    """Context manager that turns the table's ValueErrors into RequestRefused."""
 
     def __enter__(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Weights that come over the wire, and go back over it: a version is there whole, or not at all."""
+"""Upload and download of weights: a version is stored completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ __all__ = ["StoredFile", "WeightUploads"]
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 * 2**20
-"""Bytes that are written, or read, at a time."""
+"""Bytes per write and read."""
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(?:json|safetensors)")
-"""Of a file of a version: no path leads out of its directory."""
+"""Valid names of a version's files; none of them leads out of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a version. `sha256` in hexadecimal."""
+    """Size and hexadecimal SHA-256 of a version's file."""
 
     bytes: int
     sha256: str
 
 
 class WeightUploads:
-    """One directory, one process. Files of a version come in any order, each again if it did not arrive; `commit` makes
-    a version of them once all are here with the checksums that the sender tells. That one and the one before it are
-    kept: those after it, of a run that went back, are over.
+    """Stores uploaded versions in one directory, from one process. A version's files arrive in any order and may be
+    sent again. `commit` makes them a version once all have arrived with the sender's checksums. It keeps this version
+    and the one before it, and deletes later ones, which belong to a run that went back.
 
-    Files are written and read in threads; what was cut off leaves nothing, what the process's end cut off neither."""
+    Files are written and read in threads. A partial upload leaves no file, even if the process was killed."""
 
     def __init__(self, root: Path, readable: Sequence[Path] = ()) -> None:
-        """`readable`: more directories below which versions may be read."""
+        """`readable`: further directories from which versions may be downloaded."""
         self.root = root
         self._readable = [path.resolve() for path in (root, *readable)]
         self._here: dict[tuple[int, str], StoredFile] = {}
         self._read: tuple[tuple[int, Path], dict[str, StoredFile]] | None = None
         self._number = itertools.count()
         self._one = asyncio.Lock()
-        """A version is made at a time: the same one that is asked for again waits until it is there."""
-        for left in root.glob("part-*"):  # nobody knows their checksums any more
+        """Serializes `commit`: a repeated commit of the same version waits for the first."""
+        for left in root.glob("part-*"):  # their checksums were lost with the previous process
             shutil.rmtree(left, ignore_errors=True)
 
     async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> StoredFile:
-        """A file of a version to come. What ends early is the transport's error."""
+        """Receive one file of a future version. A stream that ends early raises the transport's error."""
         _check_file_name(name)
         aside = self._part(version)
         part = aside / f"{name}.{next(self._number)}.part"
@@ -79,15 +79,15 @@ class WeightUploads:
         return stored
 
     async def commit(self, version: int, files: Mapping[str, StoredFile]) -> Path:
-        """The version's directory. Refused (409) if a file is not here as it was sent. The same again changes
-        nothing."""
+        """Make a version of the received files; returns its directory. RequestRefused (409) if a file is missing or
+        differs from the sender's checksum. Idempotent."""
         async with self._one:
             return await self._committed(version, files)
 
     async def _committed(self, version: int, files: Mapping[str, StoredFile]) -> Path:
         path, told, written = self._path(version), self._sums(version), _encode_checksums(files)
         if await self.holds(version, files):
-            shutil.rmtree(self._part(version), ignore_errors=True)  # sent again, since the answer was lost
+            shutil.rmtree(self._part(version), ignore_errors=True)  # uploaded again because the answer was lost
             return path
         if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
             raise RequestRefused("a version needs config.json and *.safetensors")
@@ -103,7 +103,7 @@ class WeightUploads:
         return path
 
     async def holds(self, version: int, files: Mapping[str, StoredFile]) -> bool:
-        """Whether these are the version that is here."""
+        """True if the stored version consists of exactly these files."""
         told = self._sums(version)
         return (
             self._path(version).is_dir()
@@ -112,7 +112,8 @@ class WeightUploads:
         )
 
     async def listed(self, path: str, version: int) -> dict[str, StoredFile]:
-        """The files of a version that may be read. Refused (404) elsewhere. A directory is read once a version."""
+        """The files of a version in a readable directory; RequestRefused (404) for other directories. Checksums are
+        computed once per version."""
         directory = Path(path).resolve()
         if not path or not any(directory.is_relative_to(root) for root in self._readable) or not directory.is_dir():
             raise RequestRefused("the current version's files are not here to be read", 404)
@@ -149,14 +150,14 @@ class WeightUploads:
 
 
 def _superseded_versions(root: Path, path: Path) -> list[Path]:
-    """All versions but this one and the last before it."""
+    """All versions except this one and its latest predecessor."""
     found = [v for v in root.glob("v*") if v.suffix != ".sums" and v != path]
     before = max((v for v in found if _number(v) < _number(path)), key=_number, default=None)
     return [v for v in found if v != before]
 
 
 def _number(path: Path) -> int:
-    """Of a directory of a version."""
+    """The version number of a version's directory."""
     return int(re.sub(r"\D", "", path.name) or 0)
 
 
@@ -191,7 +192,8 @@ def _checksums(directory: Path) -> dict[str, StoredFile]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """StorageFailed: the disk refused. A caller that is cancelled waits until the thread is done with the file."""
+    """Run `work` in a thread. StorageFailed for a disk error. A cancelled caller still waits until the thread has
+    finished with the file."""
     done = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         try:

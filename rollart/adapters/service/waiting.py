@@ -1,4 +1,4 @@
-"""Waiting for whatever changes."""
+"""Waiting for a change of shared state."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class ChangeNotifier:
-    """Any number of callers on one loop; each looks again at every `wake`, which waits for nobody."""
+    """Serves any number of callers on one loop; each polls again after every `wake`, which never waits."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
-        """Of everything from now on; another one once it is set."""
+        """Set at the next change, and then replaced."""
 
     def wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, look: Callable[[], T | None], seconds: float, due: Callable[[], float | None]) -> T | None:
-        """What `look` finds, looked for at once, at every change and when something is `due` (a second of the loop);
-        None after `seconds`."""
+        """The first result of `look` that is not None; None after `seconds`. `look` is called at once, at every change
+        and at the loop time that `due` returns."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while True:
