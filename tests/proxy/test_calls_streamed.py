@@ -55,7 +55,7 @@ class Saying:
         finish = FinishReason.LENGTH if cut else FinishReason.STOP
         spans = (VersionSpan(0, 0, len(ids)),) if ids else ()
         self.policy = Telling(Completion(ids, (-0.1,) * len(ids), spans, finish), sizes)
-        self.session = ProxySession("s", form, self.policy, kept=lambda *_: None)
+        self.session = ProxySession("s", form, self.policy, on_turn=lambda *_: None)
 
     def __call__(self, request: Any) -> Any:
         body, path = json.loads(request.content), request.url.path

@@ -71,13 +71,13 @@ class Telling:
         self.completion, self.sizes = completion, sizes
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         at = 0
-        for size in self.sizes if told is not None else ():
+        for size in self.sizes if on_piece is not None else ():
             piece = slice(at, min(at + size, len(self.completion.token_ids) - 1))
-            if told is not None and piece.start < piece.stop:
-                told(CompletionChunk(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
+            if on_piece is not None and piece.start < piece.stop:
+                on_piece(CompletionChunk(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
             at += size
         return self.completion
 
@@ -87,7 +87,7 @@ class Telling:
 def answered(
     form: ChatFormat, ask: CompletionRequest, policy: Telling, *, streamed: bool
 ) -> tuple[PolicyResponse, list[OutputDelta]]:
-    session = ProxySession("s", form, policy, kept=lambda *_: None)
+    session = ProxySession("s", form, policy, on_turn=lambda *_: None)
     deltas: list[OutputDelta] = []
     tell = (lambda _, delta: deltas.append(delta)) if streamed else None
     return asyncio.run(session.answer(ask, created=0, streamed=tell)), deltas

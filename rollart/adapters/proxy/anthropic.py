@@ -34,11 +34,11 @@ ERROR_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-"""The API's word for a status; others are "api_error"."""
+"""Anthropic's error type by HTTP status; other statuses are "api_error"."""
 
 
 def ask(body: Mapping[str, Any]) -> CompletionRequest:
-    """BadRequest for what cannot be served."""
+    """Parse a request body. BadRequest for options that are not supported."""
     choice = body.get("tool_choice")
     wish = choice.get("type") if isinstance(choice, Mapping) else None
     limit = fields.whole(body, "max_tokens")
@@ -57,7 +57,7 @@ def ask(body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def prompt_of(body: Mapping[str, Any]) -> PromptInput:
-    """The conversation in the chat template's terms: system text first, tool results as messages of their own."""
+    """The conversation in the chat template's terms: system text first, each tool result as a separate message."""
     choice = body.get("tool_choice")
     silent = isinstance(choice, Mapping) and choice.get("type") == "none"
     system = fields.plain_text(body.get("system"), "system")
@@ -79,14 +79,14 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, what is `drawn`, `end`. What the cache held is known at the end, and counted
-    there."""
+    """Renders one streamed response: `begin`, `drawn` per delta, `end`. Cached prompt tokens are known, and reported,
+    only at the end."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._head = head
         self._blocks = 0
         self._open = ""
-        """The type of the block that is."""
+        """The type of the open content block; '' if none is open."""
 
     def begin(self) -> Iterator[bytes]:
         counts = {
@@ -146,7 +146,7 @@ def error(message: str, status: int, *, field: str | None = None, code: str | No
 
 
 def failed(message: str, status: int) -> bytes:
-    """The error of an answer whose stream has begun."""
+    """The event for an error after the stream has begun."""
     return encode_event(error(message, status), "error")
 
 
@@ -159,7 +159,7 @@ def _head(head: ResponseHeader) -> dict[str, Any]:
 
 
 def _usage(answer: PolicyResponse) -> dict[str, int]:
-    """As the API counts: what the cache held is apart from what was read."""
+    """Token counts as the API defines them: `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": len(answer.prompt_ids) - answer.cached,
         "cache_read_input_tokens": answer.cached,

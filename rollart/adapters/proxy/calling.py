@@ -1,6 +1,6 @@
-"""An answer's text as what a harness is given: content and tool calls, piece by piece while the text is being drawn.
+"""Incremental parsing of a response's text into content and tool calls.
 
-One reader reads streams and whole answers, so that both say the same however the text was cut.
+The same parser reads streamed and complete responses, so both give the same result however the text was split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAIL = re.compile(r"\s*\}\s*(?:</tool_call>)?")
 
 
 def merge_events(said: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:
-    """What was said, put together: texts and calls in their order."""
+    """Merge output events into texts and complete calls, in order."""
     parts: list[OutputPart] = []
     for one in said:
         if isinstance(one, TextDelta) and parts and isinstance(parts[-1], str):
@@ -44,35 +44,36 @@ def merge_events(said: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:
 
 
 class ToolCallParser:
-    """`feed` an answer's text in any pieces, then `end` it.
+    """Parses one response: `feed` its text in any pieces, then `end` it.
 
     `spelling`: "hermes" (`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them), "json" (the whole
-    answer is `{"name": …, "parameters": {…}}`) or "none". A call is one from the beginning of its arguments on, which
-    are given out as they are written. Where they break off, or what follows them is no end of a call, it is not
-    `whole`: what was given out stays its arguments, and the rest is content. Nothing that was said is lost."""
+    response is `{"name": …, "parameters": {…}}`) or "none". A call starts with the first character of its arguments,
+    which are emitted as they are written. If they are truncated, or are not followed by a valid end of a call, the
+    call is not `whole`: the emitted text remains its arguments, and the rest is content. No text is lost."""
 
     def __init__(self, spelling: str) -> None:
         self._spelling = spelling
         self._text = ""
         self._at = 0
-        """What is before was read."""
+        """Number of characters parsed."""
         self._state = {"hermes": self._outside, "json": self._inside, "none": self._outside}[spelling]
         self._mark = 0
-        """Where the call under way begins, mark included."""
+        """Start of the current call, its opening tag included."""
         self._over = False
         self._blank = ""
-        """White space that may stand before a call, where it is no content."""
+        """Held-back white space: before a call it is not content."""
         self._words = self._calls = 0
-        """Texts that were given out, and calls that were begun."""
+        """Emitted texts, and started calls."""
         self._bare = False
-        """Nothing but white space was before the first call: there is none before the first content, then."""
+        """True if only white space precedes the first call. Leading white space of the first content is then
+        stripped."""
         self._name, self._scan, self._given = "", PartialJsonScanner(), 0
         self.spans: list[tuple[int, int, ToolCall]] = []
-        """Of whole calls: where they are in the text."""
+        """Complete calls with their (start, end) in the text."""
 
     @property
     def settled(self) -> int:
-        """So many characters were given out, or never will be; what follows is held back."""
+        """Number of leading characters that were emitted or never will be; later ones are held back."""
         if self._state == self._arguments:
             return self._at - len(self._scan.written) + self._given
         if self._state == self._inside:
@@ -110,7 +111,7 @@ class ToolCallParser:
             self._mark, self._at, self._state = found, found + len(MARK), self._inside
 
     def _inside(self) -> Iterator[OutputEvent]:
-        """After a call's mark, or at the beginning of what may be one."""
+        """State after a call's opening tag, or at the start of a possible call."""
         head = _HEAD.match(self._text, self._at)
         if head is not None and (name := _name(head.group(1))) is not None:
             self._name, self._scan, self._given = name, PartialJsonScanner(), 0
@@ -123,7 +124,7 @@ class ToolCallParser:
         if body is None and self._text[self._at :].lstrip()[:1] in ("", "{") and not self._over:
             return
         call = None if body is None else _call(body[0])
-        if call is None or body is None:  # what follows the mark is looked at again
+        if call is None or body is None:  # no call: the text after the tag is parsed again, as content
             yield from self._content(self._text[self._mark : self._at])
             self._state = self._outside
             if self._spelling == "json":
@@ -149,7 +150,7 @@ class ToolCallParser:
             yield self._parted()
 
     def _tail(self) -> Iterator[OutputEvent]:
-        """After a call's arguments."""
+        """State after a call's arguments."""
         call = ToolCall(self._name, self._scan.value(), written=self._scan.written)
         tail = _TAIL.match(self._text, self._at)
         if tail is not None:
@@ -159,13 +160,13 @@ class ToolCallParser:
                 yield from self._whole(tail.end(), call)
                 return
         body = self._body()
-        if body is not None and _call(body[0]) == call:  # with more than a name and arguments
+        if body is not None and _call(body[0]) == call:  # a call with more fields than name and arguments
             yield from self._whole(body[1], call)
         elif body is not None:
             yield self._parted()
 
     def _body(self) -> tuple[str, int] | None:
-        """What is between the marks, and where it ends."""
+        """The text between the tags and the position after it; None until it is complete."""
         begin = self._mark + len(MARK) if self._spelling == "hermes" else 0
         found = self._text.find(CLOSE, self._at) if self._spelling == "hermes" else -1
         if found >= 0:
@@ -180,7 +181,7 @@ class ToolCallParser:
         yield ToolCallEnd(self._calls - 1, call)
 
     def _parted(self) -> OutputEvent:
-        """It is no whole call after all."""
+        """End the current call as truncated."""
         self._state = self._outside
         if self._spelling == "json":
             self._spelling = "none"
@@ -197,7 +198,7 @@ class ToolCallParser:
 
 
 def partial_match_length(text: str, word: str) -> int:
-    """How many of the last characters are a beginning of `word`, and not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `word`."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
 
 

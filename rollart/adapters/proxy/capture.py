@@ -1,11 +1,11 @@
-"""What was said in one session, token by token: a tree of turns in which every path is a trajectory.
+"""The captured tokens of one session: a tree of turns in which every path is a trajectory.
 
-A harness sends the whole conversation with every request. Re-tokenising it would give other ids than those that were
-sampled, so a request is matched against the turns that are here: if it goes on from one of them, the tokens of that
-turn and all before it are reused as they are, and only what is new is encoded. Whatever does not go on from a turn
-begins a path of its own, with the reason. Nothing is ever merged by likeness.
+A harness sends the whole conversation with every request. Re-tokenising it could give other ids than the sampled
+ones, so each request is matched against the captured turns. If it continues one of them, the tokens of that turn and
+its predecessors are reused unchanged, and only the new text is encoded. Otherwise it starts a new path, with the reason
+recorded. Turns are never merged because they are similar.
 
-No await, no clock: values in, values out.
+This module has no await and no clock: values in, values out.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ __all__ = ["TurnRelation", "Branch", "SessionCapture", "PlannedTurn", "CapturedT
 
 
 REFERENCE_BYTES, INTEGER_BYTES, LOGPROB_BYTES = 8, 32, 32
-"""Bytes in CPython: of an entry in a tuple, of an id, of a log-probability with its entry."""
+"""Bytes in CPython: of a tuple entry, of a token id, of a log-probability with its entry."""
 
 
 class TurnRelation(enum.StrEnum):
-    """How a turn stands to what was there."""
+    """Relation of a turn to the turns captured before it."""
 
     START = "start"
-    """The session's first."""
+    """The first turn of the session."""
     EXTENDS = "extends"
-    """It goes on from the latest turn of a branch."""
+    """Continues the latest turn of a branch."""
     FORK = "fork"
-    """It goes on from a turn that another one went on from before."""
+    """Continues a turn that already has a successor."""
     DIVERGED = "diverged"
-    """It goes on from nothing that was captured: its tokens are encoded anew, in a branch of its own."""
+    """Continues no captured turn: its tokens are encoded from scratch and start a new branch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """A request's tokens before it is answered: `shown`, after those of the turn `after` (None: of no turn)."""
+    """The prompt tokens of a request: those of the turn number `after` (None: no turn), followed by `shown`."""
 
     prompt: PromptInput
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTurn:
-    """One answered request. `depth` counts the turns before it in its branch, `segments` are its own."""
+    """One answered request. `depth` is the number of earlier turns in its branch; `segments` are this turn's only."""
 
     number: int
     planned: PlannedTurn
@@ -63,7 +63,7 @@ class CapturedTurn:
     segments: tuple[Segment, ...]
     depth: int
     stopped: bool
-    """Whether the last sampled token is one of the model's stop tokens."""
+    """True if the last sampled token is one of the model's stop tokens."""
 
     @property
     def sampled(self) -> int:
@@ -72,8 +72,8 @@ class CapturedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A path from a first turn to one that nothing goes on from. The first `shared` tokens are those of an earlier
-    branch: whoever trains on several would count them twice."""
+    """A path from a first turn to a turn without a successor. Its first `shared` tokens also belong to an earlier
+    branch: training on both branches would count them twice."""
 
     turns: tuple[CapturedTurn, ...]
     shared: int
@@ -92,27 +92,27 @@ class Branch:
 
 
 class SessionCapture:
-    """The turns of one session. `plan` a request, then `keep` its answer; several may be planned at once."""
+    """The turns of one session. `plan` a request, then `keep` its response; several requests may be planned at once."""
 
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
         self.turns: list[CapturedTurn] = []
         self.tokens = 0
-        """Of all turns; each counts with those before it, which it holds."""
+        """Tokens of all turns. Each turn counts with all earlier tokens of its path, because it stores them."""
         self.size = 0
-        """Bytes that the turns take, about."""
+        """Estimated bytes of all turns."""
         self._by_messages: dict[str, list[int]] = {}
-        """Turns by a digest of the conversation up to their answer."""
+        """Turn numbers by the digest of the conversation up to and including their response."""
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
-        """The tokens to send. BadRequest if the template refuses the messages."""
+        """The tokens to send to the policy. BadRequest if the template refuses the messages."""
         if prompt.chat:
             return self._plan_chat(prompt)
         return self._plan_bare(prompt)
 
     def keep(self, planned: PlannedTurn, completion: Completion, answer: Message) -> CapturedTurn:
-        """An answer becomes a turn; `answer` is the message that the harness is given. What was answered while this
-        one was generated is taken into account."""
+        """Add the response as a turn; `answer` is the message sent to the harness. Turns that were added since `plan`
+        are taken into account."""
         planned = self._settled(planned)
         before = None if planned.after is None else self.turns[planned.after]
         depth = 0 if before is None else before.depth + 1
@@ -142,7 +142,7 @@ class SessionCapture:
         return turn
 
     def undo(self, turn: CapturedTurn) -> None:
-        """Take back the turn that was kept last: its answer was not given out."""
+        """Remove the latest turn, whose response was not sent to the harness."""
         assert turn is self.turns[-1]
         self.turns.pop()
         self.tokens -= len(turn.token_ids)
@@ -152,7 +152,7 @@ class SessionCapture:
             self._by_messages[digest].remove(turn.number)
 
     def branches(self) -> tuple[Branch, ...]:
-        """Every path, in the order of their last turns."""
+        """All branches, ordered by their last turns."""
         followed = {t.planned.after for t in self.turns}
         seen: set[int] = set()
         found = []
@@ -166,7 +166,7 @@ class SessionCapture:
         return tuple(found)
 
     def path(self, turn: CapturedTurn) -> tuple[CapturedTurn, ...]:
-        """The turn and all before it, the first one first."""
+        """The turn and its predecessors, first turn first."""
         path = [turn]
         while path[-1].planned.after is not None:
             path.append(self.turns[path[-1].planned.after])
@@ -183,13 +183,14 @@ class SessionCapture:
         return self._anew(prompt, self._form.encode(text), text, reason or "no captured turn holds its first messages")
 
     def _known(self, messages: Sequence[Message]) -> list[CapturedTurn]:
-        """Turns whose conversation is the beginning of this one, the longest first, the latest first among equals."""
+        """Turns whose conversation is a prefix of this one, longest first; among equals, latest first."""
         found = [n for digest in _prefix_digests(messages)[:-1] for n in self._by_messages.get(digest, ())]
         return [self.turns[n] for n in reversed(found)]
 
     def _delta(self, turn: CapturedTurn, prompt: PromptInput, text: str) -> _Continuation:
-        """What follows the turn's last token in the conversation's text. Three things must hold: the text begins as
-        the turn's own did, it shows the answer as it was given, and what follows changes nothing of both."""
+        """The text that follows the turn's last token in the rendered conversation. Requires that the text starts with
+        the turn's own prompt text, that it renders the response as it was sent, and that later messages change
+        neither."""
         held = len(turn.planned.prompt.messages) + 1
         before = self._form.render(prompt.messages[:held], prompt.tools, prompt=False)
         if not before.startswith(turn.planned.text):
@@ -203,8 +204,8 @@ class SessionCapture:
         return _Continuation(closing + text[len(before) :], "")
 
     def _parted(self, turn: CapturedTurn, written: str) -> tuple[str, str]:
-        """An answer as the template writes it: what was said, and what is to be shown after it, a stop token that was
-        not sampled included."""
+        """Split a rendered response into the sampled text and the text that the template appends to it. An appended
+        stop token that was not sampled belongs to the second part."""
         stops = [self._form.stops[turn.token_ids[-1]]] if turn.stopped else list(self._form.stops.values())
         at, stop = max(((written.rfind(stop), stop) for stop in stops), default=(-1, ""))
         if at < 0:
@@ -213,7 +214,7 @@ class SessionCapture:
         return written[:at], written[at + len(stop) :] if turn.stopped else written[at:]
 
     def _plan_bare(self, prompt: PromptInput) -> PlannedTurn:
-        """Text or ids: the longest turn that they begin with, character by character or id by id."""
+        """Plan a text or token-id prompt: continue the longest turn that is its exact prefix."""
         ids, text = prompt.token_ids, prompt.text or ""
         best: CapturedTurn | None = None
         for turn in self.turns:
@@ -241,7 +242,7 @@ class SessionCapture:
     def _onwards(
         self, turn: CapturedTurn, prompt: PromptInput, shown: tuple[int, ...], text: str, reason: str
     ) -> PlannedTurn:
-        """Whether it forks is known once it is answered (`keep`)."""
+        """A continuation of `turn`. `keep` decides later whether it forks."""
         return PlannedTurn(prompt, turn.token_ids + shown, shown, text, turn.number, TurnRelation.EXTENDS, reason)
 
     def _anew(self, prompt: PromptInput, ids: tuple[int, ...], text: str, reason: str) -> PlannedTurn:
@@ -265,7 +266,7 @@ def _turn_bytes(turn: CapturedTurn) -> int:
 
 
 def _prefix_digests(messages: Sequence[Message]) -> list[str]:
-    """One per prefix, the shortest first."""
+    """One digest per prefix of the messages, shortest first."""
     running = hashlib.blake2b(digest_size=16)
     found = []
     for message in messages:

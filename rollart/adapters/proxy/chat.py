@@ -1,4 +1,4 @@
-"""A model directory's way of writing conversations: chat template, special tokens, stop tokens."""
+"""The chat format of a model directory: chat template, special tokens, stop tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rollart.errors import SpecError
 __all__ = ["PLAIN_TEMPLATE", "ChatFormat"]
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-"""For a tokenizer without a chat template, as the quickstart's: contents, one a line, roles unsaid."""
+"""For a tokenizer without a chat template, like the quickstart's: one content per line, without roles."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Marks around answers, for masks that are taken from the captured tokens here."""
+"""Tags around responses, which mark them for loss masks. Here the captured tokens define the mask instead."""
 
 
 class ChatFormat:
-    """Renders with Jinja in its sandbox, as transformers does, and encodes with `tokenizer.json`; torch-free.
+    """Renders with sandboxed Jinja, as transformers does, and encodes with `tokenizer.json`; needs no torch.
 
-    `template` replaces the directory's own; `tools` names one of `PARSERS`, by default the template's spelling.
-    SpecError for a directory without a tokenizer or a template that is none.
+    `template` replaces the directory's template; `tools` names one of `PARSERS`, by default the template's format.
+    SpecError for a directory without a tokenizer, or an invalid template.
     """
 
     def __init__(self, directory: str | Path, *, template: str | None = None, tools: str | None = None) -> None:
@@ -52,11 +52,11 @@ class ChatFormat:
         self.parse = PARSERS[self.spelling]
         self.stop_ids = self._stop_ids(folder, config)
         self.stops = {i: self.text((i,)) for i in self.stop_ids}
-        """Texts of the tokens that end an answer, by id."""
+        """Texts of the stop tokens, by id."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        """The conversation as text; with `prompt`, up to where the answer begins. BadRequest for one that the template
-        refuses."""
+        """The conversation as text; with `prompt`, it ends with the generation prompt. BadRequest if the template
+        refuses the messages."""
         from jinja2 import TemplateError
 
         try:
@@ -72,7 +72,7 @@ class ChatFormat:
             raise BadRequest(f"the chat template refuses these messages: {error}", field="messages") from None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text in which special tokens may be spelled out; none are added."""
+        """Ids of a text, in which special tokens may be spelled out. No special tokens are added."""
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -83,7 +83,7 @@ class ChatFormat:
         return str(self._backend.id_to_token(token_id))
 
     def _stop_ids(self, folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-        """Every id that the model, its generation settings or its tokenizer call an end."""
+        """Every end-of-sequence id of the model, its generation settings or its tokenizer."""
         found: dict[int, None] = {}
         for source in (_object(folder / "generation_config.json"), _object(folder / "config.json")):
             ends = source.get("eos_token_id")
@@ -100,14 +100,14 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if file.is_file():
         return file.read_text()
     source = config.get("chat_template")
-    if isinstance(source, list):  # named ones
+    if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source}
         source = named.get("default")
     return source if isinstance(source, str) else None
 
 
 def _compiled(source: str) -> Any:
-    """The environment that transformers renders templates in: sandboxed, blocks trimmed, JSON not escaped for HTML."""
+    """Compile in the same environment as transformers: sandboxed, blocks trimmed, JSON not escaped for HTML."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -139,5 +139,5 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _text(token: object) -> str:
-    """A special token's text: a string, or an object with one."""
+    """A special token's text: a string, or an object with a `content` field."""
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)

@@ -1,4 +1,4 @@
-"""Reading request bodies: the value of a field, or a BadRequest that names it."""
+"""Validated access to request bodies: the value of a field, or a BadRequest that names the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollart.adapters.proxy.messages import BadRequest, ToolCall, read_json
 __all__ = ["MOST", "arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
 
 MOST = 2**63 - 1
-"""Largest whole number: what engines can be sent."""
+"""Largest integer in a request: the limit of the engines' wire format."""
 
 
 def number(body: Mapping[str, Any], name: str, default: float) -> float:
@@ -37,7 +37,7 @@ def whole(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A text or a list of them; empty ones are left out."""
+    """A string or a list of strings; empty strings are dropped."""
     value = body.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, Sequence) or not all(isinstance(t, str) for t in found):
@@ -54,7 +54,7 @@ def items(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def plain_text(content: object, field: str) -> str:
-    """A message's content: text, or parts that are all text. The policy reads nothing else."""
+    """A message's content: a string, or parts that are all text. The policy accepts nothing else."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -65,7 +65,7 @@ def plain_text(content: object, field: str) -> str:
 
 
 def arguments(value: object, field: str) -> Mapping[str, Any]:
-    """A tool call's arguments: an object, or its JSON."""
+    """A tool call's arguments: a JSON object, or the text of one."""
     if isinstance(value, str):
         try:
             value = read_json(value or "{}")
@@ -82,13 +82,13 @@ def call(name: object, given: object, id: object, field: str) -> ToolCall:
     try:
         return ToolCall(name, arguments(given, field), str(id or ""))
     except BadRequest:
-        if isinstance(given, str) and isinstance(id, str) and id:  # it may be one that broke off when it was drawn
+        if isinstance(given, str) and isinstance(id, str) and id:  # possibly a call that the policy left truncated
             return ToolCall(name, {}, id, given, whole=False)
         raise
 
 
 def unsupported(body: Mapping[str, Any], rules: Mapping[str, object]) -> None:
-    """BadRequest for a field whose value is not the one that is served."""
+    """BadRequest for a field with a value other than the only supported one."""
     for name, served in rules.items():
         if body.get(name) not in (None, served):
             raise BadRequest(f"{name} is {body[name]!r}, only {served!r} is served", field=name)

@@ -1,4 +1,4 @@
-"""Agent programs inside a run: a coroutine is given a base URL and a session, and asks the proxy like any client."""
+"""Agent programs inside a run: a coroutine receives a base URL and a session, and calls the proxy like any client."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rollart.model import Completion, CompletionChunk, Observation, Sampling, Se
 __all__ = ["Agent", "HarnessRunner"]
 
 Agent = Callable[..., Awaitable[float | Step | None]]
-"""`async def agent(base_url, session, seed, **arguments)`. `base_url` ends in `/v1`, as OpenAI's clients take it,
-and takes those of Anthropic's, too, which add their own. What it returns is the episode's own reward, or a `Step` with
-success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
+"""`async def agent(base_url, session, seed, **arguments)`. `base_url` ends in `/v1`, as OpenAI's clients expect; it
+also serves Anthropic's clients, which append a second `/v1`. The agent returns the episode's reward, or a `Step` with
+success and metadata. With None, the reward is the one posted to `/sessions/SESSION/end`, or 0."""
 
 
 class HarnessRunner:
-    """Owns the coroutines of all episodes; `async with` it. What one of them raises is its own episode's matter.
+    """Owns the agent coroutines of all episodes; use with `async with`. An exception in one affects only its episode.
 
-    Leaving it ends every one, `GRACE_S` at most: a program that catches its cancellation and goes on is left behind,
-    and neither its trajectory nor the end of the process waits for it.
+    Leaving the context cancels all of them and waits at most `GRACE_S`. A program that swallows its cancellation is
+    abandoned: neither its trajectory nor the end of the process waits for it.
     """
 
     def __init__(self, proxy: Proxy, url: str, *, context: int) -> None:
-        """`context`: tokens of a conversation at most."""
+        """`context`: maximum tokens of a conversation."""
         self._proxy, self._url, self._context = proxy, url, context
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -55,7 +55,7 @@ class HarnessRunner:
         session = self._proxy.open(name, policy)
         url = f"{self._url}/s/{name}/v1"
         program = partial(agent, base_url=url, session=name, seed=seed, **arguments)
-        # No TaskGroup's: one waits for its tasks for ever.
+        # Not in a TaskGroup, which would wait for a hanging task for ever.
         task = asyncio.get_running_loop().create_task(_run_program(program, policy), name=f"harness {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -77,7 +77,7 @@ class ProxyEpisode:
 
     async def wanted(self) -> HarnessRequest | None:
         wanted = await self._policy.next()
-        if wanted is None and self._policy.error is not None and not self._ran_out():
+        if wanted is None and self._policy.error is not None and not self._was_exhausted():
             raise self._policy.error
         return wanted
 
@@ -88,21 +88,21 @@ class ProxyEpisode:
         self._policy.exhausted = True
 
     def segments(self) -> tuple[Segment, ...]:
-        branch = self._trained()
+        branch = self._training_branch()
         return () if branch is None else branch.segments
 
     def ending(self) -> Step:
         branches = self._session.capture.branches()
-        trained = self._trained()
-        said, ending = self._policy.result, self._session.ending
-        if isinstance(said, Step):
-            step = said
+        branch = self._training_branch()
+        result, ending = self._policy.result, self._session.ending
+        if isinstance(result, Step):
+            step = result
         else:
-            reward = said if said is not None else ending.reward or 0.0
+            reward = result if result is not None else ending.reward or 0.0
             success = False if ending.success is None and self._policy.error is not None else ending.success
             step = Step(Observation(""), reward, done=True, success=success)
         everywhere = sum(t.sampled for t in self._session.capture.turns)
-        more = {"branches": len(branches), "sampled_elsewhere": everywhere - (trained.sampled if trained else 0)}
+        more = {"branches": len(branches), "sampled_elsewhere": everywhere - (branch.sampled if branch else 0)}
         return Step(step.observation, step.reward, True, step.success, {**step.metadata, **more})
 
     async def close(self) -> None:
@@ -110,12 +110,13 @@ class ProxyEpisode:
         await self._proxy.close(self._session.name)
         await self._end(self._task)
 
-    def _ran_out(self) -> bool:
-        """It was refused for want of turns or room: what it raised then is no fault of the infrastructure."""
+    def _was_exhausted(self) -> bool:
+        """True if a request was refused because turns or context ran out: an exception then is no infrastructure
+        fault."""
         return self._policy.exhausted or self._session.full
 
-    def _trained(self) -> Branch | None:
-        """The branch with the most sampled tokens, the latest among equals: a summary or a sub-agent is shorter."""
+    def _training_branch(self) -> Branch | None:
+        """The branch with the most sampled tokens, the latest among equals: summaries and sub-agents are shorter."""
         branches = self._session.capture.branches()
         return max(branches, key=lambda b: (b.sampled, b.last), default=None)
 
@@ -127,23 +128,23 @@ class _PendingRequest:
 
 
 class _EpisodePolicy:
-    """The policy of one episode's session: requests wait in line until the trajectory has answered them, one by one.
+    """The policy of one episode's session: a queue of requests that the trajectory answers one at a time.
 
-    `generate` is called by the proxy's requests; `next` and `answer` by the trajectory alone. Bounded by what one
-    program asks at once.
+    The proxy's requests call `generate`; only the trajectory calls `next` and `answer`. The queue is bounded by the
+    number of requests that one program has in flight.
     """
 
     def __init__(self, context: int) -> None:
         self.context = context
         self.exhausted = False
         self.result: float | Step | None = None
-        self._line: asyncio.Queue[_PendingRequest | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PendingRequest | None] = asyncio.Queue()
         self._current: _PendingRequest | None = None
         self.error: Exception | None = None
         self._closed = False
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         if self.exhausted:
             raise BadRequest("the episode has had its turns (max_turns)", code="max_turns")
@@ -151,21 +152,21 @@ class _EpisodePolicy:
             raise EngineError("the episode is over", retryable=False)
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
-        wanted = HarnessRequest(token_ids, sampling.max_tokens, sampling.stop_token_ids, told, gone)
+        wanted = HarnessRequest(token_ids, sampling.max_tokens, sampling.stop_token_ids, on_piece, gone)
         request = _PendingRequest(wanted, loop.create_future())
-        self._line.put_nowait(request)
+        self._queue.put_nowait(request)
         try:
             return await request.answer
-        except asyncio.CancelledError:  # the client went away: what is drawn for it is aborted
+        except asyncio.CancelledError:  # the client disconnected: abort its generation
             if not gone.done():
                 gone.set_result(None)
             raise
 
     async def next(self) -> HarnessRequest | None:
-        while (request := await self._line.get()) is not None:
+        while (request := await self._queue.get()) is not None:
             if self.exhausted:
                 _reject(request, BadRequest("the episode has had its turns (max_turns)", code="max_turns"))
-            elif not request.answer.done():  # else whoever asked has gone
+            elif not request.answer.done():  # otherwise its client has disconnected
                 self._current = request
                 return request.wanted
         return None
@@ -175,23 +176,23 @@ class _EpisodePolicy:
         if request is not None and not request.answer.done():
             request.answer.set_result(completion)
 
-    def over(self, result: float | Step | None, error: Exception | None) -> None:
+    def finish(self, result: float | Step | None, error: Exception | None) -> None:
         """The program has ended."""
         self.result, self.error = result, error
-        self._line.put_nowait(None)
+        self._queue.put_nowait(None)
 
     def close(self) -> None:
-        """Nothing more is answered."""
+        """Fail all queued and future requests."""
         self._closed = True
         waiting = [self._current] if self._current is not None else []
-        while not self._line.empty():
-            if (request := self._line.get_nowait()) is not None:
+        while not self._queue.empty():
+            if (request := self._queue.get_nowait()) is not None:
                 waiting.append(request)
         for request in waiting:
             _reject(request, EngineError("the episode is over", retryable=False))
 
     async def release(self) -> None:
-        """The trajectory frees its prefix by itself."""
+        """Nothing to do: the trajectory releases its own prefix."""
 
 
 @guard
@@ -199,13 +200,13 @@ async def _run_program(program: Callable[[], Awaitable[float | Step | None]], po
     try:
         with UserCodeGuard():
             result = await program()
-        policy.over(result, None)
+        policy.finish(result, None)
     except Exception as error:
-        policy.over(None, error)
+        policy.finish(None, error)
 
 
 async def _cancel_program(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel a program and wait for its end; past `GRACE_S` without one it is left behind, which is told in a line."""
+    """Cancel a program and wait for its end. After `GRACE_S` it is abandoned, with one log line."""
     for _ in range(2):
         task.cancel()
         with contextlib.suppress(TimeoutError):

@@ -1,6 +1,6 @@
-"""What the proxy's APIs have in common: a conversation, a request for the next answer, and the answer.
+"""The types shared by the proxy's APIs: a conversation, a completion request, and the response to it.
 
-Every API is translated into these and back by a module of its own; nothing else knows their bodies.
+Each API has one module that translates between its request and response bodies and these types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class BadRequest(Exception):
-    """A request that can never be served; `field` is the part of the body that is wrong, `code` OpenAI's word."""
+    """A request that can never be served. `field` is the invalid field of the body, `code` OpenAI's error code."""
 
     def __init__(
         self,
@@ -43,34 +43,34 @@ class BadRequest(Exception):
         status: int = 400,
         retry_after: int | None = None,
     ) -> None:
-        """`retry_after`: seconds after which it may be served after all."""
+        """`retry_after`: seconds after which a retry may succeed despite the rule above."""
         super().__init__(message)
         self.field, self.code, self.status, self.retry_after = field, code, status, retry_after
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call. `arguments` is an object; `id` is the proxy's own and no part of what is compared."""
+    """A tool call. `arguments` is a JSON object. `id` is assigned by the proxy and ignored in comparisons."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = field(default="", compare=False)
     written: str = field(default="", compare=False)
-    """The arguments as they were said."""
+    """The arguments as the policy wrote them."""
     whole: bool = field(default=True, compare=False)
-    """Otherwise it broke off: `written` may be no JSON, and `arguments` is what is whole of it."""
+    """False for a truncated call: `written` may be invalid JSON, and `arguments` holds only its complete values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Content."""
+    """A piece of content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The answer's call number `index`, whose arguments follow."""
+    """Start of the response's tool call number `index`; its arguments follow."""
 
     index: int
     name: str
@@ -78,7 +78,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """Of a call's arguments, as they are written."""
+    """A piece of a call's arguments, as the policy wrote them."""
 
     index: int
     text: str
@@ -86,7 +86,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A call's end; nothing else comes between its beginning and this."""
+    """End of a call. Between its start and its end there are only its own `ArgumentsDelta`s."""
 
     index: int
     call: ToolCall
@@ -98,8 +98,8 @@ OutputPart = str | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation, as chat templates know it. White space around an assistant's text is dropped by
-    some harnesses, so it does not count when messages are compared (`key`)."""
+    """One message of a conversation, in the terms of chat templates. Some harnesses strip white space around an
+    assistant's text, so comparisons (`key`) ignore it."""
 
     role: str
     content: str
@@ -109,13 +109,13 @@ class Message:
 
     @property
     def key(self) -> str:
-        """Equal for messages that say the same."""
+        """Equal for messages of equal content."""
         content = self.content.strip() if self.role == "assistant" else self.content
         calls = [(c.name, c.arguments) for c in self.calls]
         return json.dumps([self.role, content, calls, self.name], sort_keys=True)
 
     def for_template(self) -> dict[str, Any]:
-        """As `apply_chat_template` takes it: arguments of calls are objects."""
+        """The message as `apply_chat_template` expects it: the arguments of calls are objects."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             shown["tool_calls"] = [
@@ -131,7 +131,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """What is to be continued: messages with the tools that may be called, or bare text, or bare token ids."""
+    """The input to continue: messages with the available tools, or plain text, or token ids."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -145,7 +145,8 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request for one answer. `unenforced` names wishes that are passed to the template at most."""
+    """A request for one completion. `unenforced` names requested options that are not enforced on the output; at most
+    the chat template sees them."""
 
     prompt: PromptInput
     model: str = ""
@@ -163,8 +164,8 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What is known of an answer before it is there. `number` counts the session's requests, `created` is in Unix
-    seconds."""
+    """The fields of a response that are known before generation. `number` is the request's number within the session,
+    `created` is in Unix seconds."""
 
     prompt_ids: tuple[int, ...]
     session: str
@@ -181,11 +182,11 @@ class ResponseHeader:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResponse(ResponseHeader):
-    """What the policy said: `message` as the harness is given it, and the tokens behind it.
+    """The policy's response: the message and its tokens.
 
-    `tokens` are the texts of the sampled ids; `turn` counts the session's answers. `parts` is what the harness is
-    given: what `message` says, but for calls that broke off, which are content there. Of it `rest` was not given out
-    while it was drawn; of the tokens, all but the first `shown`.
+    `tokens` are the texts of the sampled ids; `turn` is the turn's number within the session. `parts` is the output
+    sent to the harness. It equals `message`, except for truncated calls, which `message` keeps as content. `rest` is
+    the output that was not streamed during generation; the first `shown` tokens were streamed.
     """
 
     message: Message
@@ -198,14 +199,15 @@ class PolicyResponse(ResponseHeader):
 
     @property
     def finish(self) -> str:
-        """OpenAI's word."""
+        """OpenAI's finish reason."""
         if self.calls and (all(c.whole for c in self.calls) or self.completion.finish is not FinishReason.LENGTH):
             return "tool_calls"
         return "length" if self.completion.finish is FinishReason.LENGTH else "stop"
 
     @property
     def cached(self) -> int:
-        """Of the prompt; an answer that went on elsewhere may have been read from a cache twice."""
+        """Cached prompt tokens. Capped at the prompt's length: a generation resumed on a second engine may count
+        cache reads twice."""
         return min(self.completion.cached_tokens, len(self.prompt_ids))
 
     @property
@@ -218,8 +220,8 @@ class PolicyResponse(ResponseHeader):
 
 
 def read_json(text: str) -> Any:
-    """ValueError for what is no JSON, and for what Python alone takes for it: NaN, infinities, halves of surrogate
-    pairs, and more nesting than it can read or write. Policies say all of these."""
+    """Parse strict JSON. ValueError for invalid JSON and for Python's extensions to it: NaN, infinities, lone
+    surrogates, and nesting too deep to read or write. Policies generate all of these."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -229,7 +231,7 @@ def read_json(text: str) -> Any:
 
 
 def require_messages(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:
-    """Messages that can be answered. BadRequest otherwise."""
+    """The messages as a tuple. BadRequest if there are none."""
     if not messages:
         raise BadRequest(f"{field} is empty: there is nothing to answer", field=field)
     return tuple(messages)

@@ -27,7 +27,7 @@ __all__ = ["Events", "ask", "body", "error", "failed", "usage"]
 
 
 def ask(body: Mapping[str, Any]) -> CompletionRequest:
-    """BadRequest for what cannot be served."""
+    """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"n": 1})
     choice = body.get("tool_choice")
     tools = () if choice == "none" else tuple(fields.items(body, "tools"))
@@ -53,7 +53,7 @@ def ask(body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
-    """The answer in one piece. With `return_token_ids`, the ids as vLLM gives them."""
+    """The body of a response that is not streamed. `return_token_ids` adds the ids in vLLM's format."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls:
         message |= {"content": answer.content or None, "tool_calls": [_call(c) for c in answer.calls]}
@@ -71,8 +71,8 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, what is `drawn`, `end`. Log-probabilities and ids go with what their tokens say.
-    The content is nowhere said to be empty: beside calls it would be none."""
+    """Renders one streamed response: `begin`, `drawn` per delta, `end`. Log-probabilities and ids are sent with the
+    text of their tokens. Empty content is never sent: in a response with calls it would read as missing content."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
@@ -135,7 +135,7 @@ def error(message: str, status: int, *, field: str | None = None, code: str | No
 
 
 def failed(message: str, status: int) -> bytes:
-    """The error of an answer whose stream has begun."""
+    """The event for an error after the stream has begun."""
     return encode_event(error(message, status))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's completions: `POST /v1/completions`, whose prompt is a text or token ids."""
+"""OpenAI's completions: `POST /v1/completions`; the prompt is a text or token ids."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rollart.adapters.proxy.unfolding import OutputDelta
 __all__ = ["Events", "ask", "body", "error", "failed"]
 
 MAX_TOKENS = 16
-"""The API's own default."""
+"""The API's default."""
 
 
 def ask(body: Mapping[str, Any]) -> CompletionRequest:
-    """BadRequest for what cannot be served."""
+    """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"n": 1, "best_of": 1, "echo": False, "suffix": ""})
     options = body.get("stream_options") or {}
     logprobs = body.get("logprobs")
@@ -55,7 +55,7 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, what is `drawn`, `end`."""
+    """Renders one streamed response: `begin`, `drawn` per delta, `end`."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head

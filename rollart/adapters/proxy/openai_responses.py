@@ -29,11 +29,11 @@ from rollart.adapters.proxy.unfolding import OutputDelta
 __all__ = ["Events", "ask", "body", "error", "failed"]
 
 PreviousConversation = Callable[[str], Sequence[Message] | None]
-"""The conversation behind a response's id, its answer included, without system messages."""
+"""Maps a response's id to its conversation, the response included, without system messages."""
 
 
 def ask(body: Mapping[str, Any], previous: PreviousConversation) -> CompletionRequest:
-    """BadRequest for what cannot be served."""
+    """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"background": False, "conversation": None})
     messages: list[Message] = []
     before = body.get("previous_response_id")
@@ -68,13 +68,13 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, what is `drawn`, `end`."""
+    """Renders one streamed response: `begin`, `drawn` per delta, `end`."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
         self._sent = self._items = 0
         self._text: str | None = None
-        """Of the message that is open."""
+        """Text of the open message; None if no message is open."""
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -116,7 +116,7 @@ class Events:
         yield self._send("response.output_item.done", **self._at(), item=item)
 
     def _opened(self) -> Iterator[bytes]:
-        """A message."""
+        """Open a message item."""
         self._items += 1
         item = {**_message_item(self._head, self._items - 1), "status": "in_progress", "content": []}
         yield self._send("response.output_item.added", **self._at(), item=item)
@@ -143,7 +143,7 @@ class Events:
 
 
 def failed(message: str, status: int) -> bytes:
-    """The error of an answer whose stream has begun."""
+    """The event for an error after the stream has begun."""
     return encode_event(
         {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 0}, "error"
     )
@@ -198,7 +198,7 @@ def _response(
 
 
 def _items(answer: PolicyResponse) -> list[dict[str, Any]]:
-    """Output items."""
+    """The response's output items."""
     found, parts = [], answer.parts or ("",)
     for index, part in enumerate(parts):
         if isinstance(part, ToolCall):
@@ -216,7 +216,7 @@ def _call_item(call: ToolCall, status: str = "") -> dict[str, Any]:
 
 
 def _input(given: object) -> list[Message]:
-    """Items as messages; calls that belong to one answer are put together again."""
+    """Input items as messages; the calls of one response are merged into one message again."""
     if isinstance(given, str):
         return [Message("user", given)]
     messages: list[Message] = []
@@ -226,7 +226,7 @@ def _input(given: object) -> list[Message]:
             role = str(item.get("role"))
             text = fields.plain_text(item.get("content"), "input")
             if role == "assistant" and messages and messages[-1].role == role and messages[-1].calls:
-                text, calls = messages[-1].content + text, messages.pop().calls  # of one answer
+                text, calls = messages[-1].content + text, messages.pop().calls  # of the same response
                 messages.append(Message(role, text, calls))
             else:
                 messages.append(Message("system" if role == "developer" else role, text))

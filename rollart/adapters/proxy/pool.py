@@ -1,4 +1,4 @@
-"""Engines behind a proxy of their own: sessions stay where their prefix is."""
+"""The engine pool of a standalone proxy: each session stays on one engine, which holds its prefix KV."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rollart.policy.continuing import completion_from_chunks, continuation_sampl
 __all__ = ["EnginePool"]
 
 MAX_INTERRUPTIONS = 8
-"""How often a streamed answer goes on after its engine ended it, as some weight updates do. It waits there until the
-engine goes on."""
+"""Maximum resumptions of a streamed generation that its engine aborted, as some weight updates do. The resumed request
+waits in the engine until the engine resumes."""
 
 
 UNKNOWN_VOCAB_SIZE = 1 << 31
-"""More than any vocabulary has."""
+"""Larger than any vocabulary."""
 
 
 class EnginePool:
-    """Gives every session an engine, the one with the fewest; `open` once, then any number of sessions.
+    """Assigns every session to the engine with the fewest sessions; `open` once, then any number of sessions.
 
-    `vocab`: size of the model's vocabulary, above which no token id of an answer is; None: it is not known. Which
-    versions were published is not known here."""
+    `vocab`: size of the model's vocabulary, the upper bound of valid token ids; None if unknown. The pool does not
+    know which versions were published."""
 
     def __init__(self, engines: Sequence[HttpEngine], *, vocab: int | None = None) -> None:
         self.vocab = UNKNOWN_VOCAB_SIZE if vocab is None else vocab
@@ -37,11 +37,11 @@ class EnginePool:
         self.context = 0
 
     async def open(self) -> None:
-        """Ask how much the engines take. EngineError: one does not answer."""
+        """Query the engines' context sizes. EngineError if one does not answer."""
         self.context = min(await asyncio.gather(*(e.context() for e in self._engines)))
 
     async def paused(self) -> bool:
-        """Whether an engine stands still, as for new weights. EngineError: none answers."""
+        """True if an engine is paused, e.g. for new weights. EngineError if no engine answers."""
         found = await asyncio.gather(*(e.paused() for e in self._engines), return_exceptions=True)
         failed = [f for f in found if isinstance(f, BaseException)]
         if len(failed) == len(found):
@@ -57,29 +57,30 @@ class EnginePool:
         for engine in self._engines:
             await engine.close()
 
-    def left(self, engine: HttpEngine) -> None:
+    def release_slot(self, engine: HttpEngine) -> None:
         self._sessions[engine.id] -= 1
 
-    def load(self, engine: HttpEngine) -> int:
-        """Sessions that live there."""
+    def session_count(self, engine: HttpEngine) -> int:
+        """Number of sessions on this engine."""
         return self._sessions[engine.id]
 
-    def move(self, session: PooledSession, tried: Sequence[EngineId]) -> bool:
-        """To the engine with the fewest sessions that was not tried; False: there is none."""
+    def move_to_untried(self, session: PooledSession, tried: Sequence[EngineId]) -> bool:
+        """Move a session to the untried engine with the fewest sessions; False if there is none."""
         others = [e for e in self._engines if e.id not in tried]
         if others:
-            self.left(session.engine)
+            self.release_slot(session.engine)
             session.follow(min(others, key=lambda e: (self._sessions[e.id], e.id)))
             self._sessions[session.engine.id] += 1
         return bool(others)
 
 
 class PooledSession:
-    """A session's engine. Implements `Policy`.
+    """A session's engine. Implements `SessionPolicy`.
 
-    A request whose engine is gone goes on at another, if there is one, and the session with it. What was told of the
-    answer stays its beginning: it is sent as part of the prompt, and none of it is told again. Where nobody knows
-    which version drew that (vLLM says so at the end), the answer fails: it can neither be kept nor unsaid."""
+    If the engine fails, the request continues on another engine, if there is one, and the session moves with it. The
+    tokens emitted so far remain the start of the completion: they are sent as part of the prompt and not emitted
+    again. If their policy version is unknown (vLLM reports it only at the end), the request fails: the tokens cannot
+    be labelled, and they cannot be retracted."""
 
     def __init__(self, pool: EnginePool, engine: HttpEngine, name: str) -> None:
         self._pool, self._engine, self._name = pool, engine, name
@@ -90,7 +91,7 @@ class PooledSession:
         return self._pool.context
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         kept: Completion | None = None
         tried: list[EngineId] = []
@@ -99,19 +100,19 @@ class PooledSession:
             pieces: list[CompletionChunk] = []
             asked = self._engine
             try:
-                part = await self._ask(token_ids, sampling, told, pieces)
+                part = await self._ask(token_ids, sampling, on_piece, pieces)
             except EngineError as error:
                 tried.append(asked.id)
                 part = completion_from_chunks(pieces)
                 unknown = any(piece.version is None for piece in pieces)
-                moved = self._engine.id not in tried  # with another of its requests
-                if not error.retryable or not (moved or self._pool.move(self, tried)) or unknown:
+                moved = self._engine.id not in tried  # by another request of this session
+                if not error.retryable or not (moved or self._pool.move_to_untried(self, tried)) or unknown:
                     raise
             else:
                 interrupted += 1
-                if part.finish is not FinishReason.ABORT or told is None or interrupted > MAX_INTERRUPTIONS:
+                if part.finish is not FinishReason.ABORT or on_piece is None or interrupted > MAX_INTERRUPTIONS:
                     return join_completions(kept, part)
-                _emit_remaining(part, pieces, told)
+                _emit_remaining(part, pieces, on_piece)
             if part.sampled:
                 kept = join_completions(kept, part)
                 token_ids, sampling = token_ids + part.token_ids, continuation_sampling(sampling, part.sampled)
@@ -119,7 +120,7 @@ class PooledSession:
                 return join_completions(None, replace(kept or part, finish=FinishReason.LENGTH))
 
     async def release(self) -> None:
-        self._pool.left(self._engine)
+        self._pool.release_slot(self._engine)
         with contextlib.suppress(EngineError):
             await self._engine.release(self._name)
 
@@ -134,30 +135,32 @@ class PooledSession:
         self,
         token_ids: tuple[int, ...],
         sampling: Sampling,
-        told: Callable[[CompletionChunk], None] | None,
+        on_piece: Callable[[CompletionChunk], None] | None,
         pieces: list[CompletionChunk],
     ) -> Completion:
         self._requests += 1
         engine = self._engine
 
-        def tell(piece: CompletionChunk) -> None:
+        def forward(piece: CompletionChunk) -> None:
             if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self._pool.vocab):
                 raise WrongAnswer(f"{engine.id}: {wrong}")
             pieces.append(piece)
-            if told is not None:
-                told(piece)
+            if on_piece is not None:
+                on_piece(piece)
 
         request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
-        answer = await engine.generate(request if told is None else replace(request, told=tell))
+        answer = await engine.generate(request if on_piece is None else replace(request, told=forward))
         if wrong := wrong_answer(answer, sampling, vocab=self._pool.vocab):
             raise WrongAnswer(f"{engine.id}: {wrong}")
         return answer
 
 
-def _emit_remaining(part: Completion, pieces: list[CompletionChunk], told: Callable[[CompletionChunk], None]) -> None:
-    """What of an interrupted answer was not told yet."""
+def _emit_remaining(
+    part: Completion, pieces: list[CompletionChunk], on_piece: Callable[[CompletionChunk], None]
+) -> None:
+    """Emit the tokens of an interrupted generation that were not emitted yet."""
     begin = sum(len(piece.token_ids) for piece in pieces)
     for span in part.spans:
         at = slice(max(begin, span.start), span.end)
         if at.start < at.stop:
-            told(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))
+            on_piece(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))

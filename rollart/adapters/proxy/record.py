@@ -1,4 +1,4 @@
-"""Captured sessions as JSON: lines as turns are answered, trajectories when somebody asks."""
+"""Captured sessions as JSON: one line per answered turn in a file, and trajectories on request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["SessionRecorder", "read_sessions", "segment_body", "session_body"]
 SCHEMA_VERSION = 1
 
 READ_BLOCK = 2**16
-"""Bytes that are looked at together for the end of a line."""
+"""Bytes per read when searching backwards for the end of a line."""
 
 
 class SessionRecorder:
-    """Appends one line per answered request; it is with the operating system before the answer is given out, so a
-    killed proxy loses nothing that a harness has seen."""
+    """Appends one line per answered request. The operating system has the line before the response is sent, so a
+    killed proxy loses nothing that a harness has received."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is written. UsageError for a file that cannot be."""
+        """With None, nothing is written. UsageError if the file cannot be written."""
         self._file = None
         if path is not None:
             try:
@@ -57,7 +57,7 @@ class SessionRecorder:
 
 
 def _truncate_partial_line(path: Path) -> None:
-    """Whoever wrote it last may have been killed, or its disk full, in the middle of a line: that was not given out."""
+    """Remove a partial last line. Its writer was killed or its disk was full, so its response was never sent."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -74,8 +74,8 @@ def _truncate_partial_line(path: Path) -> None:
 
 
 def session_body(session: ProxySession) -> dict[str, Any]:
-    """A session as trajectories, one per branch: its segments, and of how many tokens an earlier branch has the same
-    ones."""
+    """A session as trajectories, one per branch: its segments, and the number of tokens shared with an earlier
+    branch."""
     branches = [
         {
             "last": branch.last,
@@ -114,9 +114,10 @@ def segment_body(s: Segment) -> dict[str, Any]:
 
 
 def read_sessions(path: Path) -> dict[str, list[tuple[Segment, ...]]]:
-    """Trajectories by session, one per branch, from a recorded file. A last line that was cut off is left out.
+    """Trajectories by session, one per branch, from a recorded file. A partial last line is ignored.
 
-    A session that was recorded twice under one name (by two lives of a proxy) keeps both: turns count on."""
+    If two proxy processes recorded a session under the same name, both recordings are kept and turn numbers
+    continue."""
     turns: dict[str, list[tuple[int | None, tuple[Segment, ...]]]] = {}
     begin: dict[str, int] = {}
     for line in _read_lines(path):

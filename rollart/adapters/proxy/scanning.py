@@ -1,4 +1,4 @@
-"""One JSON object while it is being written: how much of it is certain, where it ends, where it breaks."""
+"""Incremental scanning of one JSON object: its certain prefix, its end, and where it becomes invalid."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 __all__ = ["PartialJsonScanner"]
 
 MAX_DEPTH = 100
-"""Objects and lists within one another; clients' parsers take 200."""
+"""Maximum nesting of objects and lists; clients' parsers accept 200."""
 
 MAX_NUMBER_LENGTH = 1000
-"""Characters of a number: far below what Python refuses to read."""
+"""Maximum characters of a number: far below the length that Python refuses to parse."""
 
 WHITESPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})\Z')
 _PARTIAL_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}\Z")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
-"""Within a string, of which nothing is to be looked at."""
+"""Characters of a string that need no inspection."""
 
 _CLOSING = {"{": "}", "[": "]"}
 
 
 class PartialJsonScanner:
-    """`push` characters, the first one a `{`. Invariant: `written[: sure]` is how a JSON object begins that any reader
-    takes; it stops within a string, or between values, never within a number, a word or an escape.
+    """`push` characters, the first one a `{`. Invariant: `written[: sure]` is a prefix of a JSON object that every
+    parser accepts; it ends inside a string or between values, never inside a number, a literal or an escape.
 
-    What Python alone takes for JSON, halves of surrogate pairs and more nesting than `MAX_DEPTH` are broken."""
+    Python's extensions to JSON, lone surrogates and nesting deeper than `MAX_DEPTH` count as broken."""
 
     def __init__(self) -> None:
         self.written = ""
         self.sure = 0
         self.done = self.broken = False
         self._read = 0
-        """Characters."""
+        """Number of characters read."""
         self._stack: list[str] = []
         self._due = "value"
-        """What may come: "value", "key", "colon", "comma", or what it is inside of: "string", "escape", "atom". With a
-        "?" also the end of what is open."""
+        """The parser state: the next expected item ("value", "key", "colon", "comma"), or the current one ("string",
+        "escape", "atom"). A "?" suffix also permits the end of the innermost object or list."""
         self._key = self._high = False
-        """The string is a key; the first half of a pair of escapes was read."""
+        """True inside a key; true after the first escape of a surrogate pair."""
         self._word = ""
-        """Of an atom or an escape, so far."""
+        """The characters so far of an atom (number or literal) or an escape."""
         self._whole = (0, "")
-        """The longest beginning of which all values are whole, and what closes it."""
+        """Length of the longest prefix whose values are all complete, and the brackets that close it."""
 
     def push(self, text: str) -> int:
-        """How many of the characters are the object's; fewer than all only where it ends or breaks."""
+        """Number of characters that belong to the object; less than all only where it ends or breaks."""
         at = 0
         while at < len(text) and not self.done:
             plain = _PLAIN.match(text, at) if self._due == "string" and not self._high else None
@@ -65,7 +65,7 @@ class PartialJsonScanner:
         return at
 
     def value(self) -> dict[str, Any]:
-        """What is whole of it; the last of two equal keys counts."""
+        """The object's complete values; of two equal keys the last counts."""
         at, closing = self._whole
         found: dict[str, Any] = json.loads(self.written[:at] + closing)
         return found
@@ -84,7 +84,7 @@ class PartialJsonScanner:
         return len(self._word) <= MAX_NUMBER_LENGTH
 
     def _between(self, character: str) -> bool:
-        """Outside of strings, numbers and words."""
+        """Read a character outside strings, numbers and literals."""
         due = self._due
         if character in WHITESPACE:
             self.sure = self._read
@@ -147,7 +147,7 @@ class PartialJsonScanner:
         return True
 
     def _atom(self) -> bool:
-        """What was read before this character is a whole number or word."""
+        """End the current atom before this character; False if it is no valid number or literal."""
         word = self._word
         if word not in ("true", "false", "null") and not (_NUMBER.match(word) and math.isfinite(float(word))):
             return False
@@ -157,7 +157,7 @@ class PartialJsonScanner:
         return True
 
     def _ended(self) -> None:
-        """A value is whole."""
+        """A value is complete."""
         self._due = "comma"
         self._note()
 

@@ -1,4 +1,4 @@
-"""The proxy's HTTP surface: OpenAI's and Anthropic's APIs over captured sessions, and a little to read them back."""
+"""The proxy's HTTP server: OpenAI's and Anthropic's APIs over captured sessions, and routes to read them back."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rollart.errors import EngineError, RollartError
 __all__ = ["SESSION_HEADER", "Proxy"]
 
 ROUTER_SESSION_HEADER = "X-Session-ID"
-"""As `SESSION_HEADER`, of routers that keep a rollout on an engine; verifiers sends it."""
+"""The session header of routers that pin a rollout to an engine; verifiers sends it."""
 
 DEFAULT_SESSION = "default"
-"""The session of a harness that names none."""
+"""The session of requests that name none."""
 
 MAX_BODY = 64 * 2**20
 """Longest request body, bytes."""
 
 RETRY_AFTER_S = 1
-"""What `Retry-After` says while the policy stands still. The clients of both APIs wait and try again by themselves."""
+"""Value of `Retry-After` while the policy is paused. The clients of both APIs wait and retry by themselves."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 
@@ -44,11 +44,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
-    """Owns the sessions. Requests of one session may overlap; each waits for its policy alone.
+    """Owns the sessions. Requests of one session may overlap; each waits only for its policy.
 
-    `policy` makes one for a session that was not `open`ed before; without it, only opened sessions are served.
-    `paused` is asked before every request. `limits` bound the sessions that were not `open`ed (`SessionCache`); what
-    `recording` wrote of those that are given up stays.
+    `policy` creates the policy of a session that was not `open`ed before; without it, only opened sessions are served.
+    `paused` is checked before every request. `limits` bound the sessions that were not `open`ed (`SessionCache`);
+    lines that `recording` wrote about evicted sessions remain.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Proxy:
         self._recording = recording or SessionRecorder(None)
         self._token = token
         self._model = model
-        self._held = False
-        self._shelf = SessionCache(limits or SessionLimits())
-        self._sessions = self._shelf.sessions
+        self._paused = False
+        self._cache = SessionCache(limits or SessionLimits())
+        self._sessions = self._cache.sessions
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        for prefix in ("", "/s/{session}", "/v1", "/s/{session}/v1"):  # with /v1: clients that add one of their own
+        for prefix in ("", "/s/{session}", "/v1", "/s/{session}/v1"):  # with /v1: for clients that append another
             for path, api in (
                 ("/v1/chat/completions", openai_chat),
                 ("/v1/completions", openai_completions),
@@ -100,36 +100,36 @@ class Proxy:
         return app
 
     def open(self, name: str, policy: SessionPolicy) -> ProxySession:
-        """A session whose tokens come from here; ValueError if the name is taken."""
+        """Open a session that `policy` generates for; ValueError if the name is taken."""
         if name in self._sessions:
             raise ValueError(f"session {name} is open already")
-        session = self._sessions[name] = ProxySession(name, self._form, policy, kept=self._kept)
+        session = self._sessions[name] = ProxySession(name, self._form, policy, on_turn=self._record_turn)
         return session
 
-    def _kept(self, session: ProxySession, turn: CapturedTurn) -> None:
+    def _record_turn(self, session: ProxySession, turn: CapturedTurn) -> None:
         self._recording.turn(session, turn)
         if self._sessions.get(session.name) is session:
-            self._shelf.count(session)
+            self._cache.count(session)
 
     async def close(self, name: str) -> None:
-        """Forget a session; what it held is released."""
-        session = self._shelf.take(name)
+        """Remove a session and release its policy."""
+        session = self._cache.remove(name)
         if session is not None:
             await session.policy.release()
 
     async def _serve(self, api: ModuleType, request: web.Request) -> web.StreamResponse:
         session = await self._session(request)
         ask = self._ask(api, await _body(request), session)
-        if await self._standing_still():
+        if await self._policy_paused():
             return self._failed(api, EngineError("the policy is paused for new weights", retryable=True))
-        session.over = False
+        session.ended = False
         created = int(dt.datetime.now(dt.UTC).timestamp())
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
             return _json(api.body(ask, answer), headers={**headers, **response_headers(answer)})
         return await StreamedResponse(request, api, ask, {**headers, SESSION_HEADER: session.name}).send(
-            lambda told: session.answer(ask, created=created, streamed=told)
+            lambda sink: session.answer(ask, created=created, streamed=sink)
         )
 
     def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> CompletionRequest:
@@ -173,48 +173,48 @@ class Proxy:
         return _json({"schema_version": 1, "sessions": shown})
 
     async def _show(self, request: web.Request) -> web.Response:
-        return _json(session_body(self._known(request)))
+        return _json(session_body(self._existing_session(request)))
 
     async def _end(self, request: web.Request) -> web.Response:
-        session, body = self._known(request), await _body(request)
+        session, body = self._existing_session(request), await _body(request)
         reward, success = body.get("reward"), body.get("success")
         if reward is not None and not _finite(reward):
             raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
         if not isinstance(success, bool | None):
             raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
-        session.ending, session.over = SessionOutcome(reward, success), True
+        session.ending, session.ended = SessionOutcome(reward, success), True
         self._recording.ended(session)
         return _json({"session": session.name})
 
     async def _forget(self, request: web.Request) -> web.Response:
-        session = self._known(request)
+        session = self._existing_session(request)
         if session.busy:
             raise BadRequest(f"session {session.name} has {session.busy} requests under way", status=409)
         await self.close(session.name)
         return _json({"session": session.name})
 
     async def _pause(self, request: web.Request) -> web.Response:
-        self._held = True
+        self._paused = True
         return _json({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        self._held = False
+        self._paused = False
         return _json({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return _json({"is_paused": await self._standing_still()})
+        return _json({"is_paused": await self._policy_paused()})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._shelf.metrics(), content_type="text/plain")
+        return web.Response(text=self._cache.metrics(), content_type="text/plain")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    async def _standing_still(self) -> bool:
-        return self._held or (self._engines_paused is not None and await self._engines_paused())
+    async def _policy_paused(self) -> bool:
+        return self._paused or (self._engines_paused is not None and await self._engines_paused())
 
     async def _session(self, request: web.Request) -> ProxySession:
-        """The request's session, made if need be."""
+        """The request's session; created if necessary."""
         named = request.headers.get(SESSION_HEADER) or request.headers.get(ROUTER_SESSION_HEADER)
         name = request.match_info.get("session") or named or DEFAULT_SESSION
         session = self._sessions.get(name)
@@ -225,18 +225,18 @@ class Proxy:
                 )
             if self._policy is None:
                 raise BadRequest(f"session {name} is not open at {request.url}: {_base_urls_text(request)}", status=404)
-            await self._shelf.room(begins=True)
+            await self._cache.make_room(begins=True)
             session = self._sessions.get(name) or self.open(name, self._policy(name))
         elif self._policy is not None:
-            await self._shelf.room(begins=False)
-        self._shelf.use(name)
+            await self._cache.make_room(begins=False)
+        self._cache.touch(name)
         return session
 
-    def _known(self, request: web.Request) -> ProxySession:
+    def _existing_session(self, request: web.Request) -> ProxySession:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             name = request.match_info["session"]
-            why = self._shelf.why_gone(name)
+            why = self._cache.eviction_reason(name)
             if why is not None:
                 raise BadRequest(f"session {name} was given up for others ({why}); --record keeps it", status=410)
             raise BadRequest(f"no session {name}", status=404)
@@ -247,7 +247,7 @@ class Proxy:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who may call, and errors in the words of the API that was called."""
+        """Check the API key, and render errors in the format of the called API."""
         api = anthropic if "/v1/messages" in request.path else openai_chat
         if self._token and request.path != "/health":
             given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -268,7 +268,7 @@ class Proxy:
 
 
 def _base_urls_text(request: web.Request) -> str:
-    """The base URLs that clients are to be given."""
+    """The base URLs for clients, as a text for error messages."""
     at, name = request.url.origin(), "SESSION"
     parts = request.path.split("/")
     if parts[1] == "s" and len(parts) > 2:
@@ -277,7 +277,7 @@ def _base_urls_text(request: web.Request) -> str:
 
 
 def _error_response(api: ModuleType, error: RollartError) -> web.Response:
-    """503 for what may succeed later, 400 for what never will; 500 where the proxy itself failed."""
+    """503 if a retry may succeed, 400 if it never will; 500 if the proxy itself failed."""
     retryable = getattr(error, "retryable", None)
     status = 500 if retryable is None else 503 if retryable else 400
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
@@ -293,7 +293,7 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     raw = await request.read()
     try:
         value = json.loads(raw.decode() or "{}")
-        if b"\\ud" in raw.lower():  # halves of surrogate pairs that are escaped alone: no text, and no tokens for it
+        if b"\\ud" in raw.lower():  # refuse escaped lone surrogates, which are no text and have no tokens
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
@@ -305,7 +305,7 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
 def _finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 

@@ -1,4 +1,4 @@
-"""Sessions of the proxy: a request in, an answer out, every token kept before anybody sees its text."""
+"""Sessions of the proxy: every response is captured token by token before its text is sent to the harness."""
 
 from __future__ import annotations
 
@@ -30,69 +30,75 @@ __all__ = ["SessionPolicy", "ProxySession", "truncate_at_stops"]
 
 
 DeltaCallback = Callable[[ResponseHeader, OutputDelta], None]
-"""Told of an answer's text as far as it is certain."""
+"""Receives the final part of a response's text as it grows."""
 
 
 class SessionPolicy(Protocol):
-    """Who generates for a session: engines, or a run's trajectory. Errors: `EngineError`."""
+    """The generator behind a session: engines, or a trajectory of a run. Errors: `EngineError`."""
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer together at most."""
+        """Maximum tokens of prompt and response together."""
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
-        """Cancelling it aborts the request. `told` gets tokens as they are drawn, from policies that can: each once,
-        and never other ones than those that the answer begins with."""
+        """Generate one response; cancelling the call aborts the request. A policy that streams calls `on_piece` with
+        each token once; those tokens are always a prefix of the completion."""
 
     async def release(self) -> None:
-        """The session is over."""
+        """End the session and free its resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOutcome:
-    """What a harness said of its session: a reward, and whether it reached its goal, if it knows."""
+    """The harness's report about its session: a reward, and whether the goal was reached; None if unknown."""
 
     reward: float | None = None
     success: bool | None = None
 
 
 class ProxySession:
-    """One session. Any number of requests may be under way; each waits for the policy alone.
+    """One session. Any number of requests may be in flight; each waits only for the policy.
 
-    `kept` is told of every turn before its answer is given out.
+    `on_turn` is called with every turn before its response is sent.
     """
 
     def __init__(
-        self, name: str, form: ChatFormat, policy: SessionPolicy, *, kept: Callable[[ProxySession, CapturedTurn], None]
+        self,
+        name: str,
+        form: ChatFormat,
+        policy: SessionPolicy,
+        *,
+        on_turn: Callable[[ProxySession, CapturedTurn], None],
     ) -> None:
         self.name = name
         self.capture = SessionCapture(form)
         self.policy = policy
         self.busy = 0
-        """Requests under way."""
+        """Requests in flight."""
         self.ending = SessionOutcome()
-        self.over = False
-        """The harness said that it ended."""
+        self.ended = False
+        """True once the harness has ended the session."""
         self.used = 0.0
-        """When the last request came or was answered."""
+        """Loop time of the latest arrival or completion of a request."""
         self.full = False
-        """A request found no room for an answer."""
+        """True once a prompt left no room for a response within the context."""
         self.abandoned = 0
-        """Requests whose client went away before it had its answer: nothing of them was captured."""
+        """Requests whose client disconnected before the response; nothing of them was captured."""
         self._asked = 0
         self._turns: dict[int, int] = {}
-        """The turn that a request became, by its number."""
-        self._broken: dict[str, PolicyResponse] = {}
-        """By the ids of their calls: answers with one that broke off."""
+        """Turn number by request number."""
+        self._truncated: dict[str, PolicyResponse] = {}
+        """Responses with a truncated call, by the ids of their calls."""
         self._form = form
-        self._kept = kept
+        self._on_turn = on_turn
 
     async def answer(
         self, ask: CompletionRequest, *, created: int, streamed: DeltaCallback | None = None
     ) -> PolicyResponse:
-        """BadRequest, or EngineError: then nothing was captured, whatever was streamed."""
+        """Generate and capture one response. On BadRequest or EngineError nothing is captured, even if part of the
+        response was streamed."""
         planned = self.plan(ask.prompt)
         room = self.policy.context - len(planned.token_ids)
         if room < 1 or not planned.token_ids:
@@ -107,7 +113,7 @@ class ProxySession:
         self._asked += 1
         unfolding = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
 
-        def told(piece: CompletionChunk) -> None:
+        def on_piece(piece: CompletionChunk) -> None:
             delta = unfolding.push(piece)
             if delta is not None and streamed is not None:
                 streamed(head, delta)
@@ -115,7 +121,7 @@ class ProxySession:
         self.busy += 1
         try:
             completion = await self.policy.generate(
-                planned.token_ids, self._sampling(ask, room), None if streamed is None else told
+                planned.token_ids, self._sampling(ask, room), None if streamed is None else on_piece
             )
         except asyncio.CancelledError:
             self.abandoned += 1
@@ -125,15 +131,16 @@ class ProxySession:
             self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._answered(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), unfolding)
+        return self._captured(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), unfolding)
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
-        """The tokens to send. BadRequest if they are none."""
-        return self.capture.plan(replace(prompt, messages=tuple(map(self._as_said, prompt.messages))))
+        """The tokens to send to the policy. BadRequest if the messages cannot be rendered."""
+        return self.capture.plan(replace(prompt, messages=tuple(map(self._as_captured, prompt.messages))))
 
-    def _as_said(self, message: Message) -> Message:
-        """An answer with a call that broke off is given out with that call, and captured as the text that it is."""
-        answer = next((self._broken[c.id] for c in message.calls if c.id in self._broken), None)
+    def _as_captured(self, message: Message) -> Message:
+        """The message as it was captured. A response with a truncated call is sent to the harness with that call but
+        captured as plain text."""
+        answer = next((self._truncated[c.id] for c in message.calls if c.id in self._truncated), None)
         if (
             answer is not None
             and [c.id for c in message.calls] == [c.id for c in answer.calls]
@@ -146,7 +153,7 @@ class ProxySession:
         return message
 
     def conversation(self, number: int) -> tuple[Message, ...] | None:
-        """What was said up to the answer of a request, without system messages; None: there is none."""
+        """The messages up to the response to a request, without system messages; None for an unknown request."""
         if number not in self._turns:
             return None
         turn = self.capture.turns[self._turns[number]]
@@ -162,7 +169,7 @@ class ProxySession:
             stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *ends))),
         )
 
-    def _answered(
+    def _captured(
         self,
         ask: CompletionRequest,
         head: ResponseHeader,
@@ -174,7 +181,7 @@ class ProxySession:
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
         given = unfolding.text[: unfolding.given]
-        if not text.startswith(given):  # some decoders write a text otherwise once more follows: it is said already
+        if not text.startswith(given):  # some decoders change earlier text as more tokens follow: it is already sent
             text = given + text[len(given) :]
         parts, rest = _with_call_ids(head, *unfolding.finish(text))
         content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
@@ -182,8 +189,8 @@ class ProxySession:
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
         turn = self.capture.keep(planned, completion, message)
         try:
-            self._kept(self, turn)
-        except BaseException:  # it is not given out: asked again, it is the first of its kind
+            self._on_turn(self, turn)
+        except BaseException:  # the response is not sent, so a retry must find no trace of this turn
             self.capture.undo(turn)
             raise
         self._turns[head.number] = turn.number
@@ -203,31 +210,31 @@ class ProxySession:
             min(unfolding.shown, len(ids)),
         )
         if not all(c.whole for c in calls):
-            self._broken.update(dict.fromkeys((c.id for c in calls), answer))
+            self._truncated.update(dict.fromkeys((c.id for c in calls), answer))
         return answer
 
 
 def _with_call_ids(
     head: ResponseHeader, parts: tuple[OutputPart, ...], rest: tuple[OutputEvent, ...]
 ) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
-    """Calls with the ids that the harness is given."""
+    """The output with the call ids that the harness receives."""
     number = itertools.count()
     named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, ToolCall) else p for p in parts)
-    told = (
+    named_rest = (
         replace(s, call=replace(s.call, id=head.call_id(s.index))) if isinstance(s, ToolCallEnd) else s for s in rest
     )
-    return named, tuple(told)
+    return named, tuple(named_rest)
 
 
 def truncate_at_stops(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:
-    """The completion up to where one of the texts begins, whole tokens only: what is cut was sampled, but is neither
-    shown nor trained. Engines stop at tokens; texts that lie across several are found here."""
+    """The completion up to the first stop text, in whole tokens. The cut tokens were sampled but are neither shown nor
+    trained on. Engines stop at single tokens; this finds stop texts that span several."""
     whole = text(completion.token_ids)
     found = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
     if not found:
         return completion
     end, low, high = min(found), 0, len(completion.token_ids)
-    while low < high:  # the most tokens whose text ends before it
+    while low < high:  # largest number of tokens whose text ends before the stop text
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(text(completion.token_ids[:middle])) <= end else (low, middle - 1)
     spans = tuple(VersionSpan(s.version, s.start, min(s.end, low)) for s in completion.spans if s.start < low)

@@ -1,4 +1,4 @@
-"""How many sessions a proxy of its own keeps, and which it gives up for others."""
+"""The session cache of a standalone proxy: its limits and its eviction order."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rollart.adapters.proxy.sessions import ProxySession
 __all__ = ["SessionLimits", "SessionCache"]
 
 RETRY_AFTER_S = 5
-"""What `Retry-After` says where there is no room."""
+"""Value of `Retry-After`, seconds, when the cache is full."""
 
 GROWTH_RESERVE = 1.25
-"""Sessions that are here may grow to so much of the budget: who is turned away first is who has not begun."""
+"""Existing sessions may grow to this multiple of the token and byte limits, so new sessions are refused first."""
 
 MAX_EVICTED_NAMES = 65_536
-"""Names of sessions that were given up, so that asking for one is told so."""
+"""Maximum remembered names of evicted sessions; a request for one gets an error that explains the eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What is kept: sessions, and tokens and bytes of all of their turns. A turn counts with all tokens before it: it
-    holds them. Bytes are an estimate. A session that ended, or that was idle for `idle_s`, may be given up."""
+    """Limits on sessions, and on the tokens and bytes of all their turns. A turn counts with all earlier tokens of its
+    path, because it stores them. Bytes are an estimate. Sessions that have ended, or were idle for `idle_s`, may be
+    evicted."""
 
     sessions: int = 4096
     tokens: int = 100_000_000
@@ -34,8 +35,8 @@ class SessionLimits:
 
 
 class SessionCache:
-    """Owns the sessions, those used last at the end. Invariant: none that is busy is given up, and none that has not
-    ended and was used within `idle_s`."""
+    """Owns the sessions, most recently used last. Invariant: no session is evicted while it is busy, or before it has
+    ended or was idle for `idle_s`."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
@@ -43,41 +44,41 @@ class SessionCache:
         self.counts: Counter[str] = Counter()
         self.tokens = self.size = 0
         self._counted: dict[str, tuple[int, int]] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._evicted: OrderedDict[str, str] = OrderedDict()
 
     def count(self, session: ProxySession) -> None:
-        """It has a turn more."""
+        """Update the totals after the session gained a turn."""
         tokens, size = self._counted.get(session.name, (0, 0))
         self._counted[session.name] = session.capture.tokens, session.capture.size
         self.tokens += session.capture.tokens - tokens
         self.size += session.capture.size - size
 
-    def take(self, name: str) -> ProxySession | None:
-        """It is kept here no more."""
+    def remove(self, name: str) -> ProxySession | None:
+        """Remove a session without ending it."""
         tokens, size = self._counted.pop(name, (0, 0))
         self.tokens -= tokens
         self.size -= size
         return self.sessions.pop(name, None)
 
-    def why_gone(self, name: str) -> str | None:
-        """Why a session is not here any more, if it was given up."""
-        return self._gone.get(name)
+    def eviction_reason(self, name: str) -> str | None:
+        """Reason for a session's eviction; None if it was not evicted."""
+        return self._evicted.get(name)
 
-    def use(self, name: str) -> None:
+    def touch(self, name: str) -> None:
         self.sessions[name].used = asyncio.get_running_loop().time()
         self.sessions.move_to_end(name)
 
-    async def room(self, *, begins: bool) -> None:
-        """Give up what may go until a request has room: of a session that is here, or of one that `begins`. BadRequest
-        (503, 429 for a session that is here) where nothing may."""
+    async def make_room(self, *, begins: bool) -> None:
+        """Evict sessions until a request of an existing session, or of a new one (`begins`), has room. BadRequest (503;
+        429 for an existing session) if nothing more may be evicted."""
         now = asyncio.get_running_loop().time()
-        for session, why in list(self._given_up_first(now)):
-            if self._full(1.0, begins) is None:
+        for session, why in list(self._eviction_order(now)):
+            if self._full_reason(1.0, begins) is None:
                 break
             if session.busy or self.sessions.get(session.name) is not session:
-                continue  # meanwhile
-            await self._give_up(session, why)
-        what = self._full(1.0 if begins else GROWTH_RESERVE, begins)
+                continue  # changed while another eviction was awaited
+            await self._evict(session, why)
+        what = self._full_reason(1.0 if begins else GROWTH_RESERVE, begins)
         if what is not None:
             self.counts["refused"] += 1
             raise BadRequest(
@@ -89,7 +90,7 @@ class SessionCache:
 
     def metrics(self) -> str:
         """Prometheus text."""
-        states = Counter("busy" if s.busy else "ended" if s.over else "idle" for s in self.sessions.values())
+        states = Counter("busy" if s.busy else "ended" if s.ended else "idle" for s in self.sessions.values())
         lines = [f'rollart_proxy_sessions{{state="{state}"}} {states[state]}' for state in ("busy", "idle", "ended")]
         lines += [f"rollart_proxy_tokens {self.tokens}", f"rollart_proxy_bytes {self.size}"]
         limits = (("sessions", self.limits.sessions), ("tokens", self.limits.tokens), ("bytes", self.limits.size))
@@ -99,13 +100,13 @@ class SessionCache:
         lines += [f"rollart_proxy_refused_total {self.counts['refused']}"]
         return "\n".join(lines) + "\n"
 
-    def _given_up_first(self, now: float) -> Iterator[tuple[ProxySession, str]]:
-        """Ended ones, then those that were idle too long; each kind in the order of their last use."""
+    def _eviction_order(self, now: float) -> Iterator[tuple[ProxySession, str]]:
+        """Sessions in eviction order: ended ones, then those idle too long; least recently used first within each."""
         free = [s for s in self.sessions.values() if not s.busy]
-        yield from ((s, "ended") for s in free if s.over)
-        yield from ((s, "idle") for s in free if not s.over and now - s.used >= self.limits.idle_s)
+        yield from ((s, "ended") for s in free if s.ended)
+        yield from ((s, "idle") for s in free if not s.ended and now - s.used >= self.limits.idle_s)
 
-    def _full(self, share: float, begins: bool) -> str | None:
+    def _full_reason(self, share: float, begins: bool) -> str | None:
         if begins and len(self.sessions) >= self.limits.sessions:
             return f"it holds {len(self.sessions)} sessions, of which none has ended or was idle long enough"
         checks = (("tokens", self.tokens, self.limits.tokens), ("bytes", self.size, self.limits.size))
@@ -114,11 +115,11 @@ class SessionCache:
                 return f"its sessions hold {held} {what} (rule: below {int(most * share)})"
         return None
 
-    async def _give_up(self, session: ProxySession, why: str) -> None:
-        self.take(session.name)
-        self._gone[session.name] = why
-        self._gone.move_to_end(session.name)
-        if len(self._gone) > MAX_EVICTED_NAMES:
-            self._gone.popitem(last=False)
+    async def _evict(self, session: ProxySession, why: str) -> None:
+        self.remove(session.name)
+        self._evicted[session.name] = why
+        self._evicted.move_to_end(session.name)
+        if len(self._evicted) > MAX_EVICTED_NAMES:
+            self._evicted.popitem(last=False)
         self.counts[f'{{why="{why}"}}'] += 1
         await session.policy.release()

@@ -1,4 +1,4 @@
-"""Server-sent events, and what is said in pieces."""
+"""Encoding of server-sent events, and splitting of long output events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollart.adapters.proxy.messages import ArgumentsDelta, OutputEvent, TextDel
 __all__ = ["KEEPALIVE_COMMENT", "encode_event", "split_events"]
 
 CHUNK_CHARACTERS = 48
-"""Characters of one piece. An answer is captured whole before its first piece leaves, so pieces are for clients that
-expect several, not for speed."""
+"""Maximum characters of one event. The response is captured whole before these events are sent, so splitting serves
+clients that expect several events, not latency."""
 
 KEEPALIVE_COMMENT = b": the policy is still generating\n\n"
-"""A comment, which every client skips and which keeps the connection."""
+"""An SSE comment: clients ignore it, and it keeps the connection open."""
 
 
 def encode_event(data: Mapping[str, object] | str, name: str = "") -> bytes:
@@ -24,7 +24,7 @@ def encode_event(data: Mapping[str, object] | str, name: str = "") -> bytes:
 
 
 def split_events(said: Iterable[OutputEvent]) -> Iterator[OutputEvent]:
-    """The same with texts and arguments cut."""
+    """The same events, with texts and arguments split into pieces."""
     for one in said:
         if isinstance(one, TextDelta | ArgumentsDelta):
             for start in range(0, len(one.text), CHUNK_CHARACTERS):

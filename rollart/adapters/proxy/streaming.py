@@ -1,4 +1,4 @@
-"""One streamed answer of the proxy on its way to the client."""
+"""Sends one streamed response of the proxy to its client."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rollart.errors import RollartError
 __all__ = ["SESSION_HEADER", "StreamedResponse", "response_headers"]
 
 SESSION_HEADER = "X-Rollart-Session"
-"""Names the session of a request whose path does not."""
+"""Names the session of a request whose path names none."""
 
 KEEPALIVE_INTERVAL_S = 10.0
-"""A stream says something at least this often, seconds. Until then a failure still has a status of its own."""
+"""Longest silence of a stream, seconds. A failure within the first such interval still gets its own HTTP status."""
 
 
 class StreamedResponse:
-    """Its status is sent with its first byte: with the first text, at the end of the generation, or after
+    """The HTTP status is sent with the first byte: with the first text, at the end of the generation, or after
     `KEEPALIVE_INTERVAL_S`.
 
-    Text waits here for a client that reads slower than the policy speaks: at most one answer of it."""
+    Text queues here for a client that reads slower than the policy generates; the queue holds at most one response."""
 
     def __init__(
         self, request: web.Request, api: ModuleType, ask: CompletionRequest, headers: Mapping[str, str]
@@ -38,12 +38,12 @@ class StreamedResponse:
         self._answer = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
         )
-        self._told: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
+        self._deltas: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
         self._events: Any = None
 
     async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
-        """BadRequest or RollartError for a failure before the first byte; a later one is an event. A client that has
-        gone cancels the generation."""
+        """Stream a generation. BadRequest or RollartError for a failure before the first byte; a later failure is sent
+        as an event. A disconnected client cancels the generation."""
         failed: BadRequest | RollartError | None = None
         answer: PolicyResponse | None = None
         gone = False
@@ -51,10 +51,10 @@ class StreamedResponse:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._forward(), name="stream")
                 try:
-                    answer = await generate(lambda head, delta: self._told.put_nowait((head, delta)))
+                    answer = await generate(lambda head, delta: self._deltas.put_nowait((head, delta)))
                 except (BadRequest, RollartError) as error:
                     failed = error
-                self._told.put_nowait(None)
+                self._deltas.put_nowait(None)
         except* ConnectionError:
             gone = True
         if failed is not None and not self._answer.prepared:
@@ -71,14 +71,14 @@ class StreamedResponse:
         while True:
             try:
                 async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
-                    told = await self._told.get()
+                    item = await self._deltas.get()
             except TimeoutError:
                 await self._write(KEEPALIVE_COMMENT)
                 continue
-            if told is None:
+            if item is None:
                 return
-            head, delta = told
-            for chunk in self._begun(head):
+            head, delta = item
+            for chunk in self._begin_events(head):
                 await self._write(chunk)
             for chunk in self._events.drawn(delta):
                 await self._write(chunk)
@@ -87,10 +87,10 @@ class StreamedResponse:
         if answer is None:
             yield self._api.failed(str(failed), 503)
         else:
-            yield from self._begun(answer)
+            yield from self._begin_events(answer)
             yield from self._events.end(answer)
 
-    def _begun(self, head: ResponseHeader) -> Iterator[bytes]:
+    def _begin_events(self, head: ResponseHeader) -> Iterator[bytes]:
         if self._events is None:
             self._events = self._api.Events(self._ask, head)
             yield from self._events.begin()

@@ -1,4 +1,4 @@
-"""Tool calls in what a model says: the two spellings that open models are trained on."""
+"""Parsers for tool calls in a model's text: the two formats that open models are trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollart.adapters.proxy.messages import ToolCall
 __all__ = ["PARSERS", "AnswerParser", "parser_name_for"]
 
 AnswerParser = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
-"""Text in, content and calls out. What cannot be read as a call stays content: nothing that was said is lost."""
+"""Text in, content and calls out. Text that is no valid call stays content, so no text is lost."""
 
 
 def parse_hermes(text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -19,7 +19,7 @@ def parse_hermes(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def parse_bare_json(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The whole answer is `{"name": …, "parameters": {…}}` (Llama 3)."""
+    """The whole response is `{"name": …, "parameters": {…}}` (Llama 3)."""
     return _parse_calls("json", text)
 
 
@@ -32,7 +32,7 @@ PARSERS: Mapping[str, AnswerParser] = {"hermes": parse_hermes, "json": parse_bar
 
 
 def parser_name_for(template: str) -> str:
-    """The spelling that a chat template itself uses for earlier calls."""
+    """The name of the format in which a chat template renders earlier calls."""
     if "<tool_call>" in template:
         return "hermes"
     return "json" if '"parameters"' in template else "none"

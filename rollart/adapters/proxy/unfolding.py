@@ -1,4 +1,4 @@
-"""An answer while its tokens are drawn: as much of it as nothing to come can change."""
+"""Incremental decoding of a response: emits text as soon as no later token can change it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rollart.model import CompletionChunk
 __all__ = ["OutputDelta", "IncrementalDecoder"]
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""What a text ends with whose last character is not whole yet."""
+"""The last character of a decoded text whose final character is still incomplete."""
 
 MAX_CHARACTER_TOKENS = 64
-"""Tokens that one character may take; what is no text after as many is told at the end."""
+"""Maximum tokens of one character. Tokens that still decode to no text after that many are emitted at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is said next, and the tokens that are settled with it."""
+    """The next output events, and the tokens that became final with them."""
 
     said: tuple[OutputEvent, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tokens: tuple[str, ...]
-    """Texts of the ids."""
+    """The texts of `token_ids`."""
 
     @property
     def text(self) -> str:
@@ -35,11 +35,11 @@ class OutputDelta:
 
 
 class IncrementalDecoder:
-    """One answer; `push` its tokens, then `finish` it. Invariant: `text[: given]` is how the answer's text begins,
-    whatever comes, and what was said is what it says.
+    """Decodes one response: `push` its tokens, then `finish` it. Invariant: whatever tokens follow, `text[: given]` is
+    a prefix of the response's text, and the emitted events represent exactly that prefix.
 
-    Held back are characters that are not whole, what may be the beginning of a stop text or of a tool call, and the
-    token that ends the answer; the end tells the rest."""
+    Incomplete characters, a possible start of a stop text or tool call, and the final stop token are held back;
+    `finish` emits the rest."""
 
     def __init__(self, form: ChatFormat, *, stops: Sequence[str], tools: bool) -> None:
         self._form, self._stops = form, [s for s in stops if s]
@@ -48,16 +48,17 @@ class IncrementalDecoder:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._edges: list[tuple[int, int]] = []
-        """(characters, tokens) at each end of a token that ends whole text and was not shown."""
+        """(characters, tokens) at each boundary between tokens that is also a boundary between characters and was not
+        emitted yet."""
         self._window = (0, 0)
-        """The tokens that were decoded last, with which the next ones are decoded: some texts depend on what is
-        before."""
+        """The range of tokens decoded last. The next tokens are decoded together with them, since a token's text may
+        depend on its predecessors."""
         self._over = False
         self.text = ""
         self.given = self.shown = 0
 
     def push(self, piece: CompletionChunk) -> OutputDelta | None:
-        """What may be given out now."""
+        """The output that can be emitted now; None if there is none."""
         for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
             if not self._over:
                 self._read(token, logprob)
@@ -78,8 +79,8 @@ class IncrementalDecoder:
         return OutputDelta(said, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
 
     def finish(self, text: str) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
-        """All parts of the answer whose text this is, and what was not said yet. Some decoders write a text otherwise
-        once more follows: what was said stays."""
+        """All parts of the response with this final text, and the events not emitted yet. Some decoders change earlier
+        text as more tokens follow; emitted text stays as it is."""
         rest = (*self._reader.feed(text[self.given :]), *self._reader.end())
         return merge_events((*self._said, *rest)), rest
 
@@ -101,7 +102,7 @@ class IncrementalDecoder:
         self._edges.append((len(self.text), len(self._ids)))
 
     def _certain(self) -> int:
-        """Characters that are content whatever follows."""
+        """Number of leading characters that are content whatever follows."""
         found = [at for at in (self.text.find(stop, self.given) for stop in self._stops) if at >= 0]
         if found:
             self._over = True
