@@ -18,10 +18,10 @@ __all__ = ["checked_observation", "checked_step", "declares_quick", "require_awa
 CALLS = ("reset", "step", "close")
 
 
-def require_awaitable(call: object, what: str) -> Awaitable[object]:
+def require_awaitable(call: object, method: str) -> Awaitable[object]:
     """The awaitable that an environment's method returned. TypeError if the method is no coroutine."""
     if not inspect.isawaitable(call):
-        raise TypeError(f"{what} answered {type(call).__name__} at once (rule: `async def {what}`)")
+        raise TypeError(f"{method} answered {type(call).__name__} at once (rule: `async def {method}`)")
     return call
 
 

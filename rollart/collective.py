@@ -64,7 +64,7 @@ class Order:
     """Rank of the engine's first worker in each group."""
 
     @property
-    def place(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
@@ -79,7 +79,7 @@ class TensorLayout:
     config: str = ""
     """The model's config.json, from the first lane."""
 
-    def places(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+    def spans(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
         """Name, type, shape, first byte and bytes of every tensor."""
         at = 0
         for name, kind, shape in self.tensors:
@@ -91,7 +91,7 @@ class TensorLayout:
     @property
     def size(self) -> int:
         """Bytes of the lane."""
-        return max((at + size for _, _, _, at, size in self.places()), default=0)
+        return max((at + size for _, _, _, at, size in self.spans()), default=0)
 
     def buckets(self) -> list[tuple[int, int]]:
         """First byte and end of each."""
@@ -265,7 +265,7 @@ class Receiver:
             if self._name == order.group:
                 return self._lanes
             self._leave()
-        host, port = order.place
+        host, port = order.endpoint
         limit, here = seconds(min(JOIN_S, order.limit_s)), local_address_towards(host, port)
         lanes: list[tuple[Any, Group]] = []
         try:
@@ -311,7 +311,7 @@ class Receiver:
                 raise part
             layout, whole = part
             config, total = config or layout.config, total + layout.size
-            for name, dtype, shape, at, size in layout.places():
+            for name, dtype, shape, at, size in layout.spans():
                 tensors[name] = whole[at : at + size].view(dtype).view(shape)
         return Received(order.stamp, config, tensors, total)
 

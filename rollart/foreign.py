@@ -170,8 +170,8 @@ def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
         return
     trace = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno})" if trace else ""
-    what = f"task '{task.get_name()}'" if isinstance(task, asyncio.Task) else "a callback"
-    print(f"rollart: {what} of users' code ended: {one_line(error, 500)}{where}", file=sys.stderr, flush=True)
+    subject = f"task '{task.get_name()}'" if isinstance(task, asyncio.Task) else "a callback"
+    print(f"rollart: {subject} of users' code ended: {one_line(error, 500)}{where}", file=sys.stderr, flush=True)
 
 
 def cancel_call(task: asyncio.Task[Any]) -> None:

@@ -70,15 +70,15 @@ def encoded(body: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bytes:
     blobs: list[bytes] = []
     end = 0
     for row in rows:
-        told: dict[str, Any] = {}
+        packed: dict[str, Any] = {}
         for name, value in row["columns"].items():
             if isinstance(value, PackedColumn):
                 blobs.append(value.data)
-                told[name] = [value.code, end, end + len(value.data)]
+                packed[name] = [value.code, end, end + len(value.data)]
                 end += len(value.data)
-        if told:
-            row["packed"] = told
-            row["columns"] = {name: value for name, value in row["columns"].items() if name not in told}
+        if packed:
+            row["packed"] = packed
+            row["columns"] = {name: value for name, value in row["columns"].items() if name not in packed}
     head = json.dumps(body).encode()
     return b"".join((len(head).to_bytes(4, "little"), head, *blobs))
 
@@ -97,10 +97,10 @@ def decoded(raw: bytes) -> tuple[dict[str, Any], bytes]:
 def columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
     """All columns of a row of a head. ValueError for invalid packed columns."""
     found = dict(row.get("columns") or {})
-    for name, told in (row.get("packed") or {}).items():
-        if not (isinstance(told, list) and len(told) == 3 and told[0] in tuple(CODES)):
-            raise ValueError(f"column {name} is packed as {told!r} (rule: [code, begin, end])")
-        code, begin, end = told
+    for name, span in (row.get("packed") or {}).items():
+        if not (isinstance(span, list) and len(span) == 3 and span[0] in tuple(CODES)):
+            raise ValueError(f"column {name} is packed as {span!r} (rule: [code, begin, end])")
+        code, begin, end = span
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= len(blob):
             raise ValueError(f"column {name} lies outside of the body")
         if (end - begin) % array(code).itemsize:

@@ -127,11 +127,11 @@ class Service:
     def put_many(self, rows: Sequence[tuple[str, int | None, Mapping[str, Any]]]) -> dict[str, bool]:
         """As `put_experience`, for several rows (id, version, columns) in one call, which is durable as a whole."""
         packs = self._packs
-        told: list[dict[str, Any]] = [
+        entries: list[dict[str, Any]] = [
             {"id": row, "columns": _packed(columns) if packs else _plain(columns), "version": version}
             for row, version, columns in rows
         ]
-        return dict(self._call("POST", "/v1/experience", {"rows": told}, packed=told if packs else None)["kept"])
+        return dict(self._call("POST", "/v1/experience", {"rows": entries}, packed=entries if packs else None)["kept"])
 
     def get_experience(
         self,
@@ -208,11 +208,11 @@ class Service:
         version, _ = self.weights()
         files, target = self._call("GET", f"/v1/weights/{version}/files", None, LONG_S)["files"], Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        for name, told in files.items():
+        for name, entry in files.items():
             if Path(name).name != name:
                 raise ServiceError(f"{name!r} is no file of a version")
             path = f"/v1/weights/{version}/files/{urllib.parse.quote(name)}"
-            self._patient(path, partial(self._fetch, path, target / name, told["sha256"]))
+            self._patient(path, partial(self._fetch, path, target / name, entry["sha256"]))
         return version
 
     def weights(self, *, after: int = -1, timeout_s: float = 0.0) -> tuple[int, str]:
@@ -224,11 +224,11 @@ class Service:
         """Rows held, ready by task, room, the version, and counts of the other rows."""
         return self._call("GET", "/v1/status", None)
 
-    def _lease(self, rows: Sequence[Experience], what: str, **body: float) -> bool:
+    def _lease(self, rows: Sequence[Experience], action: str, **body: float) -> bool:
         leases = {row.lease for row in rows}
         if leases == {""} or len(leases) != 1:
             raise ValueError(f"rows of {len(leases)} leases (rule: those of one call with lease_s)")
-        return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{what}", body)["kept"])
+        return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{action}", body)["kept"])
 
     def _call(
         self,

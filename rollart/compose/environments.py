@@ -130,7 +130,7 @@ async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None
                 "controller",
                 grown_gb=round(grown / 1e9, 2),
                 bound_gb=round(bound / 1e9, 2),
-                cause=f"environments live in the controller and may leak ({rules.words(machine, 1)}): on hosts "
+                cause=f"environments live in the controller and may leak ({rules.describe(machine, 1)}): on hosts "
                 "(environments.workers) they are started again",
             )
             bound = 2 * grown

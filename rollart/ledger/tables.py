@@ -346,10 +346,10 @@ def _consume(connection: sqlite3.Connection, table: str, ids: Sequence[str], ver
     for id_ in ids:
         row = connection.execute(f"SELECT state, version FROM {table} WHERE id = ?", (id_,)).fetchone()
         if row != (CONSUMED, version):
-            what = (
+            status = (
                 "is not in the ledger"
                 if row is None
                 else (f"was trained into version {row[1]}" if row[0] == CONSUMED else "was dropped")
             )
-            raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {what}")
+            raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {status}")
     raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")

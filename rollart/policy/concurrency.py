@@ -127,7 +127,7 @@ class ConcurrencyLimits:
         preempted = pressure.preemptions > state.preemptions
         # Counted even while settling: preemptions of an engine that drains are those of its old limit.
         state.preemptions = pressure.preemptions
-        change = self._judge(pressure, preempted, state.limit)
+        change = self._classify(pressure, preempted, state.limit)
         if change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL):
             if now < state.down_after:
                 return ConcurrencyDecision(state.limit, LimitChange.HOLD_SETTLING)
@@ -140,7 +140,7 @@ class ConcurrencyLimits:
             state.up_after = now + self.settings.interval_s
         return ConcurrencyDecision(state.limit, change)
 
-    def _judge(self, pressure: KvPressure, preempted: bool, limit: int) -> LimitChange:
+    def _classify(self, pressure: KvPressure, preempted: bool, limit: int) -> LimitChange:
         if preempted:
             return LimitChange.DOWN_PREEMPTED
         if pressure.kv_used >= self.settings.high:

@@ -54,17 +54,17 @@ class Apportionment:
         low = {d.domain: math.floor(d.floor * units + _SLACK) for d in self.domains}
         high = {d.domain: math.ceil(d.cap * units - _SLACK) for d in self.domains}
         owed = {d.domain: self.debt.get(d.domain, 0.0) + units * shares[d.domain] for d in self.domains}
-        given = {n: min(max(math.floor(o + _SLACK), low[n]), high[n]) for n, o in owed.items()}
+        allotted = {n: min(max(math.floor(o + _SLACK), low[n]), high[n]) for n, o in owed.items()}
         order = {d.domain: i for i, d in enumerate(self.domains)}
-        missing = units - sum(given.values())
+        missing = units - sum(allotted.values())
         while missing > 0:
-            name = max((n for n in given if given[n] < high[n]), key=lambda n: (owed[n] - given[n], -order[n]))
-            given[name], missing = given[name] + 1, missing - 1
+            name = max((n for n in allotted if allotted[n] < high[n]), key=lambda n: (owed[n] - allotted[n], -order[n]))
+            allotted[name], missing = allotted[name] + 1, missing - 1
         while missing < 0:
-            name = min((n for n in given if given[n] > low[n]), key=lambda n: (owed[n] - given[n], -order[n]))
-            given[name], missing = given[name] - 1, missing + 1
-        self.debt = {n: owed[n] - given[n] for n in given}
-        return given
+            name = min((n for n in allotted if allotted[n] > low[n]), key=lambda n: (owed[n] - allotted[n], -order[n]))
+            allotted[name], missing = allotted[name] - 1, missing + 1
+        self.debt = {n: owed[n] - allotted[n] for n in allotted}
+        return allotted
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ class HandoffCounts:
     empty: int = 0
     seen: int = 0
     pulled: bool = False
-    told: bool = False
+    reported: bool = False
 
     def ended(self, *, pulled: int) -> None:
         """A turn was decoded with `pulled` tokens of KV from its prefill engine."""
@@ -93,24 +93,24 @@ class HandoffCounts:
         self.empty += pulled <= 0
         self.pulled = self.pulled or pulled > 0
 
-    def report(self, version: int, tell: Callable[..., None], ways: Mapping[str, int]) -> None:
+    def report(self, version: int, emit: Callable[..., None], routes: Mapping[str, int]) -> None:
         """Emit the events of a publish. `routes` counts routed turns by reason (`policy.routing.TurnPath.why`). Nothing
         is emitted where no KV was handed over and no prefill engine was idle."""
         if self.decoded or self.failed:
-            tell(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
-        if self.seen >= ENOUGH and not self.pulled and not self.told:
-            self.told = True
-            tell(
+            emit(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
+        if self.seen >= ENOUGH and not self.pulled and not self.reported:
+            self.reported = True
+            emit(
                 EMPTY_HANDOFFS,
                 f"v{version}",
                 count=self.seen,
                 remedy="see the KV connector in the engines' logs, or use engines.count in place of engines.prefill "
                 "and engines.decode",
             )
-        local = ways.get("local", 0)
-        if local >= MANY and not ways.get("remote") and not self.told:
-            self.told = True
-            tell(
+        local = routes.get("local", 0)
+        if local >= MANY and not routes.get("remote") and not self.reported:
+            self.reported = True
+            emit(
                 UNUSED_PREFILL,
                 f"v{version}",
                 count=local,

@@ -40,7 +40,7 @@ class MemoryRules:
             return self.given
         return max(LEAST, SHARE * machine / max(1, hosts)) if machine else math.inf
 
-    def words(self, machine: int, hosts: int) -> str:
+    def describe(self, machine: int, hosts: int) -> str:
         """The origin of the bound, as text."""
         if self.given is not None:
             return "environments.memory_gb"
@@ -56,7 +56,7 @@ class MemoryWatch:
     since: float | None = None
     """Start of draining."""
 
-    def look(self, memory: float, bound: float, live: int, now: float) -> MemoryAction:
+    def check(self, memory: float, bound: float, live: int, now: float) -> MemoryAction:
         if self.since is None and memory <= bound:
             return MemoryAction.KEEP
         first, self.since = self.since is None, now if self.since is None else self.since

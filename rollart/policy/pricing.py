@@ -81,29 +81,29 @@ class PathPricing:
         object.__setattr__(self, "scarce", bool(scarce))
         object.__setattr__(self, "floor", IDLE_SHARE * max(prices.engines.values(), default=0.0))
 
-    def local(self, home: EngineLoad, tokens: int, output: float) -> PathCost:
+    def local(self, target: EngineLoad, tokens: int, output: float) -> PathCost:
         """Cost of the whole turn on `target`."""
-        prefill = self.model.prefill_s(home.kind, max(tokens - home.cached, 0), min(home.cached, tokens))
-        decode = self.model.decode_s(home.kind, tokens, output)
-        seconds = home.backlog_s + prefill + decode * self.model.batch(home.kind)
-        return self._cost(self.second(home) * (prefill + decode), 0.0, home, tokens, seconds)
+        prefill = self.model.prefill_s(target.kind, max(tokens - target.cached, 0), min(target.cached, tokens))
+        decode = self.model.decode_s(target.kind, tokens, output)
+        seconds = target.backlog_s + prefill + decode * self.model.batch(target.kind)
+        return self._cost(self.second(target) * (prefill + decode), 0.0, target, tokens, seconds)
 
-    def remote(self, prefill: EngineLoad, home: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
+    def remote(self, prefill: EngineLoad, target: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
         """Cost of prefill on `prefill` and decode on `target`. `returns`: the decode engine returns its KV to the
         prefill engine, so only tokens that neither holds are computed. In both directions only missing KV is
         transferred."""
-        back = max(home.cached - prefill.cached, 0) if returns else 0
+        back = max(target.cached - prefill.cached, 0) if returns else 0
         known = min(prefill.cached + back, tokens)
         compute = self.model.prefill_s(prefill.kind, max(tokens - known, 1), known)
-        there = max(tokens - home.cached, 0)
-        decode = self.model.decode_s(home.kind, tokens, output)
-        seconds = prefill.backlog_s + compute + self.model.handoff_s(prefill.kind, home.kind, there)
+        there = max(tokens - target.cached, 0)
+        decode = self.model.decode_s(target.kind, tokens, output)
+        seconds = prefill.backlog_s + compute + self.model.handoff_s(prefill.kind, target.kind, there)
         if back:
-            seconds += self.model.handoff_s(home.kind, prefill.kind, back)
-        seconds += home.backlog_s + decode * self.model.batch(home.kind)
-        a, b = sorted((prefill.kind.pool, home.kind.pool))
+            seconds += self.model.handoff_s(target.kind, prefill.kind, back)
+        seconds += target.backlog_s + decode * self.model.batch(target.kind)
+        a, b = sorted((prefill.kind.pool, target.kind.pool))
         sent = self.prices.links.get((a, b), 0.0) * self.model.kv_gb(there + back)
-        return self._cost(self.second(prefill) * compute + self.second(home) * decode, sent, home, tokens, seconds)
+        return self._cost(self.second(prefill) * compute + self.second(target) * decode, sent, target, tokens, seconds)
 
     def second(self, load: EngineLoad) -> float:
         """Price of an engine-second: λ ← λ·(1 + backlog/target), with the floor of `IDLE_SHARE` on the growth."""
@@ -117,10 +117,10 @@ class PathPricing:
         the highest such price, lest every turn go there. Devices that the plan does not use at all are free."""
         return max((p for k, p in self.prices.engines.items() if (k.pool, k.tp) == (kind.pool, kind.tp)), default=0.0)
 
-    def _cost(self, work: float, sent: float, home: EngineLoad, tokens: int, seconds: float) -> PathCost:
+    def _cost(self, work: float, sent: float, target: EngineLoad, tokens: int, seconds: float) -> PathCost:
         if not self.scarce or math.isinf(seconds):
             return PathCost(seconds, seconds)
-        held = self.prices.kv.get(home.kind, 0.0) * tokens + self.prices.in_flight
+        held = self.prices.kv.get(target.kind, 0.0) * tokens + self.prices.in_flight
         return PathCost(work + sent + held * seconds, seconds)
 
 

@@ -85,8 +85,8 @@ def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizo
     busy = seen.did.prefill_s + seen.did.decode_s - lost
     per_step = lost + busy * (1 - 1 / seen.speedup) if grows else LEAST_GAIN * seen.step_s * seen.engines
     gain, cost = per_step * horizon_s / seen.step_s, move_s * seen.engines
-    what = f"{gain:.0f} engine-seconds in {horizon_s:.0f} s for {cost:.0f} of moving {seen.engines} engines"
-    return gain > cost, what
+    text = f"{gain:.0f} engine-seconds in {horizon_s:.0f} s for {cost:.0f} of moving {seen.engines} engines"
+    return gain > cost, text
 
 
 def resharding_moves(pool: str, role: EngineRole, tp: int, to: int, engines: int) -> list[FleetMove]:

@@ -20,12 +20,12 @@ class KvResidency:
     """One engine's KV memory, in tokens. Sessions with a request in flight are never evicted; of the others the least
     recently used goes first.
 
-    `capacity` and `most` (sessions) are infinite until known. For `spoken` a session counts with its expected final
+    `capacity` and `most` (sessions) are infinite until known. For `reserved` a session counts with its expected final
     size, so that admitted sessions do not evict each other later. Invariant: the held KV exceeds neither bound, unless
     sessions with a request in flight alone exceed it.
     """
 
-    __slots__ = ("_busy", "_fresh", "_idle", "_kept", "_wanted", "capacity", "evicted", "most", "spoken", "total")
+    __slots__ = ("_busy", "_fresh", "_idle", "_kept", "_wanted", "capacity", "evicted", "most", "reserved", "total")
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, int] = OrderedDict()
@@ -38,7 +38,7 @@ class KvResidency:
         self.capacity = math.inf
         self.most = math.inf
         self.total = 0
-        self.spoken = 0
+        self.reserved = 0
         self.evicted = 0
         """Sessions that lost their KV to others."""
 
@@ -58,7 +58,7 @@ class KvResidency:
         """True if no request is in flight and none is about to start."""
         return not self._busy and not self._fresh
 
-    def know(self, capacity: float, most: float = math.inf) -> None:
+    def set_capacity(self, capacity: float, most: float = math.inf) -> None:
         """Set the capacity."""
         self.capacity, self.most = capacity, most
         self._shrink()
@@ -70,19 +70,19 @@ class KvResidency:
 
     def fill(self) -> float:
         """Reserved share of the memory; 0 while the capacity is unknown."""
-        return self.spoken / self.capacity
+        return self.reserved / self.capacity
 
     def fits(self, tokens: int, *, share: float = 1.0, sessions: int = 1) -> bool:
         """True if `sessions` sessions of `tokens` tokens each fit within that share without an eviction. A session
         always fits on an empty engine."""
         if not self.taken:
             return True
-        return self.spoken + sessions * tokens <= share * self.capacity and self.taken + sessions <= self.most
+        return self.reserved + sessions * tokens <= share * self.capacity and self.taken + sessions <= self.most
 
     def keep(self, name: str, slots: int, tokens: int) -> None:
         """Reserve `slots` slots of `tokens` tokens each under a name; 0 ends the reservation."""
         before, each = self._kept.pop(name, (0, 0))
-        self.spoken += slots * tokens - before * each
+        self.reserved += slots * tokens - before * each
         if slots:
             self._kept[name] = slots, tokens
 
@@ -90,7 +90,7 @@ class KvResidency:
         """Assign the session to this engine with an expected size of `wanted` tokens; it has no KV yet."""
         self.drop(session)
         self._wanted[session] = wanted
-        self.spoken += wanted
+        self.reserved += wanted
         self._idle[session] = 0
         self._fresh.add(session)
 
@@ -119,7 +119,7 @@ class KvResidency:
         tokens = self._out(session)
         self._fresh.discard(session)
         self.total -= tokens
-        self.spoken -= max(tokens, self._wanted.pop(session, 0))
+        self.reserved -= max(tokens, self._wanted.pop(session, 0))
 
     def clear(self) -> None:
         self._idle.clear()
@@ -127,7 +127,7 @@ class KvResidency:
         self._wanted.clear()
         self._fresh.clear()
         self._kept.clear()
-        self.total = self.spoken = 0
+        self.total = self.reserved = 0
 
     def _out(self, session: str) -> int:
         found = self._idle.pop(session, None)
@@ -136,7 +136,7 @@ class KvResidency:
     def _in(self, session: str, before: int, tokens: int) -> None:
         wanted = self._wanted.get(session, 0)
         self.total += tokens - before
-        self.spoken += max(tokens, wanted) - max(before, wanted)
+        self.reserved += max(tokens, wanted) - max(before, wanted)
 
     def _shrink(self) -> None:
         """Evict from the end of the oldest idle session first."""

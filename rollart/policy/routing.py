@@ -136,26 +136,26 @@ def route(
     if not serving:
         return None
     tariff = router.tariff
-    home, preferred = next((e for e in serving if e.id == sticky), None), True
-    if home is None:
-        home, preferred = _home(serving, prefills, turn, router, tariff, homes)
-    local = None if tariff is None else tariff.local(home.load, turn.tokens, turn.output)
+    decode, preferred = next((e for e in serving if e.id == sticky), None), True
+    if decode is None:
+        decode, preferred = _sticky_engine(serving, prefills, turn, router, tariff, homes)
+    local = None if tariff is None else tariff.local(decode.load, turn.tokens, turn.output)
     if not prefills:
-        return TurnPath(home.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
-    prefill, price, seconds = _prefill(prefills, home, turn, tariff)
+        return TurnPath(decode.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
+    prefill, price, seconds = _prefill(prefills, decode, turn, tariff)
     offer = PrefillChoice(
         tokens=turn.tokens,
-        uncached=max(turn.tokens - home.cached, 0),
+        uncached=max(turn.tokens - decode.cached, 0),
         local=None if local is None else local.price,
         remote=price,
         was_remote=turn.was_remote,
     )
     if router.rule(offer) and offer.remote != math.inf:
-        return TurnPath(home.id, prefill.id, "remote", preferred, seconds)
-    return TurnPath(home.id, None, "local", preferred, None if local is None else local.seconds)
+        return TurnPath(decode.id, prefill.id, "remote", preferred, seconds)
+    return TurnPath(decode.id, None, "local", preferred, None if local is None else local.seconds)
 
 
-def _home(
+def _sticky_engine(
     serving: Sequence[EngineView],
     prefills: Sequence[EngineView],
     turn: TurnView,
@@ -195,23 +195,23 @@ def _home(
 
 
 def _cheapest(
-    home: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
+    decode: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
 ) -> float:
-    """The price of the turn by way of the decode engine `home`; 0 without prices: all engines tie."""
+    """The price of the turn by way of `decode`; 0 without prices: all engines tie."""
     if tariff is None:
         return 0.0
-    local = tariff.local(home.load, turn.tokens, turn.output).price
+    local = tariff.local(decode.load, turn.tokens, turn.output).price
     if not prefills:
         return local
-    _, remote, _ = _prefill(prefills, home, turn, tariff)
-    uncached = max(turn.tokens - home.cached, 0)
+    _, remote, _ = _prefill(prefills, decode, turn, tariff)
+    uncached = max(turn.tokens - decode.cached, 0)
     assert remote is not None, "a tariff prices every path"
     goes = rule(PrefillChoice(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
     return remote if goes else local
 
 
 def _prefill(
-    prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: PathPricing | None
+    prefills: Sequence[EngineView], decode: EngineView, turn: TurnView, tariff: PathPricing | None
 ) -> tuple[EngineView, float | None, float | None]:
     """The prefill engine, and the price and predicted seconds of the path. By prefix, then load, then id; with prices
     the cheapest among, for every kind, the engine with the longest prefix and the one with the least backlog."""
@@ -219,7 +219,7 @@ def _prefill(
         return min(prefills, key=_prefix_first), None, None
     costs = []
     for engine in _candidates(prefills):
-        cost = tariff.remote(engine.load, home.load, turn.tokens, turn.output, returns=turn.returns)
+        cost = tariff.remote(engine.load, decode.load, turn.tokens, turn.output, returns=turn.returns)
         costs.append((cost.price, _prefix_first(engine), cost.seconds, engine))
     price, _, seconds, engine = min(costs, key=lambda x: x[:2])
     return engine, price, seconds

@@ -237,7 +237,7 @@ class Entrance:
     def joined(self, member: Member) -> None:
         """What fits is known of an engine that was here before."""
         if member.engine.id in self._facts:
-            member.kv.know(*self._facts[member.engine.id])
+            member.kv.set_capacity(*self._facts[member.engine.id])
 
     def report(self, version: int) -> None:
         """The limits since the last time, for the ledger."""
@@ -293,7 +293,7 @@ class Entrance:
         name = member.engine.id
         facts = self._facts[name] = float(tokens), float("inf") if sessions is None else float(sessions)
         if (member.kv.capacity, member.kv.most) != facts:
-            member.kv.know(*facts)
+            member.kv.set_capacity(*facts)
         if self._final:
             each = max(statistics.fmean(self._final.values()), 1.0)
             most = min(self._settings.aimd.high * tokens / each, facts[1])

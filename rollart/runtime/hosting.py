@@ -309,12 +309,12 @@ class HostFleet:
         node = "" if host.life is None else host.life.node
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
         bound = watch.rules.bound(health.machine, here)
-        verdict = watch.look(health.memory, bound, host.live, _now())
+        verdict = watch.check(health.memory, bound, host.live, _now())
         if verdict is MemoryAction.KEEP:
             return ""
         figures = f"its memory is {health.memory / 1e9:.2f} GB, its bound {bound / 1e9:.2f} GB"
         played = f"; it played {', '.join(sorted(host.making))}" if host.making else ""
-        cause = f"{figures} ({watch.rules.words(health.machine, here)}){played}"
+        cause = f"{figures} ({watch.rules.describe(health.machine, here)}){played}"
         if verdict is MemoryAction.RESTART:
             return cause
         host.draining = True

@@ -139,7 +139,7 @@ class BroadcastSender:
         if self._group is not None and self._name == order.group:
             return self._group
         self.leave()
-        host, port = order.place
+        host, port = order.endpoint
         limit = seconds(min(JOIN_S, order.limit_s))
         self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         here = local_address_towards(host, port)
@@ -163,8 +163,8 @@ class BroadcastSender:
         layout = what.layout(bucket)
         self._before = order, len(layout.buckets())
         lane.set("layout", layout.encode())
-        flat = [what.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.places()]
-        places = [(at, size) for *_, at, size in layout.places()]
+        flat = [what.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
+        places = [(at, size) for *_, at, size in layout.spans()]
         moving: deque[tuple[Any, Tensor, Tensor]] = deque()
         spare = [torch.zeros(min(layout.bucket, layout.size), dtype=torch.uint8) for _ in range(MAX_BUCKETS_AHEAD)]
         first = 0

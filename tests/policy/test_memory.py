@@ -27,7 +27,7 @@ def test_a_host_has_its_share_of_the_machine(given: float | None, machine: int, 
 def test_a_host_drains_once_and_ends_when_it_is_empty_when_its_time_is_over_or_far_above() -> None:
     def seen(*looks: tuple[float, int, float]) -> list[MemoryAction]:
         watch = MemoryWatch(MemoryRules(drain_s=60.0))
-        return [watch.look(memory, 100.0, live, now) for memory, live, now in looks]
+        return [watch.check(memory, 100.0, live, now) for memory, live, now in looks]
 
     keep, drain, restart = MemoryAction.KEEP, MemoryAction.DRAIN, MemoryAction.RESTART
     assert seen((100, 5, 0), (100, 0, 1)) == [keep, keep]

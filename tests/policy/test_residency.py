@@ -13,7 +13,7 @@ from rollart.sim.retained import RetainedKv
 
 def known(capacity: float, most: float = math.inf) -> KvResidency:
     r = KvResidency()
-    r.know(capacity, most)
+    r.set_capacity(capacity, most)
     return r
 
 
@@ -53,7 +53,7 @@ def test_room_is_kept_for_what_admitted_sessions_grow_to() -> None:
     r.begin("a", 80)
     assert (r.fill(), r.fits(20), r.fits(21)) == (0.8, True, False)
     r.drop("a")
-    assert (r.total, r.spoken) == (0, 0)
+    assert (r.total, r.reserved) == (0, 0)
 
 
 def test_slots_bound_sessions_whatever_their_length() -> None:
@@ -70,7 +70,7 @@ def test_nothing_is_evicted_while_nobody_knows_what_fits() -> None:
     turn(r, "a", 10**9)
     assert r.fits(10**9)
     assert r.fill() == 0.0
-    r.know(10)
+    r.set_capacity(10)
     assert ("a" in r, r.evicted) == (False, 1)
 
 
@@ -96,11 +96,11 @@ def test_the_bound_holds_and_the_sums_are_those_of_what_is_there(
                 r.drop(session)
         idle = [s for s in "abcdefgh" if s in r and s not in r._busy]
         assert r.total == sum(r.held(s) for s in "abcdefgh")
-        assert r.spoken == sum(max(r.held(s), r._wanted.get(s, 0)) for s in "abcdefgh" if s in r)
+        assert r.reserved == sum(max(r.held(s), r._wanted.get(s, 0)) for s in "abcdefgh" if s in r)
         assert not idle or (r.total <= capacity and len(r) <= most)
     for s in "abcdefgh":
         r.drop(s)
-    assert (r.total, r.spoken, len(r)) == (0, 0, 0)
+    assert (r.total, r.reserved, len(r)) == (0, 0, 0)
 
 
 @given(st.integers(50, 300), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 50)), max_size=60))

@@ -206,7 +206,7 @@ def test_nobody_is_lost_or_starved(
     loop.run(drive.run(meddle=meddle), seed=seed)
     assert sorted(drive.ended) == sorted(f"t{n}" for n in range(count))
     for member in drive.gateway._turns._roster.members.values():
-        assert (len(member.kv), member.kv.total, member.kv.spoken, member.running) == (0, 0, 0, 0)
+        assert (len(member.kv), member.kv.total, member.kv.reserved, member.running) == (0, 0, 0, 0)
     entrance = drive.gateway.entrance
     assert entrance is not None
     assert not entrance._came
