@@ -1,7 +1,7 @@
-"""Calls a reward function in its own convention with items, and reads what it gives. Packed with every function.
+"""Calls a reward function with items in its own convention and reads its result. Packed with every function.
 
-`CALLS` has one `ConventionAdapter` per convention of `serverless.signatures`, where the table of what each parameter
-gets is. A call is of one item or of all; errors of the function pass through. Only the standard library is used.
+`CALLS` has one `ConventionAdapter` per convention of `serverless.signatures`, which has the table of parameters. A call
+is of one item or of all; errors of the function propagate. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["CALLS", "ConventionAdapter"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _LABELS = ("answer", "ground_truth", "solution", "label", "target", "reference_answer")
-"""Columns that mean the reference answer where the metadata has none of that name."""
+"""Columns that default to the reference answer if the metadata has none of that name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConventionAdapter:
-    """How a convention is served.
+    """The adapter of one convention.
 
-    `arguments(items, shape)` makes the arguments of one call; `results(given, count)` makes one result per item of
-    what the function gave: a number, a dict with "score" and "metrics", or a value of `serverless.types`.
-    With `batch` all items go in one call, otherwise each in its own.
+    `arguments(items, shape)` makes the arguments of one call. `results(given, count)` makes one result per item from
+    the function's return value: a number, a dict with "score" and "metrics", or a value of `serverless.types`. With
+    `batch` all items go in one call, otherwise each in its own.
     """
 
     arguments: Callable[[Sequence[Item], CallableSignature], Arguments]
@@ -51,7 +51,7 @@ def _several(given: Any, count: int) -> list[Any]:
 
 
 def _accepted(values: dict[str, Any], shape: CallableSignature) -> dict[str, Any]:
-    """Of the values those that the function takes."""
+    """The values that the function accepts."""
     return values if shape.any_keyword else {k: v for k, v in values.items() if k in shape.names}
 
 
@@ -63,7 +63,7 @@ def _label(item: Item, *names: str) -> Any:
 
 
 def _split(item: Item) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages of the prompt, and those of the policy with what answered it."""
+    """The messages of the prompt, and those of the policy with the replies to them."""
     messages = [dict(m) for m in item.messages]
     prompt = item.metadata.get("prompt")
     if isinstance(prompt, list):
@@ -78,7 +78,7 @@ def _prompt(item: Item) -> str:
 
 
 def _dict_result(result: Any, *keys: str) -> Any:
-    """A framework's dict as ours: its score, and what else in it is a number as metrics."""
+    """Convert a framework's dict: its score, and its other numbers as metrics."""
     if not isinstance(result, Mapping):
         return result
     key = next((k for k in keys if k in result), None)
@@ -92,7 +92,7 @@ def _dict_result(result: Any, *keys: str) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """One number; a vector has `__float__` too."""
+    """True for a single number; a vector has `__float__` too."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return False
     try:
@@ -175,7 +175,7 @@ def _trl_results(given: Any, count: int) -> list[Any]:
 
 
 class _SlimeArguments(SimpleNamespace):
-    """slime's command line: there is none here, and a function that reads it must be told."""
+    """Stands in for slime's command line, which is absent here: a function that reads it gets an explanatory error."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"args.{name}: slime's options are not here; put what the reward needs into its source")
@@ -235,7 +235,7 @@ def _openrlhf_results(given: Any, count: int) -> list[Any]:
         logs["scores"] = given["scores"]
     metrics: list[dict[str, float]] = [{} for _ in range(count)]
     for name, values in logs.items():
-        if hasattr(values, "__len__") and len(values) == count:  # others are of the whole batch, and of no item
+        if hasattr(values, "__len__") and len(values) == count:  # the others belong to the whole batch
             for metric, value in zip(metrics, _several(values, count), strict=True):
                 if _is_number(value):
                     metric[str(name)] = float(value)
@@ -316,4 +316,4 @@ CALLS: Mapping[Convention, ConventionAdapter] = {
     Convention.VERIFIERS: ConventionAdapter(_verifiers, _single, batch=False),
     Convention.VERIFIERS_TEXT: ConventionAdapter(_verifiers_text, _single, batch=False),
 }
-"""ITEMS and EVENT have none: they speak the wire form themselves."""
+"""ITEMS and EVENT have none: they use the wire form directly."""

@@ -1,11 +1,12 @@
-"""`Offload.submit(function, item, deadline_s) -> Outcome`: the one way by which a reward leaves the process.
+"""`Offload.submit(function, item, deadline_s) -> Outcome`: the only path by which a reward leaves the process.
 
-validate -> join an equal item under way -> known result -> admission -> gather into a batch -> time limit and deadline
--> call -> hedge if it is late -> find the guilty item of a failed batch -> retry -> breaker -> next provider -> check
-the answer. `serverless.settings.PipelineSpec` switches and sets every stage; `Offload.stages` tells what each did.
+The stages in order: validation, deduplication of equal items in flight, result cache, admission, batching, time limit
+and deadline, call, hedging, isolation of the failing item of a batch, retry, circuit breaker, fallback provider, check
+of the answer. `serverless.settings.PipelineSpec` switches and configures every stage; `Offload.stages` reports the
+effect of each.
 
-Where it is: `pipeline_line` keeps who waits for what, `pipeline_lane` one provider's calls, `pipeline_queue` the
-waiting items; every decision is a pure policy under `policy/`.
+`pipeline_line` keeps the pending items and their waiters, `pipeline_lane` the calls of one provider and
+`pipeline_queue` the waiting items. Every decision is a pure policy under `policy/`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ __all__ = ["Offload"]
 
 
 class Offload:
-    """Scores items through one backend, or a chain of them in order of preference. Use `async with`: entering deploys
-    the functions (`Package.spec.name`) on each of the (already open) backends.
+    """Scores items through one backend, or several in order of preference. Use `async with`: entering deploys the
+    functions (`Package.spec.name`) on each of the (already open) backends.
 
     Owns the waiting items of every function and a task per invocation in flight. Any number of tasks may call `submit`;
-    each waits for its own outcome and is unblocked by it, by its deadline or by its cancellation. A call that nobody
-    waits for any more is cancelled.
-    Invariants: at most `concurrency` invocations in flight per function and provider, `queue` items waiting per
-    function; every submit gets exactly one outcome; an item is called at most `max_attempts` times, refusals, other
-    providers and the search for a guilty item apart; retries <= reserve + 10 % of items, hedges <= 5 % of calls.
+    each waits for its own outcome and is unblocked by that outcome, by its deadline or by its cancellation. A call is
+    cancelled when the last of its waiters has left. Invariants: at most `concurrency` invocations are in flight per
+    function and provider; at most `queue` items wait per function; every submit gets exactly one outcome; an item is
+    called at most `max_attempts` times, not counting refusals, other providers and isolation; retries <= reserve + 10 %
+    of items; hedges <= 5 % of calls.
 
-    `cache` is the file of the result cache, `meter` where savings are reported (calls are by the backends), `warn`
-    takes what a person should know. `retry` overrides the settings' part. `overrides` are settings by function.
+    `cache` is the file of the result cache. `meter` receives savings (the backends report calls). `warn` receives
+    warnings for the user. `retry` overrides the settings' part. `overrides` are settings by function.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Offload:
         if cache is not None and common.cache.enabled:
             warn = warn or logging.getLogger(__name__).warning
             self._cache = Cache(cache, max_entries=common.cache.max_entries, warn=warn)
-        self._lines: dict[str, FunctionQueue] = {}
+        self._queues: dict[str, FunctionQueue] = {}
         for package in self._packages:
             chosen = (overrides or {}).get(package.spec.name, common)
-            self._lines[package.spec.name] = FunctionQueue(
+            self._queues[package.spec.name] = FunctionQueue(
                 package,
                 self._backends,
                 chosen,
@@ -93,37 +94,37 @@ class Offload:
     @property
     def waiting(self) -> int:
         """Items that wait for a call."""
-        return sum(line.waiting for line in self._lines.values())
+        return sum(queue.waiting for queue in self._queues.values())
 
     def waiting_for(self, function: str) -> int:
         """Items of one function that wait for a call."""
-        return self._line(function).waiting
+        return self._queue_of(function).waiting
 
     def stages(self) -> dict[str, dict[OffloadStage, StageCounts]]:
-        """What every stage did, cost and saved since the start, by function: a copy."""
-        return {name: {s: replace(c) for s, c in line.stages.items()} for name, line in self._lines.items()}
+        """The counts of every stage since the start, by function: a copy."""
+        return {name: {s: replace(c) for s, c in queue.stages.items()} for name, queue in self._queues.items()}
 
     def health(self) -> dict[str, FunctionHealth]:
-        """The functions' fault rates as their callers met them. Whoever runs them decides what rate is too high."""
-        return {name: line.health for name, line in self._lines.items()}
+        """The fault rates of the functions as their callers observed them. The caller decides on the tolerated rate."""
+        return {name: queue.health for name, queue in self._queues.items()}
 
     def providers(self, function: str) -> dict[str, tuple[str, int]]:
-        """The chain of a function: by provider its breaker's state ("closed" if it has none) and the calls it may have
-        in flight."""
+        """The providers of a function in order of preference: the state of the circuit breaker ("closed" if there is
+        none) and the number of calls that may be in flight."""
         return {
             backend.provider: (str(lane.breaker.state) if lane.breaker is not None else "closed", lane.window)
-            for backend, lane in zip(self._backends, self._line(function).lanes, strict=False)
+            for backend, lane in zip(self._backends, self._queue_of(function).lanes, strict=False)
         }
 
     async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
-        """Score one item within `deadline_s` seconds from now. A failure is a value, whatever it is.
+        """Score one item within `deadline_s` seconds from now. Every failure is returned as a value.
 
-        `UnknownFunction` and `BackendFailed` (not open) are the caller's mistakes.
+        Raises `UnknownFunction` and `BackendFailed` (not open) for the caller's mistakes.
         """
-        line = self._line(function)
+        queue = self._queue_of(function)
         if self._group is None:
             raise BackendFailed("the offload is not open", remedy="use `async with`")
-        return await line.submit(item, deadline_s)
+        return await queue.submit(item, deadline_s)
 
     async def __aenter__(self) -> Offload:
         for backend in self._backends:
@@ -140,18 +141,18 @@ class Offload:
         with contextlib.ExitStack() as stack:
             if self._cache is not None:
                 stack.callback(self._cache.close)
-            for line in self._lines.values():
-                line.close()
+            for queue in self._queues.values():
+                queue.close()
             if group is not None:
                 await group.__aexit__(None, None, None)
 
-    def _line(self, function: str) -> FunctionQueue:
-        line = self._lines.get(function)
-        if line is None:
-            raise UnknownFunction(f"no function {function!r}", remedy=f"functions: {', '.join(self._lines) or 'none'}")
-        return line
+    def _queue_of(self, function: str) -> FunctionQueue:
+        queue = self._queues.get(function)
+        if queue is None:
+            raise UnknownFunction(f"no function {function!r}", remedy=f"functions: {', '.join(self._queues) or 'none'}")
+        return queue
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """For the lanes of this offload."""
+        """Start a task for a provider queue."""
         assert self._group is not None
         return self._group.create_task(work)

@@ -1,4 +1,4 @@
-"""What a call is made for, and what its fault says about who can do better. Pure."""
+"""The cause of a call, and the meaning of its fault for retries, isolation and fallback. Pure."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ CAUSED_BY = {
     Cause.ISOLATION: OffloadStage.ISOLATION,
     Cause.FALLBACK: OffloadStage.FALLBACK,
 }
-"""The stage whose doing a call is. (A hedge is a second try of a call.)"""
+"""The stage that caused a call. (A hedge is a second attempt of an existing call.)"""
 
 _NOT_THE_ITEMS = frozenset({FaultKind.THROTTLED, FaultKind.UNAVAILABLE, FaultKind.DEADLINE})
-"""Faults of a call that no item of it can have caused: there is nothing to isolate."""
+"""Call faults that no item can have caused, so that isolation is pointless."""
 
 
 def cause_of(entries: Sequence[PendingItem]) -> Cause:
-    """A call that carries any item for the first time would have been made anyway."""
+    """The common cause of the items; CALL if any item is called for the first time, since that call is no overhead."""
     first = entries[0].cause
     return first if all(entry.cause is first for entry in entries) else Cause.CALL
 
 
 def is_divisible(fault: InfraFault, bill: Invocation | None) -> bool:
-    """Whether an item of a shared call can be what made it fail, so that its halves may fare better.
+    """True if one item of a shared call may have caused its fault, so that its halves may succeed.
 
-    Not if a worker may still be at it: every half would be executed a second time. An event that could not be sent or
-    read (too many bytes, no JSON) is some item's doing though no worker saw it; any other fault that none saw is the
-    provider's.
+    False if a worker may still run the call: every half would be executed a second time. An event that could not be
+    sent or read (too large, invalid JSON) is attributed to an item although no worker received it. Any other fault that
+    reached no worker is attributed to the provider.
     """
     if fault.kind is FaultKind.ENVIRONMENT:
         return True
@@ -46,8 +46,8 @@ def is_divisible(fault: InfraFault, bill: Invocation | None) -> bool:
 
 
 def retryable_elsewhere(fault: InfraFault, bill: Invocation | None) -> bool:
-    """Whether another provider would do: it is away, it refuses, or the function did not start on it. Not for a lost
-    call, unless it is marked as one to repeat."""
+    """True if another provider may succeed: this one is down, it refuses, or the function did not start on it. False
+    for a lost call, unless its fault is marked as retryable."""
     if is_outcome_unknown(fault, bill):
         return fault.kind is FaultKind.UNAVAILABLE and fault.retryable
     if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.THROTTLED):

@@ -1,4 +1,4 @@
-"""The providers of one function in order of preference: where an item waits, and when waiting has no point any more."""
+"""The fallback order of one function's providers: routes items, and gives them up when all providers are down."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["FallbackOrder"]
 
 
 class FallbackOrder:
-    """Decides between lanes; owns nothing that waits. `give_up` tells an entry's waiters.
+    """Routes items between provider queues; owns no waiting items. `give_up` delivers a fault to an item's waiters.
 
-    An entry goes to the first provider that lets it through, from the one on that it has not failed on; if none does,
-    to any. While all are shut it waits where the next trial will be; as trials begin, fail and succeed, those who wait
-    move on. Bound: once `trials` trials of each provider have failed in a row, whatever waits is given up with the next
-    trial that fails, wherever that is.
+    An item goes to the first provider that admits it, starting from the first one that has not failed it; if there is
+    none, to any other. While no provider admits calls, the item waits at the provider with the earliest trial, and
+    waiting items are routed again as trials begin, fail and succeed. Bound: once `trials` trials of each provider have
+    failed in a row, all waiting items are given up at the next failed trial of any provider.
     """
 
     def __init__(
@@ -39,26 +39,27 @@ class FallbackOrder:
         self._give_up = give_up
 
     def route(self, entry: PendingItem, now: float) -> None:
-        """Where it can go first. Ties: the earlier in the chain."""
+        """Send an item to the provider that admits it first. Ties: the earlier in the order."""
         lanes = self._lanes
-        chosen = lanes[entry.lane]
+        chosen = lanes[entry.provider_index]
         self._breakers.entered += chosen.breaker is not None
         if len(lanes) > 1 and not chosen.admits(now):
-            in_order = (*lanes[entry.lane :], *lanes[: entry.lane])
+            in_order = (*lanes[entry.provider_index :], *lanes[: entry.provider_index])
             chosen = next((lane for lane in in_order if lane.admits(now)), None) or min(
                 lanes, key=ProviderQueue.open_at
             )
-        if chosen.index > entry.lane and chosen.index != entry.on:
+        if chosen.index > entry.provider_index and chosen.index != entry.sent_to:
             self._fallbacks.acted += 1
-        if chosen.index > entry.lane:
+        if chosen.index > entry.provider_index:
             entry.cause = Cause.FALLBACK
-        elif entry.on > chosen.index:  # it waited elsewhere, and its own provider is back
-            entry.cause = Cause.RETRY if entry.retried else Cause.FALLBACK if entry.lane else Cause.CALL
-        entry.on = chosen.index
+        elif entry.sent_to > chosen.index:  # returned from another provider
+            entry.cause = Cause.RETRY if entry.retried else Cause.FALLBACK if entry.provider_index else Cause.CALL
+        entry.sent_to = chosen.index
         chosen.enqueue(entry)
 
     def shut(self, index: int) -> None:
-        """A lane admits nothing for a while: what waits there goes where it can go sooner, or is given up."""
+        """A provider queue stopped admitting calls: route its items to a provider that admits them sooner, or give them
+        up."""
         if not math.isinf(self._lanes[index].open_at()) and self.hopeless():
             fault = self._fault()
             for lane in self._lanes:
@@ -70,7 +71,7 @@ class FallbackOrder:
                 self.route(entry, now)
 
     def back(self, index: int) -> None:
-        """A lane admits calls again: what waits for a trial elsewhere need not."""
+        """A provider queue admits calls again: route the items to it that wait for another provider's trial."""
         now = asyncio.get_running_loop().time()
         for lane in self._lanes:
             if lane.index != index and not lane.admits(now):
@@ -78,11 +79,11 @@ class FallbackOrder:
                     self.route(entry, now)
 
     def hopeless(self) -> bool:
-        """Whether no provider has answered a trial for as many as count."""
+        """True if every provider has failed the maximal number of trials in a row."""
         return all(lane.breaker is not None and lane.breaker.hopeless for lane in self._lanes)
 
     def _fault(self) -> InfraFault:
-        # The same text for all of one outage: a run names its most frequent fault.
-        said = "; ".join(f"{lane.provider} failed trial after trial: {lane.why}" for lane in self._lanes)
-        detail = f"no provider of {self._function} answers: {said}"[:500]
+        # The text is the same throughout an outage: a run reports its most frequent fault.
+        causes = "; ".join(f"{lane.provider} failed trial after trial: {lane.why}" for lane in self._lanes)
+        detail = f"no provider of {self._function} answers: {causes}"[:500]
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)

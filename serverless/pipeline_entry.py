@@ -1,4 +1,5 @@
-"""An item under way, those who wait for it, and the calls that carry it: the state that a line and its lanes share."""
+"""A pending item, its waiters and the calls that carry it: the state shared by a function queue and its provider
+queues."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["PipelineCall", "PendingItem", "CallAttempt", "Waiter"]
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One `submit`: its own outcome, its own deadline."""
+    """One `submit`, with its own outcome and deadline."""
 
     entry: PendingItem
     outcome: asyncio.Future[Outcome]
@@ -23,10 +24,11 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class PendingItem:
-    """One piece of work: an item that one or more submits wait for, until `expires`, the latest of their deadlines.
+    """An item that one or more submits wait for, until `expires`, the latest of their deadlines.
 
-    `lane` is the first provider that has not failed it, `on` the one that it was sent to last, `done` that nobody waits
-    any more, `alone` that it was in a call that failed as a whole and shares none again.
+    `provider_index` is the index of the first provider that has not failed the item, `sent_to` that of the provider
+    that it was last sent to. `done` is set when no submit waits for it any more. `alone` is set after a call of several
+    items that failed as a whole: the item then shares no further call.
     """
 
     wire: WireItem
@@ -37,8 +39,8 @@ class PendingItem:
     since: float
     waiters: list[Waiter] = field(default_factory=list)
     cause: Cause = Cause.CALL
-    lane: int = 0
-    on: int = 0
+    provider_index: int = 0
+    sent_to: int = 0
     attempts: int = 0
     throttles: int = 0
     retried: bool = False
@@ -50,10 +52,8 @@ class PendingItem:
 
 @dataclass(slots=True, eq=False)
 class PipelineCall:
-    """A logical call: a list of entries, carried by one try or, hedged, by two. `alive` is how many entries still wait.
-
-    `limit` is the time limit of its only item, where it has one.
-    """
+    """A logical call of several items, carried by one attempt, or by two if it is hedged. `alive` counts the items that
+    are still waited for. `limit` is the time limit of its only item, if there is one."""
 
     entries: list[PendingItem]
     event: list[WireItem]
@@ -61,9 +61,9 @@ class PipelineCall:
     expires: float
     limit: float | None
     alive: int
-    lane: int
+    provider_index: int
     counted: bool
-    """Whether it was an attempt of its items: one that looks for the guilty item of a batch is not."""
+    """True if the call counts as an attempt of its items. A call that isolates the failing item of a batch does not."""
     done: bool = False
     tries: list[CallAttempt] = field(default_factory=list)
 

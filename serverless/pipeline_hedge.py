@@ -1,4 +1,4 @@
-"""Second tries for late calls of one lane: who is late, and who is tried again when there is room."""
+"""Hedging of one provider's late calls: decides which calls are late, and starts second attempts when there is room."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Hedger"]
 
 
 class Hedger:
-    """Owns the latencies and the budget of a lane, and its late calls. `room` says whether an invocation may begin,
-    `again` begins one. Calls that look for a guilty item are not hedged: their faults are wanted."""
+    """Owns the latencies, the hedge budget and the late calls of one provider. `room` returns True if an invocation may
+    begin; `again` begins one. Calls that isolate a failing item are not hedged, since their faults are needed."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class Hedger:
         self._latencies = Latencies(policy)
         self._budget = HedgeBudget(policy)
         self._stage = stage
-        self._room = room
-        self._again = again
+        self._has_room = room
+        self._start_hedge = again
         self._watched: Timers[PipelineCall] = Timers(self._is_late, lambda call: call.done)
         self._late: dict[PipelineCall, None] = {}
 
     def called(self, call: PipelineCall, now: float) -> None:
-        """A call began: it earns its share of a hedge, and is watched."""
+        """Record the start of a call: it earns its share of a hedge and is watched."""
         self._stage.entered += 1
         self._budget.earn()
         if call.cause is not Cause.ISOLATION:
@@ -47,16 +47,16 @@ class Hedger:
         self._latencies.add(seconds, items)
 
     def over(self, call: PipelineCall) -> None:
-        """It needs no hedge any more."""
+        """The call needs no hedge any more."""
         self._late.pop(call, None)
 
     def pump(self) -> None:
-        """Calls that are still late are tried again, the last first, as there is room and a token to spare.
+        """Hedge late calls, the most recent first, while there is room and a token in reserve.
 
-        A call that has just become late needs none to spare: where stragglers are as many as the budget, most are
-        hedged at once and a few not at all, instead of all of them after a wait.
+        A call that has just become late needs no token in reserve. If the share of stragglers equals the budget, most
+        are then hedged at once and a few not at all, instead of all of them after a wait.
         """
-        while self._late and self._room() and self._budget.take(spare=1.0):
+        while self._late and self._has_room() and self._budget.take(spare=1.0):
             self._hedge(self._late.popitem()[0])
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Hedger:
         self._late.clear()
 
     def _is_late(self, call: PipelineCall) -> None:
-        if self._room() and self._budget.take():
+        if self._has_room() and self._budget.take():
             self._hedge(call)
         else:
             self._late[call] = None
@@ -72,4 +72,4 @@ class Hedger:
     def _hedge(self, call: PipelineCall) -> None:
         self._stage.acted += 1
         self._stage.extra_calls += 1
-        self._again(call)
+        self._start_hedge(call)

@@ -1,4 +1,4 @@
-"""One function on one provider: waiting items become calls, within what it bears, and calls become answers."""
+"""One function on one provider: gathers waiting items into calls within the provider's limits, and delivers answers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFaul
 __all__ = ["ProviderQueue"]
 
 _UNANSWERED = InfraFault(FaultKind.DEADLINE, retryable=False, detail="a trial had no answer before its deadline")
-"""Of a trial that was cancelled because its items' time was over."""
+"""The fault of a trial that was cancelled because the deadlines of its items had passed."""
 
 _EPS = 1e-9
-"""Loop times this close are the same."""
+"""Tolerance for comparing loop times, in seconds."""
 
 
 class ProviderQueue:
     """Owns the items that wait for this provider and a task per invocation.
 
-    Invariants: invocations in flight, hedges included, stay within the window, and it within `concurrency`; none begins
-    while the window waits or the breaker is open; an entry is in at most one call; hedges <= budget * calls.
-    Order: groups under isolation, then late calls, then waiting items, first come first served.
+    Invariants: invocations in flight, hedges included, stay within the concurrency window, and the window within
+    `concurrency`; no invocation begins while the window is in back-off or the breaker is open; an item is in at most
+    one call; hedges <= budget * calls. Order: groups under isolation, then late calls, then waiting items in order of
+    arrival.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class ProviderQueue:
         self._backend = backend
         self.provider = backend.provider
         self.why = ""
-        """The fault by which the breaker opened last."""
+        """The detail of the fault that last opened the breaker."""
         self._settings = settings
         self._rng = rng
-        self._alone = alone
+        self._only_provider = alone
         batch = settings.batch
         items = spec.batch.max_items if batch.enabled else 1
         wait_s = spec.batch.max_wait_ms / 1000.0 if batch.enabled else 0.0
@@ -78,8 +79,8 @@ class ProviderQueue:
         hedge = settings.hedge.policy()
         self._hedger: Hedger | None = None
         if hedge is not None:
-            self._hedger = Hedger(hedge, self._hedges, room=self._room_to_hedge, again=self._try_again)
-        self._tries: dict[CallAttempt, None] = {}
+            self._hedger = Hedger(hedge, self._hedges, room=self._room_to_hedge, again=self._start_hedge)
+        self._attempts: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -89,30 +90,30 @@ class ProviderQueue:
 
     @property
     def window(self) -> int:
-        """Invocations that may be in flight now."""
+        """The number of invocations that may be in flight now."""
         return self._window.size if self._window is not None else self._spec.concurrency
 
     def admits(self, now: float) -> bool:
-        """Whether to wait here: the breaker lets a call begin, and the provider does not refuse them all."""
+        """True if items should wait here: the breaker admits a call, and the provider does not refuse every call."""
         return (self.breaker is None or self.breaker.admits(now)) and not self._exhausted(now)
 
     def open_at(self) -> float:
-        """When it may admit again, loop seconds; infinite while a trial is out."""
+        """The earliest time of the next admission, loop seconds; infinite while a trial is in flight."""
         until = self.breaker.until if self.breaker is not None else 0.0
         return max(until, self._window.ready_at()) if self._window is not None else until
 
     def enqueue(self, entry: PendingItem) -> None:
-        """Last in line. Looks for a due call only if this item can have made one due."""
+        """Append an item. Looks for a due call only if this item can have made one due."""
         if self._queue.add(entry) or self._timer is None:
             self._pump()
 
     def purge(self) -> None:
-        """Forget entries that nobody waits for."""
+        """Drop finished items."""
         self._queue.purge()
         self._groups = deque([e for e in group if not e.done] for group in self._groups)
 
     def drain(self) -> list[PendingItem]:
-        """Give up everything that waits."""
+        """Remove and return all waiting items."""
         entries = [e for group in self._groups for e in group if not e.done]
         for entry in entries:
             entry.alone = True
@@ -128,13 +129,13 @@ class ProviderQueue:
         self.drain()
 
     def abandon(self, call: PipelineCall) -> None:
-        """One entry of a call left; with the last of them the call goes."""
+        """Remove one item from a call; after the last one the call is cancelled."""
         call.alive -= 1
         if call.alive == 0:
             self._finish(call)
 
     def _pump(self) -> None:
-        """Start the calls that are due. Runs when an item may have made one due, a call ended, or time has."""
+        """Start the due calls. Runs when an item may have made a call due, when a call ended, and at a timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -156,13 +157,13 @@ class ProviderQueue:
                 return
 
     def _may_begin(self, now: float, loop: asyncio.AbstractEventLoop) -> bool:
-        """False where a call's end or the timer set here will look again."""
-        if len(self._tries) >= self.window:
+        """False if a call's end or the timer set here will pump again."""
+        if len(self._attempts) >= self.window:
             return False
         ready = self._window.ready_at() if self._window is not None else now
         if self.breaker is not None and not self.breaker.admits(now):
             if math.isinf(self.breaker.until):
-                return False  # the trial is out
+                return False  # a trial is in flight
             ready = max(ready, self.breaker.until)
         if ready <= now + _EPS:
             return True
@@ -182,11 +183,11 @@ class ProviderQueue:
             entry.attempts += counted
             waited += now - entry.since
         self._count(call, waited)
-        self._try(call, cause)
+        self._start_attempt(call, cause)
         if self._hedger is not None:
             self._hedger.called(call, now)
         if call.tries[0].trial:
-            self._owner.shut(self.index)  # nobody else goes here until it ended, and another provider may be sooner
+            self._owner.shut(self.index)  # the trial blocks other calls here: another provider may be sooner
 
     def _count(self, call: PipelineCall, waited: float) -> None:
         items = len(call.entries)
@@ -205,105 +206,107 @@ class ProviderQueue:
         if call.cause in CAUSED_BY:
             self._counts[CAUSED_BY[call.cause]].extra_calls += 1
 
-    def _try(self, call: PipelineCall, cause: Cause) -> None:
+    def _start_attempt(self, call: PipelineCall, cause: Cause) -> None:
         now = asyncio.get_running_loop().time()
         trial = self.breaker.begin(now) if self.breaker is not None else False
-        one = CallAttempt(
-            call, cause, now, trial, self._window.begin(len(self._tries)) if self._window is not None else 0
+        attempt = CallAttempt(
+            call, cause, now, trial, self._window.begin(len(self._attempts)) if self._window is not None else 0
         )
-        call.tries.append(one)
-        self._tries[one] = None
-        one.task = self._owner.spawn(self._run(one))
-        # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
-        one.task.add_done_callback(lambda _: self._ended(one))
+        call.tries.append(attempt)
+        self._attempts[attempt] = None
+        attempt.task = self._owner.spawn(self._run(attempt))
+        # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
+        attempt.task.add_done_callback(lambda _: self._ended(attempt))
 
-    async def _run(self, one: CallAttempt) -> None:
-        call = one.call
+    async def _run(self, attempt: CallAttempt) -> None:
+        call = attempt.call
         left = call.expires - asyncio.get_running_loop().time()
         if call.limit is not None:
             left = min(left, call.limit)
-        reply = await self._backend.invoke(self._spec.name, call.event, deadline_s=left, cause=one.cause)
-        self._answered(one, reply)
+        reply = await self._backend.invoke(self._spec.name, call.event, deadline_s=left, cause=attempt.cause)
+        self._answered(attempt, reply)
 
-    def _ended(self, one: CallAttempt) -> None:
-        self._tries.pop(one, None)
+    def _ended(self, attempt: CallAttempt) -> None:
+        self._attempts.pop(attempt, None)
         now = asyncio.get_running_loop().time()
-        if not one.reported and self.breaker is not None:
-            over = one.trial and now >= one.call.expires - _EPS
-            self._judge(self.breaker, one, _UNANSWERED if over else None, now, cancelled=True)
+        if not attempt.reported and self.breaker is not None:
+            over = attempt.trial and now >= attempt.call.expires - _EPS
+            self._record_end(self.breaker, attempt, _UNANSWERED if over else None, now, cancelled=True)
         if self._hedger is not None:
             self._hedger.pump()
         self._pump()
 
-    def _try_again(self, call: PipelineCall) -> None:
-        self._try(call, Cause.HEDGE)
+    def _start_hedge(self, call: PipelineCall) -> None:
+        self._start_attempt(call, Cause.HEDGE)
 
     def _room_to_hedge(self) -> bool:
-        """A hedge is a luxury: only with a free place, a provider that refuses nothing and a closed breaker."""
-        if self._closed or len(self._tries) >= self.window:
+        """True if a hedge may begin: there is a free slot, the window is not in back-off and the breaker is closed."""
+        if self._closed or len(self._attempts) >= self.window:
             return False
         if self.breaker is not None and self.breaker.state is not BreakerState.CLOSED:
             return False
         return self._window is None or self._window.ready_at() <= asyncio.get_running_loop().time() + _EPS
 
-    def _answered(self, one: CallAttempt, reply: Reply) -> None:
-        """A try's reply: the first answer, or the last fault, is the call's."""
-        call, now = one.call, asyncio.get_running_loop().time()
-        self._note(one, reply, now)
-        call.tries.remove(one)
+    def _answered(self, attempt: CallAttempt, reply: Reply) -> None:
+        """Handle an attempt's reply. The first answer, or the last fault, becomes the call's."""
+        call, now = attempt.call, asyncio.get_running_loop().time()
+        self._record_reply(attempt, reply, now)
+        call.tries.remove(attempt)
         hedge = self._hedges
         if call.done or (reply.fault is not None and call.tries):
             hedge.extra_billed_s += reply.invocation.billed_s if reply.invocation is not None else 0.0
             return
         for loser in call.tries:
             hedge.extra_billed_s += billed_seconds(now - loser.began)
-        hedge.helped += one.cause is Cause.HEDGE and reply.fault is None
+        hedge.helped += attempt.cause is Cause.HEDGE and reply.fault is None
         self._finish(call)
         for entry in call.entries:
             entry.call = None
-        self._conclude(call, reply, now - one.began)
+        self._conclude(call, reply, now - attempt.began)
 
-    def _note(self, one: CallAttempt, reply: Reply, now: float) -> None:
-        """What a reply says about the provider."""
-        one.reported = True
-        del self._tries[one]  # now: replies that come together must not see each other as still out
-        seconds, items, others = now - one.began, len(one.call.entries), len(self._tries)
+    def _record_reply(self, attempt: CallAttempt, reply: Reply, now: float) -> None:
+        """Update the window, the hedger and the breaker from a reply."""
+        attempt.reported = True
+        del self._attempts[attempt]  # at once: replies that arrive together must not count each other as in flight
+        seconds, items, others = now - attempt.began, len(attempt.call.entries), len(self._attempts)
         if reply.invocation is not None:
             self._owner.billed(reply.invocation)
-            if one.call.cause in CAUSED_BY:
-                self._counts[CAUSED_BY[one.call.cause]].extra_billed_s += reply.invocation.billed_s
+            if attempt.call.cause in CAUSED_BY:
+                self._counts[CAUSED_BY[attempt.call.cause]].extra_billed_s += reply.invocation.billed_s
         fault = reply.fault
         if fault is None:
             if self._window is not None:
-                self._window.answered(now, seconds, items, in_flight=others, number=one.number)
+                self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
             if self._hedger is not None:
                 cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
                 self._hedger.answered(max(0.0, seconds - cold_s), items)
         elif fault.kind is FaultKind.THROTTLED and self._window is not None:
-            self._window.throttled(fault, now, one.number, self._rng, in_flight=others)
+            self._window.throttled(fault, now, attempt.number, self._rng, in_flight=others)
         if self.breaker is not None:
-            self._judge(self.breaker, one, fault, now)
+            self._record_end(self.breaker, attempt, fault, now)
 
-    def _judge(
+    def _record_end(
         self,
         breaker: CircuitBreaker,
-        one: CallAttempt,
+        attempt: CallAttempt,
         fault: InfraFault | None,
         now: float,
         *,
         cancelled: bool = False,
     ) -> None:
-        """What a try's end says to the breaker, and what follows for those who wait."""
-        failed = is_provider_failure(fault, alone=self._alone) if fault is not None else None if cancelled else False
-        if failed and not one.trial and (one.cause is Cause.ISOLATION or self._items_fault(fault)):
-            failed = None  # the item's doing, most likely
-        elif one.trial and fault is not None and fault.kind is FaultKind.DEADLINE:
-            failed = True if breaker.unanswered(now - one.began) else None
-        if breaker.ended(now, failed, trial=one.trial):
+        """Report an attempt's end to the breaker, and reroute waiting items if its state changes."""
+        failed = (
+            is_provider_failure(fault, alone=self._only_provider) if fault is not None else None if cancelled else False
+        )
+        if failed and not attempt.trial and (attempt.cause is Cause.ISOLATION or self._items_fault(fault)):
+            failed = None  # most likely caused by the item
+        elif attempt.trial and fault is not None and fault.kind is FaultKind.DEADLINE:
+            failed = True if breaker.unanswered(now - attempt.began) else None
+        if breaker.ended(now, failed, trial=attempt.trial):
             self.why = fault.detail if fault is not None else ""
             self._counts[OffloadStage.BREAKER].acted += 1
             self._owner.shut(self.index)
-        elif one.trial and breaker.state is BreakerState.CLOSED:
+        elif attempt.trial and breaker.state is BreakerState.CLOSED:
             if self._window is not None:
                 self._window.restart()
             self._owner.back(self.index)
@@ -320,13 +323,13 @@ class ProviderQueue:
         return fault is not None and fault.kind is FaultKind.TIMEOUT and self._spec.timeout_floor is not None
 
     def _finish(self, call: PipelineCall) -> None:
-        """Nothing of this call is wanted any more: what is out of it is cancelled."""
+        """Mark a call as finished and cancel its remaining attempts."""
         call.done = True
         if self._hedger is not None:
             self._hedger.over(call)
-        for one in call.tries:
-            if one.task is not None:
-                one.task.cancel()
+        for attempt in call.tries:
+            if attempt.task is not None:
+                attempt.task.cancel()
 
     def _conclude(self, call: PipelineCall, reply: Reply, seconds: float) -> None:
         fault, entries = reply.fault, call.entries
@@ -338,7 +341,7 @@ class ProviderQueue:
         if fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
             self._readmit(call, fault)
             return
-        if is_outcome_unknown(fault, reply.invocation):  # it may have been executed: again only if that does no harm
+        if is_outcome_unknown(fault, reply.invocation):  # may have been executed: retry only if repetition is harmless
             fault = replace(fault, retryable=self._may_repeat(fault))
         if len(entries) > 1 and self._settings.isolation.enabled and is_divisible(fault, reply.invocation):
             self._isolate(call)
@@ -355,7 +358,8 @@ class ProviderQueue:
         return fault.kind is FaultKind.UNAVAILABLE and self._settings.retry.lost and self._spec.deterministic
 
     def _failed(self, entry: PendingItem, call: PipelineCall, fault: InfraFault, bill: Invocation | None) -> None:
-        """A call's fault, as it concerns one item: a time limit that passed while a worker ran it may be its own."""
+        """Apply a call's fault to one item. If a time limit passed while a worker ran the item, the fault may be the
+        item's."""
         if fault.kind is FaultKind.DEADLINE and not entry.done:
             left = entry.expires - asyncio.get_running_loop().time()
             if call.limit is not None and left > _EPS:
@@ -365,7 +369,7 @@ class ProviderQueue:
                 bill = bill if ran_s >= 0.9 * call.limit else None
             elif entry.expires > call.expires + _EPS and left > _EPS:
                 entry.attempts -= call.counted
-                self._owner.again(entry)  # somebody with more time joined after the call had begun
+                self._owner.again(entry)  # a submit with a later deadline joined after the call had begun
                 return
         floor = self._spec.timeout_floor
         if fault.kind is FaultKind.TIMEOUT and floor is not None and bill is not None and bill.items:
@@ -374,7 +378,8 @@ class ProviderQueue:
             self._owner.receive(entry, fault)
 
     def _readmit(self, call: PipelineCall, fault: InfraFault) -> None:
-        """A refused call was not executed: its items go back to the front, without an attempt or a token spent."""
+        """Return the items of a refused call to the front. The call was not executed, so no attempt or retry token is
+        spent."""
         stage, back = self._admissions, []
         now = asyncio.get_running_loop().time()
         stage.extra_calls += 1
@@ -397,7 +402,7 @@ class ProviderQueue:
             self._owner.shut(self.index)
 
     def _put_back(self, entries: list[PendingItem], cause: Cause) -> None:
-        """To the front; elsewhere if this provider has gone meanwhile."""
+        """Return items to the front, or route them again if this provider stopped admitting calls meanwhile."""
         if self._closed:
             return
         if not self.admits(asyncio.get_running_loop().time()):
@@ -412,9 +417,10 @@ class ProviderQueue:
         self._pump()
 
     def _isolate(self, call: PipelineCall) -> None:
-        """A shared call failed as a whole: its halves are called, so that in the end only the guilty item fails.
+        """Split a shared call that failed as a whole into halves, so that in the end only the guilty item fails.
 
-        Bound: 2 * ceil(log2 n) calls for one guilty item of n. It is no retry: it costs no attempt and no budget.
+        Bound: 2 * ceil(log2 n) calls for one guilty item of n. Isolation is no retry: it costs no attempt and no
+        budget.
         """
         live = [entry for entry in call.entries if not entry.done]
         self._counts[OffloadStage.ISOLATION].acted += len(live)

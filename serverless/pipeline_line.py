@@ -1,4 +1,4 @@
-"""The items of one function on their way: who waits for what, which are one, what was known before, where they go."""
+"""The pending items of one function: their waiters, deduplication, cached results, retries and routing."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class FunctionQueue:
-    """Owns the entries of one function, their waiters and timers, and a lane per provider, in the order of the chain.
+    """Owns the pending items of one function, their waiters and timers, and a provider queue per provider, in fallback
+    order.
 
-    An entry is in one place: waiting in a lane, in a call of a lane, or in a retry's pause. Every waiter gets exactly
-    one outcome, when its entry has one, or its own deadline passes, or the line closes.
+    An item is either waiting in a provider queue, in a call of a provider queue, or in the pause before a retry. Every
+    waiter gets exactly one outcome: when its item has one, when its own deadline passes, or when the queue closes.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class FunctionQueue:
         self._stages = {stage: StageCounts() for stage in OffloadStage}
         self._validated, self._checked = self._stages[OffloadStage.VALIDATE], self._stages[OffloadStage.SCHEMA]
         self._retries, self._fallbacks = self._stages[OffloadStage.RETRY], self._stages[OffloadStage.FALLBACK]
-        self._shared = self._stages[OffloadStage.DEDUPE]
+        self._dedupes = self._stages[OffloadStage.DEDUPE]
         self.health = FunctionHealth()
         self._billed_s = 0.0
         self._billed_items = 0
@@ -102,13 +103,13 @@ class FunctionQueue:
         key: bytes | None = None
         if self._flights is not None or self._cache is not None:
             key = item_key(self._version, encoded)
-        known = self._known(key)
+        known = self._cached(key)
         if known is not None:
             self.health.note(known)
             return known
-        entry = self._joined(key)
+        entry = self._equal_in_flight(key)
         if entry is None:
-            if self.waiting >= self.spec.queue and not self._purged():
+            if self.waiting >= self.spec.queue and not self._purge_finished():
                 detail = f"{self.spec.queue} items wait for {self.spec.name}"
                 fault = InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE)
                 return self._refused(fault)
@@ -132,7 +133,7 @@ class FunctionQueue:
             self._leave(waiter)
 
     def close(self) -> None:
-        """Everyone who waits is told; calls in flight are cancelled."""
+        """Resolve all waiters with a fault and cancel the calls in flight."""
         fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail="the offload was closed")
         for lane in self.lanes:
             lane.close()
@@ -158,7 +159,7 @@ class FunctionQueue:
         self._billed_items += invocation.items
 
     def receive(self, entry: PendingItem, outcome: Outcome, *, seconds: float | None = None) -> None:
-        """An item's outcome is its waiters', unless it is worth another attempt."""
+        """Deliver an item's outcome to its waiters, unless another attempt is worthwhile."""
         if seconds is not None:
             self._checked.entered += 1
         if entry.done:
@@ -168,23 +169,23 @@ class FunctionQueue:
             self._checked.acted += schema_fault
             floor = self.spec.timeout_floor
             if outcome.kind is FaultKind.TIMEOUT and floor is not None and seconds is not None:
-                # The handler cut this item itself.
+                # The handler's own time limit stopped this item.
                 outcome, seconds = ModelFault(floor, outcome.detail), None
-            elif self._again(entry, outcome):
+            elif self._schedule_retry(entry, outcome):
                 return
         elif isinstance(outcome, Scored) and self._anchors is not None and seconds is not None:
             self._anchors.learn(entry.prompt, outcome, seconds)
-        # A time-out is no property of the item: it is told, and forgotten.
+        # A timeout is no property of the item: it is reported, and not cached.
         self._settle(entry, outcome, keep=seconds is not None)
 
     def provider_failed(self, lane: int, entry: PendingItem, fault: InfraFault) -> None:
-        """The next provider of the chain, else what a retry can do."""
+        """Route the item to the next provider; after the last one, treat the fault as final or retry."""
         if entry.done:
             return
-        if lane < entry.lane or lane + 1 >= len(self.lanes) or self._chain.hopeless():
+        if lane < entry.provider_index or lane + 1 >= len(self.lanes) or self._chain.hopeless():
             self.receive(entry, fault)
             return
-        entry.lane = lane + 1
+        entry.provider_index = lane + 1
         entry.attempts = max(0, entry.attempts - 1)
         entry.throttles = 0
         entry.cause = Cause.FALLBACK
@@ -203,8 +204,8 @@ class FunctionQueue:
     def back(self, lane: int) -> None:
         self._chain.back(lane)
 
-    def _known(self, key: bytes | None) -> Outcome | None:
-        """The cached result of an item."""
+    def _cached(self, key: bytes | None) -> Outcome | None:
+        """The cached result of an item, None if there is none."""
         cache = self._cache
         if key is None or cache is None or not cache.on:
             return None
@@ -215,11 +216,11 @@ class FunctionQueue:
             self._saved(stage, "cache", 1)
         return known
 
-    def _joined(self, key: bytes | None) -> PendingItem | None:
-        """The entry of an equal item that is under way."""
+    def _equal_in_flight(self, key: bytes | None) -> PendingItem | None:
+        """The pending entry of an equal item that is in flight."""
         if key is None or self._flights is None:
             return None
-        stage = self._shared
+        stage = self._dedupes
         stage.entered += 1
         entry = self._flights.get(key)
         if entry is not None:
@@ -251,13 +252,13 @@ class FunctionQueue:
         self.health.note(fault)
         return fault
 
-    def _purged(self) -> bool:
+    def _purge_finished(self) -> bool:
         for lane in self.lanes:
             lane.purge()
         return self.waiting < self.spec.queue
 
-    def _again(self, entry: PendingItem, fault: InfraFault) -> bool:
-        """Schedule another attempt, if the policy and the budget allow one and somebody may answer it."""
+    def _schedule_retry(self, entry: PendingItem, fault: InfraFault) -> bool:
+        """Schedule another attempt, if the policy and the budget allow one and a provider may answer it."""
         if self._retry is None or self._budget is None or self._chain.hopeless():
             return False
         loop = asyncio.get_running_loop()
@@ -284,7 +285,7 @@ class FunctionQueue:
         self._leave(waiter)
 
     def _leave(self, waiter: Waiter) -> None:
-        """This submit waits no more. The entry goes with its last waiter. Idempotent."""
+        """Remove a waiter; its item ends with its last waiter. Idempotent."""
         entry = waiter.entry
         if not entry.done:
             if waiter in entry.waiters:
@@ -293,7 +294,7 @@ class FunctionQueue:
                 self._end(entry)
 
     def _end(self, entry: PendingItem) -> None:
-        """Nobody waits for this entry any more."""
+        """End an item that has no waiters left."""
         entry.done = True
         self._live.pop(entry, None)
         if entry.key is not None and self._flights is not None and self._flights.get(entry.key) is entry:
@@ -303,14 +304,14 @@ class FunctionQueue:
             entry.retry = None
         call, entry.call = entry.call, None
         if call is not None:
-            self.lanes[call.lane].abandon(call)
+            self.lanes[call.provider_index].abandon(call)
 
     def _settle(self, entry: PendingItem, outcome: Outcome, *, keep: bool = False) -> None:
         if entry.done:
             return
         scored = not isinstance(outcome, InfraFault)
         self._retries.helped += scored and entry.retried
-        self._fallbacks.helped += scored and entry.on > 0
+        self._fallbacks.helped += scored and entry.sent_to > 0
         limited = self._anchors is not None and isinstance(outcome, ModelFault)
         if keep and entry.key is not None and self._cache is not None and not limited and cacheable(outcome):
             assert not isinstance(outcome, InfraFault)
@@ -318,7 +319,7 @@ class FunctionQueue:
         waiters, entry.waiters = entry.waiters, []
         self._end(entry)
         if scored and len(waiters) > 1:
-            self._saved(self._shared, "dedupe", len(waiters) - 1)
+            self._saved(self._dedupes, "dedupe", len(waiters) - 1)
         for position, waiter in enumerate(waiters):
             self.health.note(outcome)
             if not waiter.outcome.done():

@@ -1,4 +1,4 @@
-"""What a lane asks of the line that it belongs to."""
+"""The callbacks of a provider queue into its function queue."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ __all__ = ["ProviderQueueCallbacks"]
 
 
 class ProviderQueueCallbacks(Protocol):
-    """All synchronous. Lanes are named by their place in the chain."""
+    """All are synchronous. `lane` is the index of the provider queue in the fallback order."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
     def count(self, stage: OffloadStage) -> StageCounts: ...
 
     def limit(self, entry: PendingItem) -> float | None:
-        """The item's time limit now, None for none."""
+        """The item's current time limit in seconds, None for none."""
 
     def receive(self, entry: PendingItem, outcome: Outcome, *, seconds: float | None = None) -> None:
-        """An item's outcome; `seconds` of its call if a worker gave it, None for one that the lane made up."""
+        """Deliver an item's outcome. `seconds` is the duration of its call if a worker gave the outcome, None if the
+        provider queue made it."""
 
     def provider_failed(self, lane: int, entry: PendingItem, fault: InfraFault) -> None:
-        """This provider cannot serve the item, which says nothing about another."""
+        """This provider cannot serve the item; another one may."""
 
     def again(self, entry: PendingItem) -> None:
-        """Send an entry on its way once more."""
+        """Route the item again."""
 
     def billed(self, invocation: Invocation) -> None: ...
 
     def shut(self, lane: int) -> None:
-        """The lane admits nothing for a while: its breaker opened, its trial is out, or its provider refuses."""
+        """The provider queue admits no calls for a while: its breaker opened, its trial is in flight, or its provider
+        refuses."""
 
     def back(self, lane: int) -> None:
-        """Its breaker closed."""
+        """The breaker of the provider queue closed."""

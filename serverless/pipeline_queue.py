@@ -1,4 +1,4 @@
-"""Items that wait for a call, in the order in which they came, optionally apart by length."""
+"""Queue of the items that wait for a call, in order of arrival, optionally bucketed by length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class _Bucket:
 
 
 class WaitingItems:
-    """First come, first served within a bucket; among buckets the one whose head waits longest is asked first, so that
-    no length starves. Without `by_length` there is one bucket. Entries that are done are dropped when met."""
+    """First come, first served within a bucket. Buckets are served in the order of their heads' waiting times, longest
+    first, so that no length starves. Without `by_length` there is one bucket. Finished items are dropped when they
+    reach the head."""
 
     def __init__(self, policy: BatchPolicy, *, by_length: bool) -> None:
         self.policy = policy
@@ -32,7 +33,7 @@ class WaitingItems:
         return self._count
 
     def add(self, entry: PendingItem) -> bool:
-        """Last in line; True if its bucket is full by it."""
+        """Append an item. Returns True if its bucket is now full."""
         bucket = self._bucket(entry)
         bucket.entries.append(entry)
         bucket.size += entry.size
@@ -40,14 +41,15 @@ class WaitingItems:
         return entry.alone or len(bucket.entries) >= self.policy.max_items or bucket.size >= self.policy.max_bytes
 
     def put_back(self, entry: PendingItem) -> None:
-        """First in line."""
+        """Return an item to the front of its bucket."""
         bucket = self._bucket(entry)
         bucket.entries.appendleft(entry)
         bucket.size += entry.size
         self._count += 1
 
     def take(self, now: float) -> tuple[list[PendingItem], float | None]:
-        """A due call's entries, or none and the seconds until one may be due (None: nothing waits)."""
+        """The items of a call that is due; or no items and the seconds until a call may be due (None: nothing
+        waits)."""
         soonest: float | None = None
         for bucket in self._in_order():
             while bucket.entries:
@@ -91,7 +93,7 @@ class WaitingItems:
         return waiting if len(waiting) < 2 else sorted(waiting, key=lambda b: b.entries[0].since)
 
     def _gather(self, bucket: _Bucket, count: int) -> list[PendingItem]:
-        """The next entries of a shared call: those still wanted, up to the first that must go alone."""
+        """The next items of a shared call: the unfinished ones, up to the first that must be called alone."""
         batch: list[PendingItem] = []
         while bucket.entries and len(batch) < count and not bucket.entries[0].alone:
             entry = self._pop(bucket)

@@ -1,4 +1,4 @@
-"""What every stage of the pipeline did, cost and saved, and how a function's platform does."""
+"""Counts of the pipeline's stages, and fault rates of a function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECENT = 200
 
 
 class OffloadStage(enum.StrEnum):
-    """In the order in which an item meets them."""
+    """The stages in the order in which an item passes them."""
 
     VALIDATE = "validate"
     DEDUPE = "dedupe"
@@ -35,10 +35,11 @@ class OffloadStage(enum.StrEnum):
 class StageCounts:
     """One stage of one function since the start.
 
-    `entered` and `acted` are items (of the hedge: calls); `helped` of those acted on, how many it did good: hedges that
-    answered first, items that a retry or another provider scored. `waited_s` are item seconds that it added.
-    `extra_calls` and `extra_billed_s` are what it caused (a hedge's loser, cancelled, at the seconds that it ran);
-    `saved_calls` and `saved_billed_s` are what it made needless, at the function's mean bill of a call or an item.
+    `entered` and `acted` count items (for hedging: calls). `helped` counts those acted on with success: hedges that
+    answered first, items that were scored after a retry or by another provider. `waited_s` are the item seconds of
+    delay that the stage added. `extra_calls` and `extra_billed_s` are its added cost (the cancelled attempt of a hedged
+    call counts the seconds that it ran). `saved_calls` and `saved_billed_s` are its savings, at the function's mean
+    bill per call or item.
     """
 
     entered: int = 0
@@ -53,7 +54,7 @@ class StageCounts:
 
 @dataclass(slots=True)
 class FunctionHealth:
-    """Outcomes of a function as its callers got them. Every `InfraFault` counts, whatever its kind."""
+    """Outcomes of a function as its callers received them. `InfraFault` of every kind counts."""
 
     outcomes: int = 0
     faults: int = 0

@@ -1,4 +1,4 @@
-"""Many deadlines that nearly never pass, on one timer of the loop."""
+"""Many deadlines that rarely expire, on one timer of the event loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Timers"]
 T = TypeVar("T")
 
 _FEW = 64
-"""No clearing below so many: it would cost more than it frees."""
+"""Minimum size for a cleanup: below it, a cleanup costs more than it frees."""
 
 
 class Timers(Generic[T]):
-    """Calls `fire(thing)` at its time, unless it is `over` by then. Things that are over are forgotten when their time
-    comes or when they are most of what is kept, so memory stays within twice the live ones.
+    """Calls `fire(thing)` at its time, unless `over(thing)` is true by then. Finished things are dropped when their
+    time comes or when they are the majority, so memory stays within twice the unfinished ones.
 
-    A tenth of the price of a loop timer for each: those are made and cancelled 10,000 times a second.
+    Costs a tenth of one event-loop timer per deadline, at 10,000 deadlines set and cancelled per second.
     """
 
     def __init__(self, fire: Callable[[T], None], over: Callable[[T], bool]) -> None:
@@ -32,7 +32,7 @@ class Timers(Generic[T]):
         self._armed = 0.0
 
     def add(self, when: float, thing: T) -> None:
-        """Of equal times the first added fires first."""
+        """Add a deadline. At equal times the first added fires first."""
         self._added += 1
         if len(self._heap) >= self._clear_at:
             self._heap = [entry for entry in self._heap if not self._over(entry[2])]

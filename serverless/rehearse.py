@@ -1,8 +1,8 @@
-"""What `rollart rewards test` computes: a function run with its cases, as a provider would, and what it would cost.
+"""The computation of `rollart rewards test`: a function run with its cases as a provider would run it, and its cost.
 
-Each case is called alone twice, cold or warm as it comes: scores, time, and whether a function that is declared
-deterministic gives the same twice. Then a full batch is called: time per item, and whether an item's score depends on
-the others in its call. Costs are those of warm calls.
+Each case is called alone twice, cold or warm as it happens, for its score, its time, and whether a function that is
+declared deterministic returns the same value twice. Then a full batch is called, for the time per item and whether an
+item's score depends on the other items of its call. Costs are those of warm calls.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ __all__ = [
 _TOLERANCE = 1e-6
 
 MODAL_CORES = 0.125
-"""Modal's smallest CPU request, which it gives a function that asks for none."""
+"""Modal's smallest CPU request, used for a function that requests none."""
 
 IDLE_LEAST_S, IDLE_MOST_S = 2.0, 3600.0
-"""Modal's bounds of how long a container waits for a call."""
+"""Modal's bounds, in seconds, of a container's idle time before it stops."""
 
 
 class ExpectedOutcome(BaseModel):
-    """What a case should come to. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout", ...)."""
+    """The expected outcome of a case. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout",
+    ...)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,7 +59,7 @@ class ExpectedOutcome(BaseModel):
     fault: str = Field(default="", pattern=f"^({'|'.join(['', 'model', 'any', *FaultKind])})$")
 
     def mismatch(self, outcome: Outcome) -> str:
-        """What is wrong with an outcome, '' if nothing. The score of a model fault is its floor."""
+        """The mismatch of an outcome, '' if none. The score of a model fault is its floor."""
         if isinstance(outcome, InfraFault):
             return "" if self.fault in ("any", str(outcome.kind)) else f"{outcome.kind}: {outcome.detail}"
         if isinstance(outcome, ModelFault) and self.fault != "model":
@@ -110,7 +111,8 @@ class RehearsalCase:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """`seconds` are the call's, without its cold start; `problem` is '' for a case that passed."""
+    """The result of one case. `seconds` is the duration of the call without its cold start; `problem` is '' for a case
+    that passed."""
 
     case: RehearsalCase
     outcome: Outcome
@@ -121,8 +123,8 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class CostPerMillion:
-    """US dollars of a million items at one provider; None where its prices do not cover the function. `usd_idle` is
-    what one container costs that waits `idle_s` for a call: at least once per container, and again in each pause."""
+    """US dollars per million items at one provider; None where its prices do not cover the function. `usd_idle` is the
+    cost of one container that waits `idle_s` for a call: at least once per container, and again in each pause."""
 
     provider: str
     usd_single: float | None
@@ -135,9 +137,10 @@ class CostPerMillion:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """`memory_mb` is the largest resident set of a worker, None where the backend does not show its processes.
+    """The results of a rehearsal. `memory_mb` is the largest resident set of a worker, None where the backend does not
+    expose its processes.
 
-    `warnings` are findings that are no failed case: answers that differ between calls, or with their batch.
+    `warnings` are findings other than failed cases: answers that differ between calls, or with their batch.
     """
 
     function: str
@@ -147,7 +150,7 @@ class Rehearsal:
     """Median of a warm call with one item."""
     batch: int
     batched_item_s: float | None
-    """Per item of a full batch, None if the batch failed."""
+    """Seconds per item of a full batch, None if the batch failed."""
     cold_start_s: float
     memory_mb: float | None
     memory_limit_mb: int
@@ -159,7 +162,7 @@ class Rehearsal:
         return not any(r.problem for r in self.results)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, with `schema_version`."""
+        """The report as JSON-able data, with `schema_version`."""
         cases = [
             {
                 "id": r.case.item.id,
@@ -179,7 +182,7 @@ class Rehearsal:
 
 
 def read_cases(path: pathlib.Path) -> list[RehearsalCase]:
-    """The cases of a JSONL file. `SpecInvalid` with `file:line` for a line that is none, and for an empty file."""
+    """The cases of a JSONL file. Raises `SpecInvalid` with `file:line` for an invalid line, and for an empty file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -201,7 +204,7 @@ def read_cases(path: pathlib.Path) -> list[RehearsalCase]:
 
 
 def _first_error(error: ValidationError) -> str:
-    """The first thing that is wrong with a line."""
+    """The first error of a line."""
     first = error.errors()[0]
     where, text = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -219,10 +222,10 @@ async def rehearse(
     backend: Backend | None = None,
     prices: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Rehearsal:
-    """Run the cases on `backend`, which is open, or on a local one of its own. At least one case.
+    """Run the cases, of which there must be at least one, on an open `backend`, or on a temporary local one.
 
-    `prices` maps a provider to US dollars by unit (see `cost`). Faults are results, not errors; what is raised is
-    `BackendFailed` and its like, when the function cannot be run at all.
+    `prices` maps a provider to US dollars by unit (see `cost`). Faults are results, not errors. Raises `BackendFailed`
+    and similar errors if the function cannot run at all.
     """
     if not cases:
         raise SpecInvalid("no cases to rehearse", remedy="give at least one item")
@@ -247,17 +250,17 @@ async def rehearse(
         cold_start_s=max((r.cold_start_s for r in (*first, *again)), default=0.0),
         memory_mb=peak,
         memory_limit_mb=spec.memory_mb,
-        # A batch of one is the call that was measured on every case, not on the first alone.
+        # For a batch of one, use the mean over every case, not the first one alone.
         costs=costs(spec, statistics.mean(warm), statistics.mean(warm) if batch == 1 else batched, batch, prices or {}),
         warnings=(*package.warnings, *_warnings(spec, first, again, full)),
     )
 
 
 def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: int) -> float | None:
-    """US dollars of a million items in calls of `call_s` seconds with `items` each.
+    """US dollars per million items in calls of `call_s` seconds with `items` each.
 
     Units: "GB-second" with "million-requests" (Lambda: memory by 1,024 MB, time rounded up to 1 ms), or "core-second"
-    with "GiB-second" (Modal: at least 0.125 cores), and "gpu-second" if the function has a GPU. None without them.
+    with "GiB-second" (Modal: at least 0.125 cores), and "gpu-second" if the function has a GPU. None without these.
     """
     memory = spec.memory_mb / 1024.0
     if "GB-second" in prices:
@@ -273,7 +276,7 @@ def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: 
 
 
 def _container_usd(spec: FunctionSpec, prices: Mapping[str, float]) -> float | None:
-    """US dollars of a container's second, whether a call runs in it or not; None without such prices."""
+    """US dollars per second of a container, busy or idle; None without such prices."""
     if "core-second" not in prices or (spec.gpu and "gpu-second" not in prices):
         return None
     second = max(spec.cpu, MODAL_CORES) * prices["core-second"]
@@ -288,7 +291,7 @@ def costs(
     batch: int,
     prices: Mapping[str, Mapping[str, float]],
 ) -> tuple[CostPerMillion, ...]:
-    """Of every provider: a million items one by one, and in full batches."""
+    """The costs at every provider, with items sent one by one and in full batches."""
     out = []
     for provider, units in prices.items():
         single = cost(spec, units, single_s, 1)
@@ -306,7 +309,7 @@ def costs(
 async def _each(
     backend: Backend, package: Package, cases: Sequence[RehearsalCase]
 ) -> tuple[list[CaseResult], float | None]:
-    """Every case in a call of its own, and the largest memory seen."""
+    """Call every case alone. Returns the results and the peak memory."""
     results: list[CaseResult] = []
     peak: float | None = None
     for case in cases:
@@ -331,9 +334,10 @@ _ANY_SCORE = ExpectedOutcome()
 async def _full_batch(
     backend: Backend, package: Package, cases: Sequence[RehearsalCase], alone: Sequence[CaseResult]
 ) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
-    """A call of as many items as a batch may hold, the cases over and over; those whose call failed alone stay out.
+    """One call with a full batch of the cases in rotation, without those whose single call failed.
 
-    Items, seconds per item (None if the call failed), and what each case came to beside what it came to alone.
+    Returns the number of items, the seconds per item (None if the call failed), and the outcome of each case beside its
+    single result.
     """
     spec = package.spec
     good = [r for r in alone if not isinstance(r.outcome, InfraFault)]
@@ -389,7 +393,7 @@ def _warnings(
 
 
 def _peak_mb(backend: Backend) -> float | None:
-    """The largest resident set of the local backend's workers so far, MiB; what they share with the zygote included."""
+    """The largest resident set of the local backend's workers so far, MiB, including memory shared with the zygote."""
     if not isinstance(backend, LocalBackend):
         return None
     peaks: list[float] = []

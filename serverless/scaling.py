@@ -1,8 +1,9 @@
-"""Live scaling: every second, workers for the calls that wait, run, and are about to come.
+"""Live scaling: once a second, start workers for the calls that wait, run, or are about to arrive.
 
-Reinforcement learning knows its load: each trajectory under way asks for its reward once, when it ends, so workers can
-be ready before a burst instead of after it (`policy.forecast`). What no trajectory announces is followed by Knative's
-rules (`policy.autoscale`), and what idles goes when idling has cost as much as its cold start (`policy.keepalive`).
+In reinforcement learning, the load is known in advance: each live trajectory requests its reward once, when it ends, so
+workers can be ready before a burst (`policy.forecast`). Load that no trajectory announces is covered by Knative's rules
+(`policy.autoscale`). An idle worker is stopped once its idle time has cost as much as its cold start
+(`policy.keepalive`).
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from serverless.spec import FunctionSpec
 __all__ = ["DemandSource", "NoDemand", "ScalingPrices", "ScalingDecision", "Scaler", "ScalerContext"]
 
 _PROVISION_S = 90.0
-"""A level that may change once a minute is for the calls of longer than a minute."""
+"""Minimum horizon. A level that may change once a minute serves calls that take longer than a minute."""
 
 
 class DemandSource(Protocol):
-    """Trajectories, as whoever runs them knows them. Synchronous; asked once a look."""
+    """The live trajectories of the caller. Synchronous; read once per tick."""
 
     def live(self) -> Mapping[str, Sequence[float]]:
-        """By kind (a domain), when those began that are under way and have not asked for their reward: loop seconds,
+        """Start times of the live trajectories that have not requested their reward, by kind (a domain): loop seconds,
         earliest first."""
 
     def ended(self) -> Iterable[tuple[str, float]]:
-        """Kind and duration, in seconds, of those that have asked for it since the last time this was called."""
+        """Kind and duration (seconds) of each trajectory that has requested its reward since the previous call."""
 
     def kinds(self, function: str) -> Collection[str]:
-        """Kinds whose trajectories are scored by a function."""
+        """The kinds of trajectory that a function scores."""
 
 
 class NoDemand:
-    """Nothing is known of what is to come."""
+    """No trajectories are announced."""
 
     def live(self) -> Mapping[str, Sequence[float]]:
         return {}
@@ -57,7 +58,7 @@ class NoDemand:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPrices:
-    """Dollars per second: of an idle worker, by function and provider, and of a trajectory that waits."""
+    """US dollars per second: of an idle worker (by function and provider) and of a trajectory that waits."""
 
     idle: Callable[[FunctionSpec, str], float] = lambda spec, provider: 0.0
     waiting: Callable[[], float] = lambda: 0.0
@@ -65,8 +66,12 @@ class ScalingPrices:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """Workers wanted of a function on a provider were `before` and are `after` from `t` on, because of `why` (forecast,
-    reactive, idle, set back). `failed` says what went wrong, if it did: the number then stays."""
+    """A change of the wanted number of workers of a function on a provider, from `before` to `after`, in force from `t`
+    on.
+
+    `why` is forecast, reactive, idle or set back. `failed` is the error text of a failed change, after which the number
+    stays.
+    """
 
     t: float
     function: str
@@ -79,8 +84,9 @@ class ScalingDecision:
 
 @dataclass(frozen=True, slots=True)
 class ScalerContext:
-    """What a scaler is told, and whom it tells. `waiting` are a function's items that are in no call yet; `route` the
-    provider that its next call would go to ('': the first); `remember` a file for levels (`ProvisionedLevels`)."""
+    """Inputs and outputs of a scaler. `waiting` returns the number of a function's items that are in no call yet.
+    `route` returns the provider of its next call ('': the first). `remember` is the file for original levels
+    (`ProvisionedLevels`)."""
 
     demand: DemandSource = field(default_factory=NoDemand)
     prices: ScalingPrices = field(default_factory=ScalingPrices)
@@ -103,13 +109,13 @@ class _ScaledFunction:
 
 
 class Scaler:
-    """Owns how many workers of `functions` are kept on those of `backends` that can be told, while it is open. Use
-    `async with`, inside that of the backends (which have the functions deployed) and of whatever calls them.
+    """Controls the number of workers of `functions` on the scalable ones of `backends` while it is open. Use `async
+    with`, inside that of the backends (which have the functions deployed) and of their callers.
 
-    Its task waits for the next look, nothing else waits for it: calls start workers on demand as before. The calls'
-    meter must be `seen`. At the end every function is left to its own `warm` and `keep_alive_s`, and levels that cost
-    money are set back, even if the owner is cancelled meanwhile: at most 30 s and one request each.
-    Bounds: `warm <= workers kept <= concurrency`; a look costs O(log live) after reading when the live ones began.
+    Its task waits only for the next tick, and no other task waits for it: calls still start workers on demand. The
+    meter of the calls must be `seen`. At the end, every function returns to its own `warm` and `keep_alive_s`, and paid
+    levels are reset even if the owner is cancelled meanwhile; each takes one request of at most 30 s. Bounds: `warm <=
+    workers kept <= concurrency`. A tick costs O(log live) after reading the start times of live trajectories.
     """
 
     def __init__(
@@ -124,56 +130,56 @@ class Scaler:
         hysteresis: Callable[[], Hysteresis] = Hysteresis,
     ) -> None:
         self._settings = settings or ScalingSpec()
-        self._around = around or ScalerContext()
+        self._context = around or ScalerContext()
         self._seen = seen
         self._meter = meter
         self._forecast = Forecast()
         self._scored: dict[str, int] = {}
         self._hysteresis = hysteresis
-        self._lines: list[_ScaledFunction] = []
+        self._managed: list[_ScaledFunction] = []
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         if self._settings.enabled:
-            levels = ProvisionedLevels(self._around.remember)
-            self._lines = [
-                line
+            levels = ProvisionedLevels(self._context.remember)
+            self._managed = [
+                managed
                 for spec in functions.values()
                 for backend in backends
-                if (line := self._line(spec, backend, levels)) is not None
+                if (managed := self._managed_function(spec, backend, levels)) is not None
             ]
 
     def look(self) -> None:
-        """One look, now. The task does this every `tick_s`."""
+        """Run one tick now. The task does this every `tick_s`."""
         now = asyncio.get_running_loop().time()
-        around, live = self._around, self._around.demand.live()
+        around, live = self._context, self._context.demand.live()
         for kind, seconds in around.demand.ended():
             self._forecast.ended(kind, seconds)
             self._scored[kind] = self._scored.get(kind, 0) + 1
-        for line in self._lines:
-            name, provider = line.spec.name, line.backend.provider
-            load, book = line.backend.load(name), self._seen.book(name, provider)
-            first = around.route(name) or next(o.backend.provider for o in self._lines if o.spec.name == name)
+        for managed in self._managed:
+            name, provider = managed.spec.name, managed.backend.provider
+            load, book = managed.backend.load(name), self._seen.book(name, provider)
+            first = around.route(name) or next(o.backend.provider for o in self._managed if o.spec.name == name)
             on = provider == first
-            wanted = line.decider.decide(
+            wanted = managed.decider.decide(
                 ScalingObservation(
                     now,
                     load,
                     book,
                     around.waiting(name) if on else 0,
-                    self._coming(name, now, live, load, book.scored) if on else _nothing,
-                    around.prices.idle(line.spec, provider),
+                    self._forecast_calls(name, now, live, load, book.scored) if on else _nothing,
+                    around.prices.idle(managed.spec, provider),
                     around.prices.waiting(),
                 )
             )
-            self._apply(line, wanted.workers, wanted.why, wanted.keep_alive_s, now)
+            self._apply(managed, wanted.workers, wanted.why, wanted.keep_alive_s, now)
 
     async def __aenter__(self) -> Scaler:
-        if self._lines:
+        if self._managed:
             self._group = asyncio.TaskGroup()
             await self._group.__aenter__()
-            paid = [line.provisioner for line in self._lines if line.provisioner is not None]
-            # Not asked for, yet there: what a life of this run that was killed has left.
-            works = (p.run() if self._settings.provisioned else p.back() for p in paid)
+            paid = [managed.provisioner for managed in self._managed if managed.provisioner is not None]
+            # Without `provisioned`, only the levels that a killed run left behind are reset.
+            works = (p.run() if self._settings.provisioned else p.restore() for p in paid)
             self._tasks = [self._group.create_task(work) for work in works]
             self._tasks.append(self._group.create_task(self._run()))
         return self
@@ -188,32 +194,34 @@ class Scaler:
             await group.__aexit__(None, None, None)
         finally:
             now = asyncio.get_running_loop().time()
-            for line in self._lines:
-                if line.provisioner is None:
-                    self._apply(line, 0, "set back", line.spec.keep_alive_s, now)
-            await self._set_back()
+            for managed in self._managed:
+                if managed.provisioner is None:
+                    self._apply(managed, 0, "set back", managed.spec.keep_alive_s, now)
+            await self._restore_levels()
 
     async def _run(self) -> None:
         while True:
             self.look()
             await asyncio.sleep(self._settings.tick_s)
 
-    async def _set_back(self) -> None:
-        """All at once, each in bounded time of its own; a cancellation waits for them."""
-        paid = [line.provisioner for line in self._lines if line.provisioner is not None]
+    async def _restore_levels(self) -> None:
+        """Reset all levels concurrently, each within its own time limit. A cancellation waits for them."""
+        paid = [managed.provisioner for managed in self._managed if managed.provisioner is not None]
         if not paid:
             return
-        together = asyncio.gather(*(p.back() for p in paid), return_exceptions=True)
+        resets = asyncio.gather(*(p.restore() for p in paid), return_exceptions=True)
         cancelled = False
-        while not together.done():
+        while not resets.done():
             try:
-                await asyncio.shield(together)
+                await asyncio.shield(resets)
             except asyncio.CancelledError:
                 cancelled = True
         if cancelled:
             raise asyncio.CancelledError
 
-    def _line(self, spec: FunctionSpec, backend: Backend, levels: ProvisionedLevels) -> _ScaledFunction | None:
+    def _managed_function(
+        self, spec: FunctionSpec, backend: Backend, levels: ProvisionedLevels
+    ) -> _ScaledFunction | None:
         if isinstance(backend, ScalableBackend):
             return _ScaledFunction(spec, backend, Decider(spec, self._settings), spec.warm)
         if not isinstance(backend, ProvisionedBackend):
@@ -222,9 +230,9 @@ class Scaler:
         if not self._settings.provisioned and f"{provider}/{name}" not in levels.before:
             return None
 
-        def told(before: int, after: int, why: str, failed: str) -> None:
+        def on_change(before: int, after: int, why: str, failed: str) -> None:
             now = asyncio.get_running_loop().time()
-            self._around.tell(ScalingDecision(now, name, provider, before, after, why, failed))
+            self._context.tell(ScalingDecision(now, name, provider, before, after, why, failed))
 
         provisioner = Provisioner(
             spec,
@@ -232,48 +240,50 @@ class Scaler:
             meter=self._meter,
             book=self._seen.book(name, provider),
             levels=levels,
-            told=told,
+            on_change=on_change,
             hysteresis=self._hysteresis(),
         )
         return _ScaledFunction(
             spec, backend, Decider(spec, self._settings, least_horizon_s=_PROVISION_S), 0, provisioner
         )
 
-    def _apply(self, line: _ScaledFunction, workers: int, why: str, keep_alive_s: float | None, now: float) -> None:
-        if line.provisioner is not None:
-            line.provisioner.want(workers, why)
+    def _apply(self, managed: _ScaledFunction, workers: int, why: str, keep_alive_s: float | None, now: float) -> None:
+        if managed.provisioner is not None:
+            managed.provisioner.want(workers, why)
             return
-        assert isinstance(line.backend, ScalableBackend)
-        before = line.target
-        changed = keep_alive_s if keep_alive_s != line.keep_alive_s else None
-        line.keep_alive_s = keep_alive_s
-        line.target = line.backend.keep(line.spec.name, workers, keep_alive_s=changed)
-        if line.target != before:
-            self._around.tell(ScalingDecision(now, line.spec.name, line.backend.provider, before, line.target, why))
+        assert isinstance(managed.backend, ScalableBackend)
+        before = managed.target
+        changed = keep_alive_s if keep_alive_s != managed.keep_alive_s else None
+        managed.keep_alive_s = keep_alive_s
+        managed.target = managed.backend.keep(managed.spec.name, workers, keep_alive_s=changed)
+        if managed.target != before:
+            self._context.tell(
+                ScalingDecision(now, managed.spec.name, managed.backend.provider, before, managed.target, why)
+            )
 
-    def _coming(
+    def _forecast_calls(
         self, function: str, now: float, live: Mapping[str, Sequence[float]], load: WorkerLoad, items: int
     ) -> CallForecast:
-        """Items of a function within a horizon: of each kind that it scores and of which enough have ended, those that
-        will end. Fewer by the share that needed no call until now (the cache, equal items)."""
-        kinds = self._around.demand.kinds(function)
+        """Forecast of a function's items within a horizon: the expected ends of the trajectories of each kind that it
+        scores and that has enough history. It is reduced by the share of items that needed no call so far (cache, equal
+        items)."""
+        kinds = self._context.demand.kinds(function)
         known = [k for k in kinds if self._forecast.seen(k) >= self._settings.forecast.min_seen]
         if not known:
             return _nothing
         asked = sum(self._scored.get(k, 0) for k in kinds)
-        book_items = items + load.under_way + self._around.waiting(function)
+        book_items = items + load.under_way + self._context.waiting(function)
         share = min(1.0, (book_items + _PRIOR) / (asked + _PRIOR))
 
-        def coming(horizon_s: float) -> ExpectedCalls:
+        def expected_calls(horizon_s: float) -> ExpectedCalls:
             found = [self._forecast.among(k, live.get(k, ()), now, horizon_s) for k in known]
             return ExpectedCalls(share * sum(e.mean for e in found), share * sum(e.variance for e in found))
 
-        return coming
+        return expected_calls
 
 
 _PRIOR = 64.0
-"""Items that are taken to have needed a call before any was seen: a first burst whose calls have not ended is no sign
-of a cache."""
+"""Prior weight of items that needed a call. A first burst whose calls have not ended is no evidence of a cache."""
 
 
 def _nothing(horizon_s: float) -> None:

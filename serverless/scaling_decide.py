@@ -1,4 +1,4 @@
-"""How many workers one function should have now, why, and how long idle ones are worth keeping. Pure."""
+"""Decides the number of workers of one function and the keep-alive of idle ones. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from serverless.spec import FunctionSpec
 __all__ = ["CallForecast", "Decider", "Hysteresis", "ScalingObservation", "ScalingTarget"]
 
 CallForecast = Callable[[float], ExpectedCalls | None]
-"""Items expected within so many seconds, from trajectories under way; None where nothing is known of them."""
+"""Items expected within a number of seconds, from live trajectories; None if nothing is known of them."""
 
 _MARGIN = 1.2
-"""The horizon over the cold start: a start that takes longer than seen is still in time."""
+"""Ratio of horizon to cold start. It covers a start that takes longer than those observed."""
 
 _EXPECTED = 0.5
-"""Calls expected until some time, from which on the next call is taken to come before it."""
+"""The number of expected calls from which on the next call is assumed to come within the horizon."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingObservation:
-    """What is known at a moment. `waiting` are items that are in no call yet; `idle_usd_per_s` is what an idle worker
-    costs, `waiting_usd_per_s` what a trajectory does that waits for its reward."""
+    """The inputs of one decision. `waiting` counts items that are in no call yet. `idle_usd_per_s` is the cost of an
+    idle worker, `waiting_usd_per_s` that of a trajectory that waits for its reward."""
 
     now: float
     load: WorkerLoad
@@ -43,7 +43,7 @@ class ScalingObservation:
 
 @dataclass(frozen=True, slots=True)
 class ScalingTarget:
-    """`why` is "forecast", "reactive" or "idle"; `keep_alive_s` None: as it is."""
+    """The wanted number of workers. `why` is "forecast", "reactive" or "idle"; `keep_alive_s` None means unchanged."""
 
     workers: int
     why: str
@@ -51,15 +51,15 @@ class ScalingTarget:
 
 
 class Decider:
-    """One function on one provider. Times must not go back. The number wanted is the larger of what the autoscaler and
-    the forecast want, in 0..concurrency; on a tie the forecast is named."""
+    """Decides for one function on one provider. Times must not decrease. The number of workers is the maximum of the
+    autoscaler's and the forecast's, in 0..concurrency; on a tie, the reason is the forecast."""
 
     def __init__(self, spec: FunctionSpec, settings: ScalingSpec, *, least_horizon_s: float = 0.0) -> None:
         self._spec = spec
         self._settings = settings
         self._least_horizon_s = least_horizon_s
         self._autoscaler = Autoscaler(settings.reactive.policy()) if settings.reactive.enabled else None
-        self._kept_s: float | None = None
+        self._applied_s: float | None = None
 
     def decide(self, look: ScalingObservation) -> ScalingTarget:
         items = max(1.0, look.book.items)
@@ -90,9 +90,10 @@ class Decider:
         return workers_for(expected.upper(settings.z) + known, max(1e-6, look.book.service_s), horizon, items=items)
 
     def _keep_alive(self, look: ScalingObservation, workers: int) -> float | None:
-        """Ski rental. A start costs its worker's seconds, and those of a trajectory if a call waits for it, which is
-        rare where workers are started ahead. The worker used last is used next, so one above the `workers` that are
-        kept is needed when calls until then need more than these. A change below a fifth is not worth telling."""
+        """Keep-alive by ski rental. A cold start costs the worker's seconds, and those of a trajectory if a call waits
+        for the start, which is rare where workers are started ahead. The most recently used worker is used next, so a
+        worker above the `workers` that are kept is needed only if the calls until break-even need more than these. A
+        change below a fifth is not applied."""
         settings, cold_s = self._settings.keep_alive, look.book.cold_s
         if not settings.enabled or cold_s <= 0.0:
             return None
@@ -108,36 +109,37 @@ class Decider:
                 next_s = even if expected.mean >= _EXPECTED and needed > workers else math.inf
         longest = self._spec.keep_alive_s if settings.max_s is None else settings.max_s
         seconds = min(longest, max(settings.min_s, rule.seconds(next_s)))
-        if self._kept_s is None or abs(seconds - self._kept_s) > 0.2 * self._kept_s:
-            self._kept_s = seconds
-        return self._kept_s
+        if self._applied_s is None or abs(seconds - self._applied_s) > 0.2 * self._applied_s:
+            self._applied_s = seconds
+        return self._applied_s
 
 
 @dataclass(slots=True)
 class Hysteresis:
-    """When a level that is slow and dear to change follows what is wanted: by a fifth and one at least, up at most once
-    in `up_s`, down at most once in `down_s` and not below what was wanted in that time. It may start at once."""
+    """Limits changes of a level that is slow and expensive to change. A change is at least a fifth of the level and at
+    least 1. The level rises at most once in `up_s`. It falls at most once in `down_s`, and not below any number wanted
+    in that time. The first change may come at once."""
 
     up_s: float = 60.0
     down_s: float = 300.0
     share: float = 0.2
     changed: float = -math.inf
-    asked: deque[tuple[float, int]] = field(default_factory=deque)
+    requested: deque[tuple[float, int]] = field(default_factory=deque)
 
     def next(self, now: float, level: int, wanted: int) -> int:
-        """The level to go to, `level` to stay. The caller tells `changed_at` if it went."""
-        self.asked.append((now, wanted))
-        while self.asked[0][0] < now - self.down_s:
-            self.asked.popleft()
+        """The next level, or `level` for no change. After a change, the caller calls `changed_at`."""
+        self.requested.append((now, wanted))
+        while self.requested[0][0] < now - self.down_s:
+            self.requested.popleft()
         if wanted > level:
             return wanted if self._enough(level, wanted) and now >= self.changed + self.up_s else level
-        highest = max(n for _, n in self.asked)
+        highest = max(n for _, n in self.requested)
         if highest < level and self._enough(level, highest) and now >= self.changed + self.down_s:
             return highest
         return level
 
     def changed_at(self, now: float) -> None:
-        """It went there, or tried to and failed."""
+        """Record an attempted change, successful or failed."""
         self.changed = now
 
     def _enough(self, level: int, to: int) -> bool:

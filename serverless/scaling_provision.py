@@ -1,4 +1,4 @@
-"""Keeps a provider's paid-for level near what is wanted: rarely changed, billed while it stands, set back."""
+"""Adjusts a provider's paid level of provisioned workers: rarely, with every second metered, and reset at the end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from serverless.spec import FunctionSpec
 __all__ = ["ProvisionedLevels", "Provisioner"]
 
 _REQUEST_S = 300.0
-"""Lambda may take minutes to have environments ready."""
+"""Lambda may take minutes to prepare provisioned environments."""
 
 _BACK_S = 30.0
-"""For setting a level back at the end: one request. Nobody waits there for environments."""
+"""Limit on resetting a level at the end. It is one request, which does not wait for environments."""
 
 _SPAN_S = 60.0
-"""What stands is reported this often, so that a process that is killed leaves little unbilled."""
+"""Interval of metering. A process that is killed leaves at most this much time unmetered."""
 
 
 @dataclass(slots=True)
 class ProvisionedLevels:
-    """What levels were before a run changed them, in a file: a run that was killed left its own, and the one that
-    resumes it must not take that for the user's. `path` None keeps nothing."""
+    """The levels from before a run changed them, stored in a file. A run that was killed leaves its own level at the
+    provider, and the resumed run must not take it for the user's. Nothing is stored if `path` is None."""
 
     path: pathlib.Path | None = None
     before: dict[str, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class ProvisionedLevels:
             logging.getLogger(__name__).warning("%s is not read: %s", self.path, error)
 
     def remember(self, key: str, level: int | None) -> None:
-        """`level` None: it was set back."""
+        """Record the original level of a function. `level` None: the original level is in force again."""
         if level is None:
             self.before.pop(key, None)
         else:
@@ -57,13 +57,15 @@ class ProvisionedLevels:
 
 
 LevelCallback = Callable[[int, int, str, str], None]
-"""(from, to, why, what went wrong or '')."""
+"""(level before, level after, reason, error text or '')."""
 
 
 class Provisioner:
-    """One function on one provider. Owns its level while `run` runs, which waits for `want` and is unblocked by it;
-    `back`, after that has ended, sets the level of before. What fails is told and tried again when the next change may
-    be; it is nobody's error. The level stays within 0..concurrency, and never falls below that of before.
+    """Manages the provisioned level of one function on one provider.
+
+    `run` waits for calls of `want` and is unblocked by them. After `run` has ended, `restore` resets the original
+    level. A failed request is reported and retried at the next permitted change; no exception reaches the caller. The
+    level stays within 0..concurrency and never falls below the original one.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Provisioner:
         meter: MeterSink,
         book: CallStatistics,
         levels: ProvisionedLevels,
-        told: LevelCallback,
+        on_change: LevelCallback,
         hysteresis: Hysteresis | None = None,
     ) -> None:
         self._spec = spec
@@ -82,31 +84,31 @@ class Provisioner:
         self._meter = meter
         self._book = book
         self._levels = levels
-        self._told = told
+        self._on_change = on_change
         self._hysteresis = hysteresis or Hysteresis()
         self._key = f"{backend.provider}/{spec.name}"
         self._wanted, self._why = 0, "idle"
-        self._asked = asyncio.Event()
-        self._base: int | None = None
+        self._requested = asyncio.Event()
+        self._original: int | None = None
         self._since = 0.0
         self._billed_s = 0.0
         self.level = 0
 
     def want(self, workers: int, why: str) -> None:
         self._wanted, self._why = workers, why
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the wanted level until cancelled."""
         now = asyncio.get_running_loop().time
         try:
             while True:
-                await self._asked.wait()
-                self._asked.clear()
-                if self._base is None and not await self._look():
+                await self._requested.wait()
+                self._requested.clear()
+                if self._original is None and not await self._read_level():
                     continue
-                assert self._base is not None
-                wanted = max(self._base, min(self._wanted, self._spec.concurrency))
+                assert self._original is not None
+                wanted = max(self._original, min(self._wanted, self._spec.concurrency))
                 level = self._hysteresis.next(now(), self.level, wanted)
                 if level != self.level:
                     await self._change(level)
@@ -115,8 +117,8 @@ class Provisioner:
         finally:
             self._report()
 
-    async def back(self) -> None:
-        """Set what was before, unless that is what stands."""
+    async def restore(self) -> None:
+        """Reset the original level if this run or an earlier life of it changed the level."""
         if self._key not in self._levels.before:
             return
         level, why = self._levels.before[self._key], "set back"
@@ -125,16 +127,16 @@ class Provisioner:
             async with asyncio.timeout(_BACK_S):
                 await self._backend.provision(self._spec.name, level)
         except Exception as error:
-            self._told(before, level, why, _line(error))
+            self._on_change(before, level, why, _first_line(error))
             return
         finally:
             self._report()
         self.level = level
         self._levels.remember(self._key, None)
-        self._told(before, level, why, "")
+        self._on_change(before, level, why, "")
 
-    async def _look(self) -> bool:
-        """What there is before we change anything."""
+    async def _read_level(self) -> bool:
+        """Read the current level before the first change. Returns False if it cannot be read yet."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._hysteresis.changed + self._hysteresis.up_s:
             return False
@@ -143,10 +145,10 @@ class Provisioner:
                 self.level = await self._backend.provisioned(self._spec.name)
         except Exception as error:
             self._hysteresis.changed_at(loop.time())
-            self._told(0, 0, "look", _line(error))
+            self._on_change(0, 0, "look", _first_line(error))
             return False
-        # One that was killed left its level: what stood before it is what counts.
-        self._base = self._levels.before.get(self._key, self.level)
+        # The file wins over the provider's level: a killed run may have left its own level there.
+        self._original = self._levels.before.get(self._key, self.level)
         self._since, self._billed_s = loop.time(), self._book.billed_s
         return True
 
@@ -154,30 +156,30 @@ class Provisioner:
         loop = asyncio.get_running_loop()
         before, why = self.level, self._why
         self._report()
-        assert self._base is not None
+        assert self._original is not None
         try:
-            # Written down first: what is asked for may stand even if its answer never comes.
-            self._levels.remember(self._key, self._base)
+            # Recorded before the request: the request may take effect even if its answer is lost.
+            self._levels.remember(self._key, self._original)
             async with asyncio.timeout(_REQUEST_S):
                 await self._backend.provision(self._spec.name, level)
         except Exception as error:
-            self._told(before, level, why, _line(error))
+            self._on_change(before, level, why, _first_line(error))
         else:
             self.level = level
-            if level == self._base:
+            if level == self._original:
                 self._levels.remember(self._key, None)
-            self._told(before, level, why, "")
+            self._on_change(before, level, why, "")
         finally:
             self._hysteresis.changed_at(loop.time())
 
     def _report(self) -> None:
-        """The level's time since the last report, as one worker of all its memory; a new level counts from when it was
-        asked for. Where a call's bill is for the same
-        container seconds, only what no call used."""
+        """Meter the time at the current level since the last report, as one worker with the memory of all. A new level
+        counts from the time of its request. If the provider's call bills cover the same container seconds, meter only
+        the unused part."""
         now = asyncio.get_running_loop().time()
         since, self._since = self._since, now
         billed, self._billed_s = self._book.billed_s - self._billed_s, self._book.billed_s
-        if self._base is None or now <= since:
+        if self._original is None or now <= since:
             return
         seconds = self.level * (now - since)
         if self._backend.calls_included:
@@ -190,5 +192,5 @@ class Provisioner:
             self._meter.worker(span)
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -1,4 +1,4 @@
-"""What calls told of a function: how long they take, how many items they carry, what a cold start takes."""
+"""Statistics of a function's calls: service time, items per call and cold-start time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from serverless.types import Cause, Invocation
 __all__ = ["CallStatistics", "StatisticsMeter"]
 
 _WEIGHT = 0.05
-"""Of a new call: the mean is of about the last twenty."""
+"""Weight of a new call. The mean covers about the last twenty calls."""
 
 
 @dataclass(slots=True)
 class CallStatistics:
-    """One function on one provider. `service_s` and `items` are of a call (0: none seen), `cold_s` of a start, near the
-    longest of the recent ones, and `waited` the share of starts for which a call waited. `busy_s` is what calls ran
-    since `since`, of those that have ended, `billed_s` what they were billed and `scored` their items, both since the
-    start."""
+    """One function on one provider. `service_s` and `items` are means per call (0: no call yet). `cold_s` is the time
+    of a cold start, near the longest of the recent ones, and `waited` the share of cold starts that a call waited for.
+    `busy_s` sums the run time since `since` of the calls that have ended. `billed_s` and `scored` sum their billed
+    seconds and their items since the start."""
 
     service_s: float = 0.0
     items: float = 0.0
@@ -47,15 +47,14 @@ class CallStatistics:
                 self.items += _WEIGHT * (call.items - self.items)
 
     def take_busy(self, now: float) -> float:
-        """Calls at once since the last look, of those that have ended."""
+        """Mean number of concurrent calls since the last tick, counting only calls that have ended."""
         passed, busy = now - self.since, self.busy_s
         self.busy_s, self.since = 0.0, now
         return busy / passed if passed > 0.0 else 0.0
 
 
 class StatisticsMeter:
-    """Implements `MeterSink`: passes everything on to `meter`, and keeps a `CallStatistics` per function and
-    provider."""
+    """Implements `MeterSink`: forwards everything to `meter` and keeps statistics per function and provider."""
 
     def __init__(self, meter: MeterSink) -> None:
         self._pass_on = meter.invocation

@@ -1,6 +1,7 @@
-"""What lives longer than one call in a module's source: its names, what they hold, and who touches them. Pure.
+"""Finds state that outlives a call in a module's source: its names, their values, and the functions that access them.
+Pure.
 
-Works on syntax trees: nothing is imported or run. `serverless.stateless` judges what is found here.
+Works on syntax trees: nothing is imported or run. `serverless.stateless` classifies the findings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Def = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class BindingKind(enum.Enum):
-    """What a name that outlives a call is bound to."""
+    """The kind of value that a persistent name is bound to."""
 
     CONTAINER = "container"
     ITERATOR = "iterator"
@@ -41,7 +42,7 @@ class BindingKind(enum.Enum):
 
 
 class AccessKind(enum.Enum):
-    """How a lasting name is touched."""
+    """The kind of access to a persistent name."""
 
     READ = "read"
     REBIND = "rebind"
@@ -51,13 +52,13 @@ class AccessKind(enum.Enum):
     AUGMENT = "augment"
     """`X += 1`, `X[k] += 1`"""
     METHOD = "method"
-    """`X.append(...)` and its like."""
+    """`X.append(...)` and similar calls."""
     NEXT = "next"
 
 
 @dataclass(frozen=True, slots=True)
 class StateAccess:
-    """One use of a lasting name (`X`, or `self.x` of an object that lasts) in a function."""
+    """One access to a persistent name (`X`, or `self.x` of a persistent object) in a function."""
 
     name: str
     way: AccessKind
@@ -70,8 +71,8 @@ class StateAccess:
 
 @dataclass(eq=False, slots=True)
 class SourceFunction:
-    """A function that a call may run. `owner` is its class, if it is a method of an object that lasts; `root` whether
-    it is the reward itself; `parents` maps each node to the one around it."""
+    """A function that a call may run. `owner` is its class, if it is a method of a persistent object; `root` is True
+    for the reward itself; `parents` maps each node to its parent."""
 
     node: Def
     module: SourceModule
@@ -149,8 +150,8 @@ _FIRST_ARGUMENT = frozenset({"heappush", "heappop", "heapify", "heapreplace", "i
 
 
 class SourceModule:
-    """The lasting names of a file, its functions and classes. `closed` are the locals of a factory whose inner function
-    is the reward: they last as long as it."""
+    """The persistent names, functions and classes of a file. `closed` is the factory whose inner function is the
+    reward: its locals live as long as the reward."""
 
     def __init__(self, path: pathlib.Path, body: Sequence[ast.stmt], *, closed: Def | None = None) -> None:
         self.path = path
@@ -160,7 +161,7 @@ class SourceModule:
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
         self.classes: dict[str, ast.ClassDef] = {}
         self.lasting: set[str] = set()
-        """Classes with an instance that lasts."""
+        """Classes with a persistent instance."""
         self._read(body)
         if closed is not None and not isinstance(closed, ast.Lambda):
             self.names.update({a.arg: BindingKind.OBJECT for a in closed.args.args})
@@ -203,7 +204,7 @@ class SourceModule:
         return {n.name: n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
 
     def attributes(self, name: str) -> dict[str, BindingKind]:
-        """What the objects of a class hold after they were made and loaded."""
+        """The attributes of a class's objects after construction and loading."""
         found: dict[str, BindingKind] = {}
         for statement in self.classes[name].body:
             if isinstance(statement, ast.Assign):
@@ -239,13 +240,13 @@ def binding_kind(value: ast.expr) -> BindingKind:
 
 
 def inside(node: Def) -> Iterator[ast.AST]:
-    """What runs in a call: not the decorators, defaults and annotations, which run once."""
+    """The nodes that run in a call, without decorators, defaults and annotations, which run once."""
     for part in [node.body] if isinstance(node, ast.Lambda) else node.body:
         yield from ast.walk(part)
 
 
 def wrappers(decorated: Def, module: SourceModule, body: Sequence[ast.stmt]) -> Iterator[SourceFunction]:
-    """Functions that decorators of this file put around it: inner ones that call a parameter of an outer one."""
+    """The wrapper functions of decorators in this file: inner functions that call a parameter of the outer one."""
     for decorator in [] if isinstance(decorated, ast.Lambda) else decorated.decorator_list:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         made = module.functions.get(called.id) if isinstance(called, ast.Name) else None
@@ -262,7 +263,7 @@ def wrappers(decorated: Def, module: SourceModule, body: Sequence[ast.stmt]) -> 
 
 
 def state_accesses(function: SourceFunction) -> Iterator[StateAccess]:
-    """Every use of a lasting name in a function, in the order of the source's tree."""
+    """All accesses to persistent names in a function, in the order of the syntax tree."""
     for node in inside(function.node):
         yield from _writes(node, function)
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -318,7 +319,7 @@ def _access_kind(node: ast.AST, target: ast.expr, name: str) -> AccessKind:
 
 
 def _lasting(node: ast.expr, function: SourceFunction, *, exact: bool = False) -> str:
-    """The lasting name that an expression is, or with `exact` off, is a part of; '' if none."""
+    """The persistent name that an expression is, or without `exact` is a part of; '' if none."""
     parts = [node]
     while not exact and isinstance(parts[-1], ast.Attribute | ast.Subscript):
         parts.append(parts[-1].value)
@@ -338,7 +339,7 @@ def _lasting(node: ast.expr, function: SourceFunction, *, exact: bool = False) -
 
 
 def _defaults(function: SourceFunction) -> set[str]:
-    """Parameters whose default is a container: it is made once, and lasts."""
+    """Parameters with a container as default: it is made once and persists."""
     arguments = function.node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = list(zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True))
@@ -347,7 +348,7 @@ def _defaults(function: SourceFunction) -> set[str]:
 
 
 def _is_target(node: ast.expr, function: SourceFunction) -> bool:
-    """Whether a load of a name is only the way to what is written: `X` in `X[k] = v` or `X.append(v)`."""
+    """True if a load of a name only leads to a write: `X` in `X[k] = v` or `X.append(v)`."""
     child: ast.AST = node
     parent = function.parents.get(node)
     while isinstance(parent, ast.Attribute | ast.Subscript) and parent.value is child:
@@ -356,12 +357,12 @@ def _is_target(node: ast.expr, function: SourceFunction) -> bool:
         child, parent = parent, function.parents.get(parent)
     if not isinstance(child, ast.Attribute) or child.attr not in _MUTATORS:
         return False
-    # A call whose result is used reads as well: `X.pop()`, `X.setdefault(k, v)`.
+    # A call whose result is used is also a read: `X.pop()`, `X.setdefault(k, v)`.
     return isinstance(parent, ast.Call) and isinstance(function.parents.get(parent), ast.Expr)
 
 
 def mentions(node: ast.AST | None, name: str) -> bool:
-    """Whether an expression names `X`, or `self.x`."""
+    """True if an expression contains `X`, or `self.x`."""
     return node is not None and any(ast.unparse(n) == name for n in ast.walk(node) if isinstance(n, ast.expr))
 
 
@@ -388,7 +389,8 @@ _READERS = frozenset({"read_text", "read_bytes", "exists", "is_file"})
 
 
 def opened(node: ast.Call) -> tuple[str, str]:
-    """The path's expression and "r", "w" or "a" of a call that opens, reads or writes a file; '' if it does not."""
+    """The path expression and mode ("r", "w" or "a") of a call that opens, reads or writes a file; '' for other
+    calls."""
     function = node.func
     if isinstance(function, ast.Attribute) and function.attr in _WRITERS | _READERS:
         return _path(function.value), "w" if function.attr in _WRITERS else "r"
@@ -408,7 +410,7 @@ def opened(node: ast.Call) -> tuple[str, str]:
 
 
 def _path(node: ast.expr) -> str:
-    """The text that names a file: of `Path(X)` that of X."""
+    """The text of a path expression: of `Path(X)`, that of X."""
     if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("Path"):
         return _path(node.args[0])
     return ast.unparse(node)

@@ -1,4 +1,4 @@
-"""How the pipeline treats calls: one part per stage, each with its constants and a switch.
+"""The settings of the pipeline: one part per stage, each with its constants and a switch.
 
 pipeline:
   hedge: {budget: 0.02}
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class StageSpec(BaseModel):
-    """A stage with nothing to set but whether it is there."""
+    """A stage with no setting but its switch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,26 +39,28 @@ class StageSpec(BaseModel):
 
 
 class CacheSpec(StageSpec):
-    """Results of deterministic functions, kept in a file between runs. Needs a file: without one there is no cache."""
+    """Cache of the results of deterministic functions, in a file that persists between runs. Without a file there is no
+    cache."""
 
     max_entries: int = Field(default=200_000, ge=1)
-    """Oldest go first. An entry is about 200 bytes on disk."""
+    """Maximum number of entries; the oldest are removed first. An entry takes about 200 bytes on disk."""
 
 
 class AdmissionSpec(StageSpec):
-    """Calls in flight per function and provider: what the provider bears, never more than the function's
+    """Adapts the calls in flight per function and provider to the provider's capacity, up to the function's
     `concurrency`."""
 
     latency: bool = True
-    """Also yield when calls get slower, before the provider refuses any."""
+    """Also reduce the calls in flight when latency rises, before the provider refuses any."""
     latency_factor: float = Field(default=2.0, gt=1.0)
-    """Recent calls this much slower than usual ones of their size are a sign of load."""
+    """Ratio of the latency of recent calls to the usual one for their size that counts as load."""
     max_throttles: int = Field(default=12, ge=0)
-    """Refusals that one item bears from a provider. A refused call is not executed, so it is no attempt; by then
-    halving has passed from any concurrency to one."""
+    """Maximum refusals per item at one provider. A refused call is not executed and is no attempt; after this number,
+    halving has reduced any concurrency to one."""
     wait_s: float = Field(default=0.05, gt=0.0)
     max_wait_s: float = Field(default=5.0, gt=0.0)
-    """Waits after refusals in a row, where the provider asked for none: jittered, doubling from the first of these."""
+    """Bounds of the waits after consecutive refusals without a requested wait: jittered, doubling from the first to the
+    second."""
 
     def policy(self, concurrency: int) -> ConcurrencyPolicy | None:
         factor = self.latency_factor if self.latency else None
@@ -66,22 +68,23 @@ class AdmissionSpec(StageSpec):
 
 
 class BatchingSpec(StageSpec):
-    """Items per call; sizes and the wait are the function's own (`batch`). Off: one item per call."""
+    """Items per call. Sizes and the wait are the function's own (`batch`). Off: one item per call."""
 
     by_length: bool = False
-    """Only items whose sizes are within a factor of four share a call, so that a long one does not hold short ones."""
+    """Only items whose sizes are within a factor of four share a call, so that a long item does not delay short ones.
+    """
 
 
 class HedgeSpec(StageSpec):
-    """A second call for one that is late; the first answer counts. So a hedged item is executed twice, on purpose: of a
-    function that is not deterministic either answer is as good, and stateless it must be. Switch it off for one whose
-    calls cost too much to be made twice, or have effects elsewhere."""
+    """A second call for a late one; the first answer counts. A hedged item may therefore be executed twice. For a
+    function that is not deterministic either answer is valid, and the function must be stateless. Switch hedging off
+    for a function whose calls are expensive or have side effects."""
 
     quantile: float = Field(default=0.95, gt=0.0, lt=1.0)
     budget: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Most extra calls, as a share of the calls made."""
+    """Maximum extra calls, as a share of the calls made."""
     min_observations: int = Field(default=20, ge=1)
-    """Answers seen before the quantile is trusted."""
+    """Minimum number of answers before the quantile is used."""
 
     def policy(self) -> HedgePolicy | None:
         return HedgePolicy(self.quantile, self.budget, self.min_observations) if self.enabled else None
@@ -96,8 +99,8 @@ class RetrySpec(StageSpec):
     reserve: float = Field(default=20.0, ge=0.0)
     """Retries before any was earned."""
     lost: bool = False
-    """Also call again, elsewhere or there, where the connection was lost after the call was sent. It may have been
-    executed, or still be: deterministic functions only, and they may be billed twice."""
+    """Also retry, on any provider, a call whose connection was lost after it was sent. The call may have been executed
+    or still be running: this applies to deterministic functions only, and such calls may be billed twice."""
 
     def policy(self) -> RetryPolicy | None:
         policy = RetryPolicy(self.max_attempts, self.base_s, self.cap_s, self.budget, self.reserve)
@@ -105,7 +108,7 @@ class RetrySpec(StageSpec):
 
 
 class BreakerSpec(StageSpec):
-    """When a provider of a function is left alone, and for how long."""
+    """Stops calls to a failing provider of a function for a while."""
 
     consecutive: int = Field(default=5, ge=1)
     rate: float = Field(default=0.5, gt=0.0, le=1.0)
@@ -113,10 +116,10 @@ class BreakerSpec(StageSpec):
     """Calls over which `rate` is taken."""
     open_s: float = Field(default=1.0, gt=0.0)
     max_open_s: float = Field(default=30.0, gt=0.0)
-    """The first pause and the longest; each is twice the one before."""
+    """The first and the longest pause; each pause is twice the previous one."""
     trials: int = Field(default=3, ge=1)
-    """Failed trials in a row, of every provider of the chain, after which items that wait fail instead of waiting on:
-    so a run learns of an outage in seconds (7 s with these pauses), and not from its items' deadlines."""
+    """Failed trials in a row of every provider after which waiting items fail instead of waiting further. A run thus
+    learns of an outage in seconds (7 s with these pauses), before its items' deadlines."""
 
     def policy(self) -> BreakerPolicy | None:
         policy = BreakerPolicy(self.consecutive, self.rate, self.window, self.open_s, self.max_open_s, self.trials)
@@ -124,20 +127,20 @@ class BreakerSpec(StageSpec):
 
 
 class LimitsSpec(BaseModel):
-    """Time limits of single items that follow the answers seen (RollPacker, arXiv 2509.21009, section on rewards):
-    T = min(max(min_s, factor * slowest correct answer to the same prompt), max_s)."""
+    """Time limits of single items from observed answers (RollPacker, arXiv 2509.21009, section on rewards): T =
+    min(max(min_s, factor * slowest correct answer to the same prompt), max_s)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     scope: Literal["declared", "all", "off"] = "declared"
-    """declared: functions with a `timeout_floor`, where running out of time is the policy's doing."""
+    """declared: functions with a `timeout_floor`, where a timeout is the policy's fault."""
     factor: float = Field(default=1.5, ge=1.0)
     min_s: float = Field(default=2.0, gt=0.0)
     max_s: float = Field(default=30.0, gt=0.0)
     correct: float = 1.0
-    """A score from here on is a correct answer."""
+    """Minimum score of a correct answer."""
     metric: str = "seconds"
-    """The metric in which a function reports an item's own time; without it the call's time stands in."""
+    """The metric in which a function reports an item's own time; without it the call's time is used."""
 
     def policy(self, *, declared: bool) -> LimitPolicy | None:
         """`declared`: the function has a `timeout_floor`."""
@@ -153,7 +156,7 @@ class LimitsSpec(BaseModel):
 
 
 class PipelineSpec(BaseModel):
-    """Every stage of `serverless.pipeline.Offload`, in the order in which an item meets them."""
+    """The stages of `serverless.pipeline.Offload`, in the order in which an item passes them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -164,7 +167,7 @@ class PipelineSpec(BaseModel):
     limits: LimitsSpec = LimitsSpec()
     hedge: HedgeSpec = HedgeSpec()
     isolation: StageSpec = StageSpec()
-    """Find the item that made a shared call fail. Off: all of them fail."""
+    """Isolate the item that made a shared call fail. Off: all items of the call fail."""
     retry: RetrySpec = RetrySpec()
     breaker: BreakerSpec = BreakerSpec()
     fallback: StageSpec = StageSpec()

@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 OPTIONS = "__rollart_reward__"
-"""Where `serverless.declare.reward` leaves its options on what it decorates."""
+"""The attribute in which `serverless.declare.reward` stores its options on the decorated object."""
 
 
 class Convention(enum.StrEnum):
@@ -101,7 +101,7 @@ ACCEPTED = (
     "AReaL reward_fn(prompt, completions, prompt_ids, completion_ids, **data)",
     "verifiers func(completion, answer, prompt, state, task, info, parser) by any of these names",
 )
-"""What a refusal lists."""
+"""The accepted signatures, listed in a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class CallableSignature:
-    """What can be told of a callable without calling it. `reads_content`: its body names the key "content"."""
+    """The signature of a callable. `reads_content`: its body contains the key "content"."""
 
     parameters: tuple[Parameter, ...]
     any_keyword: bool = False
@@ -136,7 +136,7 @@ class CallableSignature:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No convention fits, and why the nearest one does not."""
+    """No convention fits; `reason` explains why the nearest one does not."""
 
     reason: str
 
@@ -178,7 +178,7 @@ def recognise(shape: CallableSignature) -> Convention | Unknown:
 
 
 def _closed(shape: CallableSignature, known: frozenset[str], convention: Convention) -> Convention | Unknown:
-    """`convention`, if it gives everything that the function cannot do without."""
+    """`convention`, if it supplies every required parameter."""
     missing = [name for name in shape.required if name not in known]
     if not missing:
         return convention
@@ -206,7 +206,7 @@ def _plain(shape: CallableSignature) -> Convention | Unknown:
 
 
 def of_object(target: Any) -> CallableSignature:
-    """Of a function, or of the `__call__` of a class or an object."""
+    """The signature of a function, or of the `__call__` of a class or an object."""
     call = functools.partial(target.__call__, None) if inspect.isclass(target) else target
     try:
         parameters = inspect.signature(call).parameters.values()
@@ -231,7 +231,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def _names_content(target: Any) -> bool:
-    """From the compiled body: the source may not be at hand."""
+    """True if the compiled body contains "content": the source may be unavailable."""
     function = inspect.unwrap(target.__call__ if inspect.isclass(target) or not _is_function(target) else target)
     pending = [getattr(function, "__code__", None)]
     while pending:
@@ -259,7 +259,7 @@ def of_source(body: Sequence[ast.stmt], attribute: str) -> CallableSignature | N
 
 
 def definition(body: Sequence[ast.stmt], attribute: str) -> ast.AST | None:
-    """What a name is at the end of a module: a def, a class, a lambda, or that which another name stands for."""
+    """The node that a name is bound to at the end of a module: a def, a class or a lambda, with aliases followed."""
     found: ast.AST | None = None
     for statement in _flat(body):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -286,7 +286,7 @@ def _value(body: Sequence[ast.stmt], value: ast.expr, attribute: str) -> ast.AST
 
 
 def _returned(factory: ast.FunctionDef) -> ast.AST | None:
-    """The inner function that a factory gives."""
+    """The inner function that a factory returns."""
     for statement in reversed(factory.body):
         if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name):
             return definition(factory.body, statement.value.id)

@@ -1,4 +1,4 @@
-"""What a function is: where its source lies, what it may use, how it is called."""
+"""The specification of a function: its source, resources and calling convention."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Takes = Literal[
     "verifiers",
     "verifiers_text",
 ]
-"""How the user's callable is called (`serverless.signatures`). "auto": told from its parameters when it is packed."""
+"""The calling convention of the user's callable (`serverless.signatures`). "auto": detected from its parameters when it
+is packed."""
 
 Trust = Literal["trusted", "untrusted"]
-"""Untrusted: it runs what the policy wrote. It then only runs inside a sandbox."""
+""""untrusted": the function executes code that the policy wrote, and therefore only runs inside a sandbox."""
 
 
 class FunctionBatchSpec(BaseModel):
@@ -56,32 +57,32 @@ class FunctionSpec(BaseModel):
     takes: Takes = "auto"
     memory_mb: int = Field(default=512, ge=128, le=32_768)
     cpu: float = Field(default=0.0, ge=0.0, le=64.0)
-    """Cores of a worker; 0: what the provider gives with the memory (Lambda: one per 1,769 MB)."""
+    """Cores of a worker; 0: the provider's share for the memory (Lambda: one per 1,769 MB)."""
     gpu: str = Field(default="", pattern=r"^[A-Za-z0-9!+:-]{0,32}$")
     """A GPU type, as the provider names it ("L4", "H100:2"); empty: none. Providers without GPUs refuse it."""
     trust: Trust = "trusted"
     timeout_s: float = Field(default=10.0, gt=0.0, le=5_400.0)
     """Time limit of one call (of a whole batch). Its expiry is an InfraFault, or a ModelFault with `timeout_floor`."""
     timeout_floor: float | None = Field(default=None, allow_inf_nan=False)
-    """Declares that running out of time is the policy's fault (it wrote the code that loops), with this value."""
+    """Declares that a timeout is the policy's fault (it wrote the code that loops), with this value."""
     init_timeout_s: float = Field(default=10.0, gt=0.0, le=600.0)
     concurrency: int = Field(default=4, ge=1, le=10_000)
-    """Most workers at once; also the most calls in flight."""
+    """Maximum number of workers; also of calls in flight."""
     queue: int = Field(default=10_000, ge=1)
-    """Most items that wait for a worker; one more is THROTTLED."""
+    """Maximum number of items that wait for a worker; further items are THROTTLED."""
     batch: FunctionBatchSpec = FunctionBatchSpec()
     keep_alive_s: float = Field(default=60.0, ge=0.0)
     """An idle worker lives this long, then the function scales towards `warm`."""
     warm: int = Field(default=0, ge=0)
     """Workers that are started at deployment and kept."""
     deterministic: bool = True
-    """Same item, same answer: a bad answer is then not worth a retry, and results may be cached."""
+    """True if equal items get equal answers: an invalid answer is then not retried, and results may be cached."""
     stateless: bool = False
-    """Declares that it keeps nothing between calls, where the check of the source is not sure."""
+    """Declares that the function keeps no state between calls, for sources where the check is inconclusive."""
     needs: tuple[Literal["environment"], ...] = ()
-    """What it cannot do without, beside its item: "environment" keeps it beside the environment, out of functions."""
+    """Dependencies beyond the item: "environment" keeps the function with the environment instead of offloading it."""
     requirements: tuple[str, ...] = ()
-    """`name`, `name>=1` (pinned when packed, with what they require, to what is installed), `name==1.2`, or the path
+    """`name`, `name>=1` (pinned at packing, with its dependencies, to the installed versions), `name==1.2`, or the path
     of a requirements file. In a package: the lock, exact pins."""
     artefacts: tuple[str, ...] = ()
     """Files and directories packed with the function, under `artefacts/<basename>`."""
@@ -97,7 +98,7 @@ class FunctionSpec(BaseModel):
         return self
 
     def identity(self) -> dict[str, object]:
-        """The settings that make a version: what runs, not how many of it or from which path it was packed."""
+        """The settings that define a version: those of the running code, not those of scaling or the source path."""
         chosen = {
             "name",
             "takes",

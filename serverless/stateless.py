@@ -1,19 +1,20 @@
-"""Whether a reward may leave for functions: it may if what it gives depends on its item alone. Read, never run.
+"""Checks whether a reward can run as a function: it can if its value depends only on its item. Sources are read, never
+run.
 
-A function's workers come and go, and any of them may get any item. So a reward that counts, remembers what it saw,
-reads back what it wrote, or holds an environment gives other values there than in one process. `inspect_source`
-looks for that in the reward and in all it calls in the packed files:
+Workers of a function are transient, and any of them may get any item. A reward that counts, remembers earlier items,
+reads back its own output, or holds an environment would therefore return other values than in one process.
+`inspect_source` looks for such state in the reward and in its callees in the packed files:
 
   is state            globals and closure variables that are written, module-level containers and objects that are
                       changed and read, counters, mutable defaults, attributes of the reward's object set in a call,
                       files that are written and read back, environments as parameters, `needs=("environment",)`
-  is none             reading globals, `lru_cache`, a memo (`CACHE[key] = value` where CACHE[key] is also read),
+  is no state         reading globals, `lru_cache`, a memo (`CACHE[key] = value` where CACHE[key] is also read),
                       loading once (`if _MODEL is None: _MODEL = ...`), `load()` and `__init__`, constants into
                       os.environ, objects made in the call
-  is unsure           what is written but not read, attributes set anew in each call, writes into objects of other
-                      modules, databases: refused too, unless declared `@reward(stateless=True)`
+  is unsure           names that are written but not read, attributes set anew in each call, writes into objects of
+                      other modules, databases: refused too, unless declared `@reward(stateless=True)`
 
-Randomness without a seed is a warning where the reward is declared deterministic.
+Randomness without a seed is a warning if the reward is declared deterministic.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = ["StateFinding", "Stateful", "Stateless", "inspect_source"]
 
 @dataclass(frozen=True, slots=True)
 class StateFinding:
-    """One finding. `sure`: nothing else can be meant by it."""
+    """A finding. `sure`: the code has no stateless interpretation."""
 
     file: str
     line: int
@@ -63,7 +64,7 @@ class StateFinding:
 
 @dataclass(frozen=True, slots=True)
 class Stateless:
-    """It may leave. `warnings` are about repeatability."""
+    """The reward can run as a function. `warnings` are about repeatability."""
 
     warnings: tuple[StateFinding, ...] = ()
 
@@ -97,9 +98,9 @@ def inspect_source(
     stateless: bool = False,
     needs: Sequence[str] = (),
 ) -> Stateless | Stateful:
-    """Judge the reward at `found`; `others` are the further files that are packed with it.
+    """Check the reward at `found`; `others` are the further files that are packed with it.
 
-    `stateless` is the declaration of that name: it settles what the check is not sure of.
+    `stateless` is the declaration of that name: it overrides uncertain findings.
     """
     target = definition(found.body, found.name)
     modules = [SourceModule(found.path, found.body, closed=_factory(found, target))]
@@ -120,7 +121,7 @@ def inspect_source(
 
 
 def _factory(found: SourceDefinition, target: ast.AST | None) -> Def | None:
-    """The function around the reward, where a call of it made the reward (a closure)."""
+    """The factory that returned the reward (a closure), None if there is none."""
     for node in found.body:
         if isinstance(node, ast.FunctionDef) and node is not target and target in list(ast.walk(node)):
             return node
@@ -128,7 +129,7 @@ def _factory(found: SourceDefinition, target: ast.AST | None) -> Def | None:
 
 
 def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[SourceFunction]:
-    """The reward and everything of ours that it may call: what its code names, and what that names, and so on."""
+    """The reward and its transitive callees in the packed files, found by name."""
     home = modules[0]
     found: dict[int, SourceFunction] = {}
     pending: list[SourceFunction] = []
@@ -146,7 +147,7 @@ def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[
         found[id(function.node)] = function
         named |= loads(inside(function.node))
         for module in modules:
-            # Names bound to an object of a class of ours bring the class along.
+            # A name bound to an object of a packed class includes the class.
             named |= {
                 n
                 for name, value in module.values.items()
@@ -234,7 +235,8 @@ def _held(touch: StateAccess) -> BindingKind:
 
 
 def _is_once(write: StateAccess) -> bool:
-    """Loading at first use, a constant setting, or a method of a module or an object that only looks like a change."""
+    """True for loading at first use, for a constant setting, and for a method of a module or an object that only looks
+    like a change."""
     kind = _held(write)
     if kind is BindingKind.CODE and write.way is AccessKind.METHOD:
         return True
@@ -253,9 +255,9 @@ def _is_once(write: StateAccess) -> bool:
     ):
         return False
     if write.key is not None and not isinstance(write.key, ast.Constant):
-        return False  # a set of what was seen
+        return False  # a set of items seen before
     if write.function.root and loads(ast.walk(write.value)) & write.function.locals - {"self", "artefacts"}:
-        return False  # from the item: it remembers
+        return False  # from the item: the reward remembers it
     return _guarded(write)
 
 
@@ -264,7 +266,7 @@ def root_is_environ(node: ast.AST) -> bool:
 
 
 def _guarded(write: StateAccess) -> bool:
-    """Under `if X is None`, `if not X`, `if k not in X`, or behind `if X is not None: return X`."""
+    """True under `if X is None`, `if not X`, `if k not in X`, or after `if X is not None: return X`."""
     for node in ancestors(write.node, write.function):
         if isinstance(node, ast.If) and mentions(node.test, write.name):
             return True
@@ -275,8 +277,8 @@ def _guarded(write: StateAccess) -> bool:
 
 
 def _is_memo(writes: Sequence[StateAccess], group: Sequence[StateAccess]) -> bool:
-    """`X[key] = value` with a key of the item, a value that does not come from X, and a read of X[...]; X may be
-    cleared or trimmed, but nobody looks at its size or its contents otherwise."""
+    """True for a memo: `X[key] = value` with a key from the item, a value not derived from X, and a read of X[...]. X
+    may be cleared or trimmed, but its size and contents are not used otherwise."""
     trims = [w for w in writes if w.way is AccessKind.METHOD and w.method in ("clear", "pop", "popitem")]
     stores = [w for w in writes if w.way is AccessKind.ITEM and w.value is not None]
     if not stores or len(trims) + len(stores) != len(writes):
@@ -301,7 +303,7 @@ def _is_memo(writes: Sequence[StateAccess], group: Sequence[StateAccess]) -> boo
 
 
 def _set_first(write: StateAccess, group: Sequence[StateAccess]) -> bool:
-    """Whether the reward itself sets an attribute before anything reads it: each call may then stand alone."""
+    """True if the reward itself sets an attribute before any read, so that each call may be independent."""
     parent = write.function.parents.get(write.node)
     straight = parent is not None and write.function.parents.get(parent) is write.function.node
     reads = [u.node.lineno for u in group if u.way is AccessKind.READ and u.function is write.function]  # type: ignore[attr-defined]
@@ -315,7 +317,8 @@ _SHELVES = frozenset({"shelve.open", "dbm.open", "diskcache.Cache", "Cache", "sh
 
 
 def _files(functions: Sequence[SourceFunction]) -> list[StateFinding]:
-    """Files of a fixed name that are written and read; but not those written first and read after in one function."""
+    """Files of a fixed name that are written and read, except those that one function writes first and reads
+    afterwards."""
     written: dict[str, list[tuple[SourceFunction, ast.Call, bool]]] = {}
     read: dict[str, list[tuple[SourceFunction, ast.Call]]] = {}
     for function in functions:
@@ -358,7 +361,7 @@ _CHANGES = frozenset(
 
 
 def _indirect(functions: Sequence[SourceFunction]) -> list[StateFinding]:
-    """State that is written without its name: by `setattr`, through `globals()`, in an object that a cache returns."""
+    """State that is written indirectly: by `setattr`, through `globals()`, in an object that a cache returns."""
     cached = {
         f.node.name
         for f in functions
@@ -412,7 +415,7 @@ _SEEDS = re.compile(r"^(?:random\.seed|(?:np|numpy)\.random\.seed|torch\.manual_
 
 
 def _random(functions: Sequence[SourceFunction], uses: Sequence[StateAccess]) -> list[StateFinding]:
-    """Draws that are not seeded in the call."""
+    """Random draws that are not seeded in the call."""
     warnings: list[StateFinding] = []
     calls = [
         (f, node, ast.unparse(node.func)) for f in functions for node in ast.walk(f.node) if isinstance(node, ast.Call)

@@ -1,4 +1,4 @@
-"""Values of the offload layer: what goes to a function, what comes back, and what the call cost."""
+"""Values of the offload layer: the input of a function, its outcome, and the bill of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Cause", "FaultKind", "InfraFault", "Invocation", "Item", "ModelFault
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing to score: the list form that reward Lambdas already use (Nova/Bedrock RFT).
+    """One item to score: the list form that reward Lambdas already use (Nova/Bedrock RFT).
 
     `messages` is the conversation as [{"role", "content"}]; `metadata` is JSON-able.
     """
@@ -32,7 +32,7 @@ class Item:
 
 
 class FaultKind(enum.StrEnum):
-    """What the platform did wrong."""
+    """The kinds of platform fault."""
 
     CRASH = "crash"
     TIMEOUT = "timeout"
@@ -46,12 +46,12 @@ class FaultKind(enum.StrEnum):
 
 
 class Throttle(enum.StrEnum):
-    """Which limit a THROTTLED call met; each asks for something else of the caller.
+    """The limit that a THROTTLED call met; each requires another reaction of the caller.
 
-    CONCURRENCY  too many calls at once: fewer of them (AIMD), then again
-    RATE         too many calls per second: wait, then again
-    RESERVED     the function's own configured limit: it will not pass by waiting less than a call takes
-    SCALING      the provider cannot start environments fast enough: wait, then again, with the same concurrency
+    CONCURRENCY  too many concurrent calls: reduce them (AIMD), then retry
+    RATE         too many calls per second: wait, then retry
+    RESERVED     the function's own configured limit: it does not pass before a running call ends
+    SCALING      the provider cannot start environments fast enough: wait, then retry with the same concurrency
     QUEUE        our own bound on waiting items
     """
 
@@ -63,22 +63,22 @@ class Throttle(enum.StrEnum):
 
 
 class Cause(enum.StrEnum):
-    """Why a call was made. What is not CALL is overhead, and has a line of its own in the cost report."""
+    """The reason of a call. Every reason other than CALL is overhead, with its own line in the cost report."""
 
     CALL = "call"
     RETRY = "retry"
     HEDGE = "hedge"
     ISOLATION = "isolation"
-    """Part of a batch that failed as a whole, to find the item that did it."""
+    """Part of a batch that failed as a whole, called to find the failing item."""
     FALLBACK = "fallback"
-    """Made by another provider, after the one before failed."""
+    """Made by another provider after the previous one failed."""
     SMOKE = "smoke"
     WARM = "warm"
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward. `steps`, if given, pays parts of it where they were earned: one number per turn or per action
+    """A reward. `steps`, if given, assigns parts of it to where they were earned: one number per turn or per action
     token, as the function declares; `value` stays the aggregate."""
 
     value: float
@@ -88,7 +88,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ModelFault:
-    """The policy's own output made scoring impossible (it is the policy's fault, so it has a floor as its value)."""
+    """The policy's own output made scoring impossible. It is the policy's fault, so it has a floor as its value."""
 
     floor: float
     reason: str
@@ -102,9 +102,9 @@ class InfraFault:
     retryable: bool
     detail: str = ""
     throttle: Throttle | None = None
-    """Of a THROTTLED one; None where the provider does not name the limit."""
+    """The limit of a THROTTLED call; None where the provider does not name it."""
     retry_after_s: float | None = None
-    """What the provider asked for, if it did: the wait of the call that it refused."""
+    """The wait that the provider requested when it refused the call, None if it requested none."""
 
 
 Outcome: TypeAlias = Scored | ModelFault | InfraFault
@@ -130,9 +130,9 @@ class Invocation:
     cause: Cause = Cause.CALL
     provider_id: str = ""
     queued_s: float = 0.0
-    """How long before `t0` it was asked for, where the backend makes calls wait for a worker."""
+    """Seconds from the request to `t0`, on backends where calls wait for a worker."""
     cold_billed_s: float | None = None
-    """What of `billed_s` was start-up; None: as much of `cold_start_s` as was billed."""
+    """The start-up part of `billed_s`; None: as much of `cold_start_s` as was billed."""
 
     @property
     def start_billed_s(self) -> float:

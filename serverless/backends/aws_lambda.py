@@ -1,7 +1,7 @@
-"""Functions on AWS Lambda: deployed by `AwsDeployer`, called by an alias of the run's own over aiobotocore.
+"""Functions on AWS Lambda: deployed by `AwsDeployer`, called through the run's own alias over aiobotocore.
 
-Retries are the caller's: with boto's defaults one call of a function slower than the read time-out is executed, and
-billed, five times. Lambda cannot end a call: one that nobody waits for any more runs on, and its bill is awaited.
+Retries are the caller's: with boto's defaults, one call of a function slower than the read timeout is executed and
+billed five times. Lambda cannot cancel a call: an abandoned call runs to its end, and its bill is awaited.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MAX_BYTES = 6_291_456
 """Lambda's limit of a synchronous request, 6 MiB."""
 
 _GRACE_S = 10.0
-"""How much longer than the function's own limit an answer may take: the start of an environment, and the network."""
+"""Allowance beyond the function's own time limit: the start of an environment, and the network."""
 
 _LONGEST_S = 900.0 + _GRACE_S
 
 
 @dataclass(slots=True, eq=False)
 class _ConcurrencyGate:
-    """A function and the version of it that is called. `slots` calls run at Lambda, in order of arrival; `waiting`
-    counts those before. `package` is None for a function that was not deployed from here."""
+    """A function and its pinned version. At most `slots` calls run at Lambda, in order of arrival; `waiting` counts the
+    calls before them. `package` is None for a function that was not deployed from here."""
 
     name: str
     package: Package | None
@@ -54,7 +54,7 @@ class _ConcurrencyGate:
 
 @dataclass(slots=True, eq=False)
 class _InFlightCall:
-    """A call on its way. `left` is why its caller went, '' while it waits."""
+    """A call in flight. `left` is the reason why its caller left, '' while the caller waits."""
 
     gate: _ConcurrencyGate
     payload: bytes
@@ -63,30 +63,31 @@ class _InFlightCall:
     sent: bool = False
     left: str = ""
 
-    def forgotten(self) -> None:
-        """It ended; if before it was sent, it waits no more."""
+    def on_end(self) -> None:
+        """Account for the end of the call: an unsent call is no longer waiting."""
         if not self.sent:
             self.gate.waiting -= 1
 
 
 class AwsLambdaBackend:
-    """Implements `Backend`, `Provisions`. Owns `deployer`, a client with connections, and a task per call in flight.
+    """Implements `Backend` and `ProvisionedBackend`. Owns `deployer`, a client with connections, and a task per call in
+    flight.
 
-    `invoke` may be called by any number of tasks; each is unblocked by Lambda's answer, its deadline, the function's
-    limit and some grace, or its cancellation. Invariants: one request per `invoke`, sent once; at most `concurrency`
-    calls of a function at Lambda, those whose caller has gone included, and `queue` before them; only the version that
-    `deploy` named answers (an answer of another one is a fault, and the alias is set anew); one record to the
-    meter per request that Lambda took, with what its REPORT line says, also for a call whose caller has gone (its
-    status is then `cancelled` or `deadline`). Without a REPORT line (a connection that broke, a backend closed before
-    the answer) the record holds the seconds until then, as an estimate, and no `provider_id`.
+    `invoke` may be called by any number of tasks. Each is unblocked by Lambda's answer, its deadline, the function's
+    time limit plus an allowance, or its cancellation. Invariants: one request per `invoke`, sent once; at most
+    `concurrency` calls of a function at Lambda, abandoned ones included, and `queue` waiting; only the version that
+    `deploy` named answers (an answer of another version is a fault, and the alias is reset); one meter record per
+    request that Lambda accepted, with the values of its REPORT line, also for an abandoned call (with status
+    `cancelled` or `deadline`). Without a REPORT line (a broken connection, a backend closed before the answer) the
+    record holds the seconds until then, as an estimate, and no `provider_id`.
     """
 
     provider = PROVIDER
     calls_included = False
-    """Provisioned concurrency has a price of its own, beside that of the calls."""
+    """Provisioned concurrency has its own price, in addition to that of the calls."""
 
     def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None, run: str = "") -> None:
-        """`run` is the caller's id, which no other run in the account has; '' makes one. See `AwsDeployer.pin`."""
+        """`run` is the caller's id, unique in the account; '' generates one. See `AwsDeployer.pin`."""
         self.settings = settings or AwsSettings()
         self._meter = meter or NullMeter()
         self.deployer = AwsDeployer(self.settings, meter=self._meter)
@@ -99,7 +100,7 @@ class AwsLambdaBackend:
         self._renewing: asyncio.Task[None] | None = None
 
     async def deploy(self, package: Package) -> None:
-        """Calls go to this version from now on. It becomes current (`live`) only if the function has no current one."""
+        """Direct calls to this version. It becomes current (`live`) only if the function has no current version."""
         spec, known = package.spec, self._gates.get(package.spec.name)
         pin = await self.deployer.pin(package, self._run)
         if known is not None and known.package is not None and known.package.spec == spec:
@@ -110,7 +111,7 @@ class AwsLambdaBackend:
         )
 
     async def attach(self, function: str) -> None:
-        """Calls go to the version that is current now. `UnknownFunction` if there is none."""
+        """Direct calls to the current version. Raises `UnknownFunction` if there is none."""
         pin = await self.deployer.current(function)
         slots = asyncio.Semaphore(self.settings.connections)
         self._gates[function] = _ConcurrencyGate(
@@ -132,8 +133,8 @@ class AwsLambdaBackend:
         call = _InFlightCall(gate, payload, len(event), cause)
         gate.waiting += 1
         task = self._group.create_task(self._call(call))
-        # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
-        task.add_done_callback(lambda _: call.forgotten())
+        # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
+        task.add_done_callback(lambda _: call.on_end())
         try:
             async with asyncio.timeout(deadline_s):
                 reply = await asyncio.shield(task)
@@ -153,11 +154,12 @@ class AwsLambdaBackend:
         return WorkerLoad(busy=gate.running, waiting=gate.waiting) if gate is not None else WorkerLoad()
 
     async def provisioned(self, function: str) -> int:
-        """Provisioned concurrency of the alias that calls go to."""
+        """The provisioned concurrency of the alias that calls go to."""
         return await self.deployer.warm(self._gate(function).pin)
 
     async def provision(self, function: str, workers: int) -> None:
-        """Set it, and wait until it stands (minutes on AWS, at most three). Calls do not wait for this."""
+        """Set the provisioned concurrency and wait until it is in force (minutes on AWS, at most three). Calls do not
+        wait for it."""
         await self.deployer.set_warm(self._gate(function).pin, workers)
 
     async def __aenter__(self) -> AwsLambdaBackend:
@@ -188,7 +190,7 @@ class AwsLambdaBackend:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Waits at most `drain_s` for the bills of calls whose callers have gone. Removes the run's aliases."""
+        """Wait at most `drain_s` for the bills of abandoned calls, and remove the run's aliases."""
         group, self._group = self._group, None
         if group is None or self._renewing is None:
             return
@@ -206,7 +208,7 @@ class AwsLambdaBackend:
                 await group.__aexit__(None, None, None)
                 for gate in self._gates.values():
                     if gate.package is not None:
-                        with contextlib.suppress(ServerlessError):  # its lease ends it
+                        with contextlib.suppress(ServerlessError):  # its lease will expire
                             await self.deployer.unpin(gate.pin)
             finally:
                 await self._context.__aexit__(None, None, None)
@@ -220,7 +222,7 @@ class AwsLambdaBackend:
         return gate
 
     async def _renew(self) -> None:
-        """Until cancelled. What fails is tried again: a lease outlasts three attempts."""
+        """Renew the leases until cancelled. Failures are retried: a lease outlasts three attempts."""
         while True:
             await asyncio.sleep(LEASE_S / 4.0)
             for gate in list(self._gates.values()):
@@ -228,7 +230,7 @@ class AwsLambdaBackend:
                     await self._pin_again(gate, gate.pin)
 
     async def _pin_again(self, gate: _ConcurrencyGate, seen: PinnedVersion) -> None:
-        """Set the alias to the version of the package, unless that was done since `seen`."""
+        """Reset the alias to the package's version, unless that was done since `seen`."""
         async with gate.repair:
             if gate.pin is not seen:
                 return
@@ -238,7 +240,7 @@ class AwsLambdaBackend:
                 gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
 
     def _leave(self, call: _InFlightCall, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
-        """The caller goes. What Lambda has runs to its end there; what waits is forgotten."""
+        """Handle a caller that leaves. A sent call runs to its end at Lambda; a waiting one is dropped."""
         call.left = why
         if not call.sent:
             task.cancel()
@@ -259,11 +261,12 @@ class AwsLambdaBackend:
             gate.slots.release()
 
     async def _send(self, call: _InFlightCall) -> Reply | ServerlessError:
-        """One request and its answer. A mistake of the caller is returned, not raised: the group stays whole."""
+        """One request and its answer. A caller's mistake is returned, not raised, so that the task group stays
+        intact."""
         now = asyncio.get_running_loop().time
         t0 = now()
         gate, pin = call.gate, call.gate.pin
-        told: LambdaReport | None = None
+        lambda_report: LambdaReport | None = None
         fault: InfraFault | None = None
         body: object = None
         taken, moved = True, False
@@ -278,9 +281,9 @@ class AwsLambdaBackend:
                 )
                 async with answer["Payload"] as stream:
                     data = await stream.read()
-            told = parse_report(answer.get("LogResult", ""))
+            lambda_report = parse_report(answer.get("LogResult", ""))
             version = str(answer.get("ExecutedVersion", ""))
-            fault, body = (function_fault(data, told), None) if "FunctionError" in answer else _body(data)
+            fault, body = (function_fault(data, lambda_report), None) if "FunctionError" in answer else _body(data)
             moved = version != pin.number
             if moved:
                 fault = _version_changed_fault(pin, version)
@@ -296,13 +299,13 @@ class AwsLambdaBackend:
                 moved, found = True, (_version_changed_fault(pin, ""), False)
             fault, taken = found
         finally:
-            bill = self._bill(call, t0, now(), told, version, fault) if taken else None
+            bill = self._bill(call, t0, now(), lambda_report, version, fault) if taken else None
         if moved:
             try:
                 await self._pin_again(gate, pin)
             except (CredentialsMissing, UnknownFunction) as error:
                 return error
-            except ServerlessError as error:  # the next call tries again
+            except ServerlessError as error:  # the next call retries
                 assert fault is not None
                 fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
         return Reply(body if fault is None else None, fault, bill)
@@ -312,7 +315,7 @@ class AwsLambdaBackend:
         call: _InFlightCall,
         t0: float,
         t1: float,
-        told: LambdaReport | None,
+        lambda_report: LambdaReport | None,
         version: str,
         fault: InfraFault | None,
     ) -> Invocation:
@@ -322,20 +325,21 @@ class AwsLambdaBackend:
             worker=f"{self.provider}/{call.gate.name}" + (f"/{version}" if version else ""),
             t0=t0,
             t1=t1,
-            cold_start_s=told.init_s if told else 0.0,
-            billed_s=told.billed_s if told else billed_seconds(t1 - t0),
-            memory_mb=told.memory_mb if told else call.gate.memory_mb,
+            cold_start_s=lambda_report.init_s if lambda_report else 0.0,
+            billed_s=lambda_report.billed_s if lambda_report else billed_seconds(t1 - t0),
+            memory_mb=lambda_report.memory_mb if lambda_report else call.gate.memory_mb,
             items=call.items,
             status=call.left or (str(fault.kind) if fault else "ok"),
             cause=call.cause,
-            provider_id=told.request_id if told else "",
+            provider_id=lambda_report.request_id if lambda_report else "",
         )
         self._meter.invocation(bill)
         return bill
 
 
 def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:
-    """The alias names another version than it was given, or is gone: whatever was answered is not this run's."""
+    """The fault of an alias that names another version than it was set to, or that is gone: the answer is not this
+    run's."""
     now = f"version {version} answered" if version else "it is gone"
     detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
     return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
@@ -362,9 +366,9 @@ def _body(data: bytes) -> tuple[InfraFault | None, object]:
 
 
 def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
-    """What an error on the way means, and whether Lambda may have taken the call; or the caller's mistake.
+    """Classify a transport error: its fault and whether Lambda may have accepted the call; or the caller's mistake.
 
-    A silence past the limit is not retryable: the call may still run, and the next would be as slow.
+    A timeout is not retryable: the call may still run, and the next one would be as slow.
     """
     response = getattr(error, "response", None)
     if isinstance(response, dict):

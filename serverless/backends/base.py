@@ -1,4 +1,4 @@
-"""The seam of a function provider: deploy a package, call it with a list, get its answer and the bill."""
+"""The port of a function provider: deploy a package, invoke it with a list of items, return its answer and the bill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of one call: a body (unchecked), or the fault of the call as a whole.
+    """The result of one call: an unchecked body, or the fault of the whole call.
 
     `invocation` is the bill, None for a call that never reached a worker.
     """
@@ -36,22 +36,23 @@ class Reply:
 
 
 class Backend(Protocol):
-    """Runs functions. Open it with `async with`; leaving stops everything that it started, in bounded time.
+    """Runs functions. Use `async with`; leaving it stops everything that it started, in bounded time.
 
-    A failed call is a value (`Reply.fault`); errors are `UnknownFunction`, `BackendFailed` and cancellation,
-    which ends the call on the provider where the provider can.
+    A failed call is a value (`Reply.fault`). Raises `UnknownFunction` and `BackendFailed`. A cancellation ends the call
+    on the provider where the provider supports it.
     """
 
     @property
     def provider(self) -> str: ...
 
     async def deploy(self, package: Package) -> None:
-        """Make a version current. The same version again changes nothing; calls in flight end on the old one."""
+        """Make a version current. A repeated deployment of the same version has no effect; calls in flight end on the
+        old one."""
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
     ) -> Reply:
-        """One call with at most `deadline_s` seconds from now, time in the queue included. It is executed at most
+        """One call, limited to `deadline_s` seconds from now including its time in the queue. It is executed at most
         once: retries are the caller's. `cause` is for the bill."""
 
     async def __aenter__(self) -> Backend: ...
@@ -61,8 +62,8 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a function's workers do at a moment: `ready` of them are up (`busy` of these serve a call), `starting` will
-    be, and `waiting` calls have none."""
+    """The workers of a function at a moment: `ready` are up (`busy` of these serve a call), `starting` are starting,
+    and `waiting` calls have no worker."""
 
     ready: int = 0
     starting: int = 0
@@ -71,7 +72,7 @@ class WorkerLoad:
 
     @property
     def workers(self) -> int:
-        """Those that exist."""
+        """Ready and starting workers."""
         return self.ready + self.starting
 
     @property
@@ -82,17 +83,17 @@ class WorkerLoad:
 
 @runtime_checkable
 class AttachableBackend(Protocol):
-    """A backend whose provider keeps what was deployed there."""
+    """A backend whose provider keeps deployed functions."""
 
     async def attach(self, function: str) -> None:
-        """Calls of a function go to the version that is current now. `UnknownFunction` if there is none."""
+        """Direct calls of a function to its current version. Raises `UnknownFunction` if there is none."""
 
 
 @runtime_checkable
 class ScalableBackend(Protocol):
-    """A backend whose workers start in no time of the caller's: how many there should be may change at any moment.
+    """A backend that can start and stop workers at any moment without delay for the caller.
 
-    Both are synchronous and cheap; `UnknownFunction` for one that is not deployed.
+    Both methods are synchronous and cheap, and raise `UnknownFunction` for a function that is not deployed.
     """
 
     @property
@@ -101,36 +102,37 @@ class ScalableBackend(Protocol):
     def load(self, function: str) -> WorkerLoad: ...
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """From now on so many workers should exist, idle or not, within the function's `warm` and `concurrency`: what
-        that makes is returned. Missing ones are started; idle ones above it end when they have been idle for
-        `keep_alive_s` (None: as it is). Calls start workers as before."""
+        """Set the number of workers, idle or not, that should exist; it is clamped to the function's
+        `warm`..`concurrency` and returned. Missing workers are started; idle ones above it end after `keep_alive_s` of
+        idle time (None: unchanged). Calls still start workers on demand."""
 
 
 @runtime_checkable
 class ProvisionedBackend(Protocol):
-    """A backend that keeps environments ready for money, changed by a request that may take minutes."""
+    """A backend with paid provisioned environments, whose number is changed by a request that may take minutes."""
 
     @property
     def provider(self) -> str: ...
 
     @property
     def calls_included(self) -> bool:
-        """Whether the seconds that a call runs on such an environment are billed once, and not again as a call's."""
+        """True if the seconds of a call on a provisioned environment are billed once, and not again with the call."""
 
     def load(self, function: str) -> WorkerLoad:
-        """Calls under way from here; `ready` is not known and 0."""
+        """Calls in flight from this process; `ready` is unknown and 0."""
 
     async def provisioned(self, function: str) -> int:
-        """Environments that the provider now keeps ready."""
+        """The number of environments that the provider currently keeps ready."""
 
     async def provision(self, function: str, workers: int) -> None:
-        """Ask for so many, 0 for none. Calls go on meanwhile. Raises what a `Deployer` does."""
+        """Request a number of provisioned environments, 0 for none. Calls continue meanwhile. Raises as a `Deployer`
+        does."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeployedFunction:
-    """A function as a provider has it. `version` is the package's content digest, `provider_version` the provider's
-    own name of it; `current` whether calls go there."""
+    """A deployed function. `version` is the package's content digest, `provider_version` the provider's own name of it;
+    `current` is True if calls go to it."""
 
     function: str
     provider: str
@@ -141,19 +143,19 @@ class DeployedFunction:
     """ISO 8601, UTC."""
     memory_mb: int = 0
     endpoint: str = ""
-    """What a caller addresses: an ARN, a URL, an app and a function."""
+    """The callable address: an ARN, a URL, or an app and a function."""
     warm: int | None = 0
-    """None: the provider did not say."""
+    """None: not reported by the provider."""
     concurrency: int | None = 0
     unchanged: bool = field(default=False, compare=False)
-    """Of a deployment: this version was current, as it is to be."""
+    """Of a deployment: this version already was current."""
     problem: str = field(default="", compare=False)
-    """What failed after the version had become current."""
+    """An error that occurred after the version had become current."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentChange:
-    """What a deployment would do. `lines` say it to a person; no line: nothing."""
+    """The planned changes of a deployment, as `lines` of text for the user; no line means no change."""
 
     function: str
     provider: str
@@ -166,7 +168,7 @@ class DeploymentChange:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`t` is ISO 8601, UTC, or '' where the provider does not tell."""
+    """A line of a function's log. `t` is ISO 8601, UTC, or '' if the provider does not report it."""
 
     t: str
     source: str
@@ -174,21 +176,21 @@ class LogLine:
 
 
 class Deployer(Protocol):
-    """The control plane of a provider: what `rollart rewards` does. Open it with `async with`.
+    """The control plane of a provider, used by `rollart rewards`. Use `async with`.
 
-    Errors are `CredentialsMissing`, `ExtraMissing`, `UnknownFunction`, `PackageError` and `BackendFailed`, each one
-    line of cause and one of remedy. A deployment that fails leaves the version before it current.
+    Raises `CredentialsMissing`, `ExtraMissing`, `UnknownFunction`, `PackageError` and `BackendFailed`, each with one
+    line of cause and one of remedy. After a failed deployment the previous version stays current.
     """
 
     @property
     def provider(self) -> str: ...
 
     async def plan(self, package: Package) -> DeploymentChange:
-        """Changes nothing."""
+        """The changes that a deployment would make. Has no side effects."""
 
     async def deploy(self, package: Package) -> DeployedFunction:
-        """Upload, wait, try the new version with an empty list (its answer must be one), make it current, prune old
-        versions. Does nothing where the current version already is this one."""
+        """Upload the package, wait, try the new version with an empty list (its answer must be a list), make it current
+        and prune old versions. Does nothing if this version already is current."""
 
     async def functions(self) -> Sequence[DeployedFunction]:
         """The current version of each function that rollart deployed, by name."""
@@ -197,7 +199,7 @@ class Deployer(Protocol):
         """Newest first."""
 
     async def rollback(self, function: str, version: str = "") -> DeployedFunction:
-        """Make an earlier version current: the one before, or that whose digest starts so."""
+        """Make an earlier version current: the previous one, or the one with the given digest prefix."""
 
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
@@ -207,7 +209,7 @@ class Deployer(Protocol):
         """Oldest first."""
 
     async def delete(self, function: str) -> None:
-        """With all its versions."""
+        """Delete a function with all its versions."""
 
     async def __aenter__(self) -> Deployer: ...
 

@@ -36,30 +36,31 @@ from serverless.types import FaultKind, InfraFault, Invocation
 __all__ = ["HEALTH", "FunctionHttpServer", "current_version_only"]
 
 HEALTH = "/health"
-"""Answers GET and HEAD with 200, without a token, while the front serves."""
+"""The health path answers GET and HEAD with 200, without a token, while the server is up."""
 
 _PLAIN = "/functions/"
 _LAMBDA = "/2015-03-31/functions/"
 
 _LONGEST_S = 900.0
-"""Lambda's longest time limit: what a caller has who sets no deadline."""
+"""Lambda's longest time limit, in seconds: the default for callers that set no deadline."""
 
 _STOP_S = 1.0
-"""How long calls in flight may take to end at closing."""
+"""Seconds that calls in flight may take to end at closing."""
 
 
 def current_version_only(function: str, qualifier: str) -> str:
-    """The default `resolve`: a backend has one version of a function, which any of these names."""
+    """The default `resolve`: a backend has one version of a function, which any of these qualifiers names."""
     if qualifier not in ("", "$LATEST", "live"):
         raise UnknownFunction(f"Function not found: {function}:{qualifier}")
     return function
 
 
 class FunctionHttpServer:
-    """Owns the listening socket and the calls of Lambda's API in flight. Use `async with`; `url` is then where it is.
+    """Owns the listening socket and the calls of Lambda's API in flight. Use `async with`, which sets `url`.
 
-    With a `token` or `secrets` (by key id: `backends.signing`) every call needs one of them. `resolve` gives the
-    backend's name of a function and a qualifier. `tail` gives what a call printed, for `X-Amz-Log-Type: Tail`.
+    With a `token` or `secrets` (by key id: `backends.signing`) every call must be authenticated by one of them.
+    `resolve` maps a function and a qualifier to the backend's name. `tail` returns the output of a call, for
+    `X-Amz-Log-Type: Tail`.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FunctionHttpServer:
         if self._once is not None:
             self._once.close()
         if group is not None:
-            # Calls that nobody waits for any more end with the front.
+            # Abandoned calls end with the server.
             group.create_task(_end(group))
             try:
                 await group.__aexit__(None, None, None)
@@ -144,7 +145,7 @@ class FunctionHttpServer:
         return _error(404, "ResourceNotFoundException", f"nothing at POST {path}")
 
     async def _body(self, request: web.BaseRequest) -> bytes | None:
-        """All of it, or None if it is too large."""
+        """The whole body, or None if it is too large."""
         if (request.content_length or 0) > self._max_bytes:
             return None
         body = bytearray()
@@ -155,7 +156,7 @@ class FunctionHttpServer:
         return bytes(body)
 
     def _refuse(self, request: web.BaseRequest, body: bytes) -> str | None:
-        """Why this caller may not, or None."""
+        """The reason to refuse the caller, or None."""
         if not self._token and not self._secrets:
             return None
         header = request.headers.get("Authorization", "")
@@ -179,7 +180,8 @@ class FunctionHttpServer:
     async def _keyed(
         self, request: web.BaseRequest, key: str, function: str, event: list[dict[str, Any]], body: bytes
     ) -> web.Response:
-        """The one execution of a key. Keys are a caller's own: nobody gets another's answers by guessing."""
+        """Execute a call once per key. Keys are scoped by caller, so that a guessed key does not reveal another
+        caller's answer."""
 
         async def run() -> IdempotentResponse:
             reply = await self._run(function, event, _deadline_s(request))
@@ -217,7 +219,7 @@ class FunctionHttpServer:
         return self._lambda_answer(reply, tail=request.headers.get("X-Amz-Log-Type") == "Tail")
 
     async def _run(self, function: str, event: list[dict[str, Any]], deadline_s: float) -> Reply | ServerlessError:
-        """For the task group, which an error of one call may not end."""
+        """Run a call and return its errors, so that they do not end the task group."""
         try:
             return await self._backend.invoke(function, event, deadline_s=deadline_s)
         except ServerlessError as error:
@@ -257,7 +259,7 @@ def _parse_function_name(name: str, qualifier: str) -> tuple[str, str]:
 
 
 def _parse_event(body: bytes) -> list[dict[str, Any]] | str:
-    """The items of a call, or what is wrong with them: answers are matched to items by `id`, so each must have one."""
+    """The items of a call, or an error text: answers are matched to items by `id`, so each item must have one."""
     try:
         event = json.loads(body)
     except ValueError:
@@ -316,7 +318,8 @@ def _answer(reply: Reply, headers: dict[str, str]) -> web.Response:
 
 
 def _report(call: Invocation) -> str:
-    """Lambda's REPORT line. How much memory was used is not measured here: it says the limit when that was passed."""
+    """Lambda's REPORT line. The memory used is not measured here: it is the limit after an out-of-memory fault,
+    else 0."""
     used = call.memory_mb if call.status == FaultKind.OUT_OF_MEMORY else 0
     init = f"\tInit Duration: {call.cold_start_s * 1000.0:.2f} ms" if call.cold_start_s else ""
     return (

@@ -95,7 +95,7 @@ class PoolRegistry:
         return pool.keep(workers)
 
     def state(self, function: str, make: Callable[[], S]) -> S:
-        """What a launcher keeps per function."""
+        """The launcher's state per function."""
         if function not in self._states:
             self._states[function] = make()
         state: S = self._states[function]

@@ -1,8 +1,9 @@
-"""Functions whose workers live on other machines: the pools are here, the processes there (`worker_host`).
+"""Functions whose workers run on other machines: the pools are in this process, the worker processes there
+(`worker_host`).
 
-What decides stays in this process, as with workers of its own: how many workers a function has, which call goes to
-which, what is billed. A machine only forks and runs them. So a machine that is lost takes nothing along but its
-workers: calls that they were in are made again on the others.
+All decisions stay in this process, as with local workers: the number of workers per function, the routing of calls and
+the billing. A machine only forks and runs workers. The loss of a machine therefore loses only its workers: their calls
+are repeated on other machines.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ __all__ = ["HostedBackend", "WorkerHosts"]
 
 
 class WorkerHosts:
-    """The machines that are there, and what is deployed on all of them. Implements `Launcher`.
+    """The connected machines and the packages deployed on all of them. Implements `Launcher`.
 
-    `join` and `leave` may be called at any moment by whoever keeps the machines; `room` waits until one takes workers.
-    A new worker goes where there are fewest per `weight`; of several, to the one that joined first.
-    Invariant: a machine takes workers only once it has every package.
+    The owner of the machines may call `join` and `leave` at any moment; `room` waits until a machine accepts workers. A
+    new worker goes to the machine with the fewest workers per `weight`; ties go to the one that joined first.
+    Invariant: a machine accepts workers only once it has every package.
     """
 
     def __init__(self) -> None:
@@ -39,14 +40,14 @@ class WorkerHosts:
 
     @property
     def links(self) -> list[HostLink]:
-        """Of those that take workers."""
+        """Links to the machines that accept workers."""
         return [link for link, _ in self._links.values() if link.alive and not link.leaving]
 
     async def join(
         self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
     ) -> HostLink:
-        """A machine that serves now at `tcp://host:port`. `HostLost` if it does not, `BackendFailed` if a function
-        cannot run there. `notify`: see `HostLink`."""
+        """Add a machine that serves at `tcp://host:port`. Raises `HostLost` if it does not answer and `BackendFailed`
+        if a function cannot run there. `notify`: see `HostLink`."""
 
         def changed() -> None:
             there = self._links.get(name)
@@ -70,24 +71,25 @@ class WorkerHosts:
         return link
 
     async def deploy(self, package: Package) -> None:
-        """Every machine has it, and those that come later will. `BackendFailed` if it cannot run on one of them."""
+        """Deploy on every machine, including those that join later. Raises `BackendFailed` if the function cannot run
+        on one of them."""
         self._packages[package.spec.name] = package
         results = await asyncio.gather(*(link.deploy(package) for link in self.links), return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, HostLost):  # which gets it when it is back
+            if isinstance(result, BaseException) and not isinstance(result, HostLost):  # a lost host gets it later
                 raise result
 
     async def room(self) -> None:
-        """Returns once there is a machine that takes workers."""
+        """Wait until a machine accepts workers."""
         while not self.links:
             changed = self._changed
             await changed.wait()
 
     async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        places = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
-        if not places:
+        candidates = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
+        if not candidates:
             raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
-        link, _ = min(places, key=lambda place: len(place[0].workers) / place[1])
+        link, _ = min(candidates, key=lambda place: len(place[0].workers) / place[1])
         return await link.worker(package, slot, gone)
 
     def _notify(self) -> None:
@@ -96,11 +98,11 @@ class WorkerHosts:
 
 
 class HostedBackend:
-    """Implements `Backend` and `Scalable` over the workers of `hosts`, which whoever made them keeps and ends.
+    """Implements `Backend` and `Scalable` over the workers of `hosts`, which the caller creates and closes.
 
-    A call is executed at most once on a machine that is there: one whose machine is lost meanwhile is made again on
-    another, twice at most (`Cause.RETRY`), and nothing that the first may still do is heard. While there is no machine,
-    calls wait for one until their deadline. `launcher` wraps the one that starts workers (`backends.rehearsal`).
+    A call is executed at most once on a connected machine. If the machine is lost meanwhile, the call is repeated on
+    another, at most twice (`Cause.RETRY`), and any later answer of the first is ignored. While no machine is connected,
+    calls wait until their deadline. `launcher` wraps the worker launcher (`backends.rehearsal`).
     """
 
     provider = "local"

@@ -43,11 +43,11 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation
 __all__ = ["Bearer", "Endpoint", "HttpBackend", "Signed"]
 
 _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
-"""No connection was made, so nothing has been executed."""
+"""Errors before a connection was made: nothing has been executed."""
 
 _RESEND_S = (0.0, 0.1, 0.4)
-"""Pauses before a lost call is sent again: a connection that the host had closed for its age needs none, one that broke
-with the network a moment. The host keeps a call for its caller to return about as long (`backends.front`)."""
+"""Pauses in seconds before a lost call is resent. A connection that the host closed for its age needs none, a network
+failure a moment. The host keeps a call for its returning caller about as long (`backends.front`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ Auth: TypeAlias = Bearer | Signed | None
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a function is. `headers` go with every call. `idempotent`: whether the host executes calls of one
-    Idempotency-Key once; None: if its answers say so."""
+    """The endpoint of a function. `headers` are sent with every call. `idempotent`: the host executes calls of one
+    Idempotency-Key once; None: as its answers declare."""
 
     url: str
     auth: Auth = None
@@ -85,10 +85,10 @@ class Endpoint:
 class HttpBackend:
     """Implements `Backend` over endpoints by function name.
 
-    Any number of tasks may call `invoke`; each waits for a connection (at most `connections`) and its answer, and is
-    unblocked by them or by its deadline. A call is executed once: no redirect is followed, and a lost connection tried
-    again only where the host knows the call by its key. A cancelled one closes its connection, which ends it where the
-    host looks. `deploy` installs nothing at the host: it tells the limits to this side.
+    Any number of tasks may call `invoke`. Each waits for a connection (at most `connections`) and its answer, and is
+    unblocked by these or by its deadline. A call is executed once: no redirect is followed, and a lost connection is
+    retried only if the host recognises the call by its key. Cancelling a call closes its connection, which ends the
+    call on hosts that notice. `deploy` installs nothing at the host; it only sets the limits on this side.
     """
 
     provider = "http"
@@ -162,7 +162,8 @@ class HttpBackend:
     async def _call(
         self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, expires: float
     ) -> _HttpReply:
-        """Send it, and again if its connection is lost and the host knows the key; all within its time."""
+        """Send a call, and again if its connection is lost and the host recognises the key; all within its time
+        limit."""
         now = asyncio.get_running_loop().time
         began, deadline_s = now(), expires - now()
         limit = min(deadline_s, spec.init_timeout_s + spec.timeout_s)
@@ -175,13 +176,13 @@ class HttpBackend:
                     answer = await self._send(session, spec, body, key, expires - now())
                     if not answer.lost and (answer.reached or lost is None):
                         return answer
-                    # Lost, or (after that) not even taken: what became of the first is as unknown as before.
+                    # Lost, or (after that) not even accepted: the result of the first attempt is as unknown as before.
                     lost = lost or answer
                     if spec.name not in self._honour:
                         break
         except TimeoutError:
             if lost is None:
-                # It may go on over there: a second call would be a second execution.
+                # It may still run at the host: a second call would be a second execution.
                 kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
                 detail = f"no answer in {now() - began:.3f} s"
                 return _HttpReply(None, InfraFault(kind, retryable=False, detail=detail), {}, None)
@@ -227,7 +228,8 @@ class HttpBackend:
 
 @dataclass(frozen=True, slots=True)
 class _HttpReply:
-    """`reached` False: no worker has seen the call, so there is no bill. `lost`: it may have."""
+    """An answer. `reached` False: no worker received the call, so there is no bill. `lost`: a worker may have received
+    it."""
 
     body: object
     fault: InfraFault | None
@@ -259,8 +261,7 @@ def _read(
 
 
 def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
-    """The status and the body inside of what a handler for API Gateway answers, `{"statusCode", "body"}`, where
-    whatever is in front of it does not take that apart."""
+    """Unwrap the `{"statusCode", "body"}` answer of an API Gateway handler, if no gateway did so."""
     try:
         wrapped = json.loads(body) if status == 200 and body.lstrip().startswith(b"{") else None
         match wrapped:
@@ -289,7 +290,7 @@ def _bill(
     billed_ms = _number(headers, "X-Rollart-Billed-Ms", 1000.0 * (used.billed_s if used else billed_seconds(t1 - t0)))
     cold_ms = _number(headers, "X-Rollart-Cold-Ms", 1000.0 * used.init_s if used else 0.0)
     memory_mb = _number(headers, "X-Rollart-Memory-Mb", used.memory_mb if used else spec.memory_mb)
-    # A gateway's own name of a call that it lost is no sign that anybody answered it.
+    # A gateway's own id of a call that it lost does not show that a worker answered.
     named: Mapping[str, str] = {} if answer is not None and answer.lost else headers
     request = used.request_id if used else named.get("X-Amzn-RequestId", "")
     return Invocation(
@@ -309,7 +310,7 @@ def _bill(
 
 
 def _number(headers: Mapping[str, str], name: str, otherwise: float) -> float:
-    """A header, or what is to be used without it."""
+    """A numeric header, or the default."""
     try:
         return max(0.0, float(headers[name]))
     except (KeyError, ValueError):

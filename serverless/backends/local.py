@@ -1,7 +1,7 @@
 """The local function provider: handlers under Lambda's contract in warm processes forked from a zygote.
 
-Isolation is that of processes of one user with limits of memory, open files and file size, a time limit, and an
-environment without credentials. It contains mistakes, not attackers: untrusted code needs a sandbox.
+Workers are processes of one user, with limits on memory, open files, file size and time, and an environment without
+credentials. This contains mistakes, not attackers: untrusted code needs a sandbox.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ _PRELOADED = (
     "serverless.signatures",
     "serverless.types",
 )
-"""What the handler file needs."""
+"""The modules that the handler file imports."""
 
 Runtime = Literal["rollart", "awslambdaric"]
-"""What runs the handler inside a worker: our own loop, or AWS's runtime client (`backends.runtime_api`)."""
+"""The program that runs the handler inside a worker: rollart's own loop, or AWS's runtime client
+(`backends.runtime_api`)."""
 
 
 class LocalBackend:
-    """Implements `Backend`, `Scalable` on this machine. Owns a directory, the zygotes and, through them, all workers.
+    """Implements `Backend` and `Scalable` on this machine. Owns a directory, the zygotes and, through them, all
+    workers.
 
-    There is one zygote for each distinct set of `preload` modules, so that a plain function pays nothing for another's
-    torch. `deploy` starts it, and waits for its imports if the function has any; workers start with the first call,
-    unless the function is `warm`. `root` keeps packages and logs (`logs/<function>/<slot>.log`) when given; otherwise
-    both are private and removed at the end, even if this process is killed. `launcher` wraps the one that starts
-    workers (`backends.rehearsal`). `ExtraMissing` if `runtime` is not installed.
+    Each distinct set of `preload` modules has its own zygote, so that a plain function does not pay for another
+    function's torch import. `deploy` starts the zygote and waits for the function's imports. Workers start with the
+    first call, unless the function is `warm`. `root`, if given, keeps packages and logs (`logs/<function>/<slot>.log`).
+    Otherwise both are in a private directory that is removed at the end, even if this process is killed. `launcher`
+    wraps the worker launcher (`backends.rehearsal`). Raises `ExtraMissing` if `runtime` is not installed.
     """
 
     provider = "local"
@@ -70,8 +72,8 @@ class LocalBackend:
         allow_unsafe: bool = False,
         logs: pathlib.Path | None = None,
     ) -> None:
-        """`allow_unsafe` runs untrusted functions that never call the sandbox. `logs`: for what workers print, apart
-        from the rest."""
+        """`allow_unsafe` permits untrusted functions that never call the sandbox. `logs` is a separate directory for
+        the workers' output."""
         if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
             raise ExtraMissing("awslambdaric", "providers")
         self._given = root
@@ -84,12 +86,12 @@ class LocalBackend:
 
     @property
     def zygote_pids(self) -> tuple[int, ...]:
-        """Of those that run now, the plain one first."""
+        """Process ids of the running zygotes, the one without preloads first."""
         zygotes = sorted(self._zygotes.items(), key=lambda entry: sorted(entry[0]))
         return tuple(zygote.pid for _, zygote in zygotes if zygote.pid is not None)
 
     def workers(self, function: str) -> int:
-        """Workers of a function that exist now."""
+        """The current number of a function's workers."""
         return self._host.pool(function).size
 
     def load(self, function: str) -> WorkerLoad:
@@ -104,7 +106,7 @@ class LocalBackend:
         self._host.deploy(package)
 
     async def install(self, package: Package) -> None:
-        """Everything that `start` needs of a package is there. `BackendFailed` where it cannot run."""
+        """Install the files that `start` needs of a package. Raises `BackendFailed` if the function cannot run here."""
         _check_requirements(package)
         if not self._allow_unsafe:
             check_isolation(package)
@@ -118,7 +120,7 @@ class LocalBackend:
             shutil.rmtree(partial, ignore_errors=True)
             package.write(partial)
             partial.rename(directory)
-            # Compiled, not run: else each worker would compile it, which is most of a cold start.
+            # Compiled ahead, not executed: otherwise each worker would compile it, which is most of a cold start.
             compileall.compile_dir(directory, quiet=2)
 
     async def invoke(
@@ -127,12 +129,12 @@ class LocalBackend:
         return await self._host.pool(function).invoke(event, deadline_s, cause)
 
     def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
-        """What workers printed, oldest first; `source` is the worker's slot."""
+        """Output of the workers, oldest first; `source` is the worker's slot."""
         self._host.pool(function)
         return logs.read(self._log_root, function, since_s=since_s, limit=limit)
 
     def tail(self, call: Invocation) -> str:
-        """What one call printed: at most its last 4 KB."""
+        """Output of one call: at most its last 4 KB."""
         return logs.tail(self._log_root, call.function, call.worker.rpartition("/")[2], call.provider_id)
 
     async def __aenter__(self) -> LocalBackend:
@@ -162,15 +164,15 @@ class LocalBackend:
                 launcher = RuntimeApiLauncher(self.fork, logs=self._log)
                 return await launcher.start(package, worker, slot, gone)
             return await self._start(package, slot, gone)
-        except OSError as error:  # no descriptors, no disk: the machine's state, which may pass
+        except OSError as error:  # no descriptors, no disk space: a state of the machine that may pass
             detail = f"no worker could be started: {error}"
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
 
     async def fork(
         self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
     ) -> ProcessWorker:
-        """A confined process of the function, not ready yet. `become` has the program that it turns into (`exec`) and
-        its `environment`."""
+        """Fork a confined process of the function, which is not ready yet. `become` holds the program to execute in it
+        (`exec`) and its `environment`."""
         log = self._log(package.spec.name, slot)
         log.parent.mkdir(parents=True, exist_ok=True)
         order = {
@@ -218,7 +220,7 @@ class LocalBackend:
 
 
 async def _await_preload(zygote: ForkServer, package: Package) -> None:
-    """Wait for what the function preloads, and refuse it here rather than at its first call if that does not import."""
+    """Wait for the function's preloads. A failing import is refused here instead of at the first call."""
     try:
         failed = await zygote.ready()
     except WorkerFault as error:
@@ -232,7 +234,8 @@ async def _await_preload(zygote: ForkServer, package: Package) -> None:
 
 
 def check_isolation(package: Package) -> None:
-    """A process of the user's own is no wall: what the policy wrote runs in `serverless.sandbox`, or not at all."""
+    """Refuse untrusted functions that do not run in `serverless.sandbox`: a process of the same user is no
+    isolation."""
     if package.spec.trust != "untrusted":
         return
     trees = [
@@ -249,8 +252,8 @@ def check_isolation(package: Package) -> None:
 
 
 def check_importable(package: Package) -> None:
-    """`BackendFailed` for what a worker of this machine could not import: a requirement, a preloaded module, or a
-    module that the function's source always imports and that is neither packed nor installed."""
+    """Raise `BackendFailed` for an import that fails on this machine: a requirement, a preloaded module, or a module
+    that the function's source always imports and that is neither packed nor installed."""
     _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
     wanted = [(module, "preloads") for module in package.spec.preload]
@@ -266,7 +269,7 @@ def check_importable(package: Package) -> None:
 
 
 def module_exists(module: str) -> bool:
-    """True if a module of this name is there to be imported."""
+    """True if a module of this name can be imported."""
     try:
         return module in sys.modules or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -274,7 +277,7 @@ def module_exists(module: str) -> bool:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """What importing the module imports whatever happens."""
+    """The modules that are imported unconditionally when the module is imported."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -283,7 +286,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _check_requirements(package: Package) -> None:
-    """Local functions use this environment: what they require must be in it."""
+    """Check that the requirements are installed: local functions use this Python environment."""
     for requirement in package.spec.requirements:
         name = re.split(r"[\s<>=!~;\[@]", requirement, maxsplit=1)[0]
         try:

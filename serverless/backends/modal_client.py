@@ -1,11 +1,11 @@
-"""The Modal client as this package uses it: opened with credentials, deaf to pickles, its errors translated.
+"""The Modal client of this package: opened with credentials, with unpickling disabled and errors translated.
 
-Modal's client loads whatever format a container says that its answer has: one that runs a policy's code could
-run code here. `deserialize` of `modal._serialization` would unpickle it, and likewise the exception of a container
-that failed to start. While a client of ours is open, that one function's unpickler is replaced by one that refuses
-(for the whole process: nothing that a container sends may be loaded), and answers are asked for as CBOR. This is the
-only place that touches what is not Modal's public interface; it is tried at every opening, and a client that would
-load a pickle is not opened.
+Modal's client loads an answer in whatever format the container names, so a container that runs a policy's code could
+execute code in this process. `deserialize` of `modal._serialization` would unpickle such an answer, and also the
+exception of a container that failed to start. While a client of this package is open, that module's unpickler is
+replaced by one that refuses (process-wide: no data from a container may be unpickled), and answers are requested as
+CBOR. This is the only module that touches Modal's private interface. The replacement is checked at every opening, and a
+client that would load a pickle is not opened.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 __all__ = ["PickleRefused", "fault_of", "modal_library", "open_client", "translate_errors"]
 
 _CONNECT_S = 20.0
-"""Modal's client tries for a minute to reach a server; a command that cannot connect says so sooner."""
+"""Seconds to connect. Modal's client tries for a minute; a command that cannot connect must report it sooner."""
 
 _CLOSE_S = 5.0
 
 _SETTINGS = {"MODAL_PAYLOAD_FORMAT": "cbor", "MODAL_MAX_THROTTLE_WAIT": "0"}
-"""The second: what the server throttles is for our own retries, not for a wait inside the client."""
+"""The second setting leaves throttled requests to this package's retries instead of a wait inside the client."""
 
 _REMEDY = "set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, or run `modal token new`"
 
 _BILLING = re.compile(r"billing|budget|spend|payment|credit", re.IGNORECASE)
-"""A workspace out of money answers RESOURCE_EXHAUSTED too, but no retry helps."""
+"""A workspace without credit also answers RESOURCE_EXHAUSTED, but retries do not help."""
 
 _MEMORY = re.compile(r"out of memory|\boom\b|memory limit|exit(?:ed with)? code:? 137", re.IGNORECASE)
 
@@ -46,7 +46,7 @@ _STOPPED = re.compile(r"stopped|terminated|preempt", re.IGNORECASE)
 
 
 class PickleRefused(Exception):
-    """A container answered in pickle. Nothing of it was loaded."""
+    """A container answered with a pickle, which was not loaded."""
 
 
 def modal_library() -> Any:
@@ -60,9 +60,9 @@ def modal_library() -> Any:
 
 @contextlib.asynccontextmanager
 async def open_client() -> AsyncIterator[modal.Client]:
-    """A client of our own with the user's credentials, checked with the server.
+    """A client with the user's credentials, checked with the server.
 
-    `CredentialsMissing` if there are none or the server refuses them, `BackendFailed` if it does not answer.
+    Raises `CredentialsMissing` if there are none or the server rejects them, `BackendFailed` if it does not answer.
     """
     with _no_pickles():
         client = await _client()
@@ -93,7 +93,7 @@ async def _client() -> Any:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Modal's errors as ours, for the control plane."""
+    """Translate Modal's errors into this package's errors, for the control plane."""
     modal = modal_library()
     try:
         yield
@@ -101,16 +101,16 @@ def translate_errors() -> Iterator[None]:
         raise CredentialsMissing(f"Modal refuses: {_text(error)}", remedy=_REMEDY) from None
     except modal.exception.Error as error:
         raise BackendFailed(f"Modal: {type(error).__name__}: {_text(error)}") from error
-    except TimeoutError:  # it is an OSError, but a limit of ours
+    except TimeoutError:  # an OSError, but a time limit of this package
         raise
     except OSError as error:
         raise BackendFailed(f"Modal: {error}", remedy="check the network and MODAL_SERVER_URL") from error
 
 
 def fault_of(error: Exception) -> InfraFault:
-    """What an error of a call means. Errors that a caller's next call would meet again are raised, as ours.
+    """The fault of a failed call. Errors that the next call would meet again are raised as errors of this package.
 
-    Modal tells the reasons of a container's end only in words, which its documentation does not promise.
+    Modal reports the reason of a container's end only as text, which its documentation does not guarantee.
     """
     modal = modal_library()
     kinds = modal.exception
@@ -146,7 +146,7 @@ def _throttled(text: str, detail: str) -> InfraFault:
 
 
 def _ended(text: str, detail: str, *, lost: bool) -> InfraFault:
-    """A container that went away under its call (`lost`: Modal's own word for it), or that never came up."""
+    """The fault of a container that ended during a call (`lost`: Modal's own term) or that never started."""
     if _MEMORY.search(text):
         return InfraFault(FaultKind.OUT_OF_MEMORY, retryable=True, detail=detail)
     if _STOPPED.search(text) or not text:
@@ -155,7 +155,8 @@ def _ended(text: str, detail: str, *, lost: bool) -> InfraFault:
 
 
 def _unreadable(error: Exception, text: str) -> InfraFault:
-    """An answer in pickle; or, with a remote traceback, a container that could not start and pickled its exception."""
+    """The fault of a pickled answer; or, with a remote traceback, of a container that could not start and pickled its
+    exception."""
     if "remote exception" in text:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {lines[-1]}"[:500])
@@ -200,14 +201,14 @@ async def _close(client: Any) -> None:
 
 
 class _OpenClients:
-    """How many clients of ours are open, and what to put back after the last."""
+    """The number of open clients, and the unpickler to restore after the last."""
 
     depth = 0
     before: tuple[Any, dict[str, str | None]] | None = None
 
 
 class _RefusingUnpickler:
-    """In place of `modal._serialization.Unpickler`."""
+    """Replaces `modal._serialization.Unpickler`."""
 
     def __init__(self, client: object, buffer: object) -> None:
         pass

@@ -1,6 +1,6 @@
 """The parent's side of worker processes: the fork server and one worker.
 
-No name in the file system, no listening socket: every channel is a socket pair made here and handed over.
+Channels have no name in the file system and no listening socket: each is a socket pair that is made here and passed on.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from serverless.types import FaultKind, InfraFault
 __all__ = ["ForkServer", "ProcessWorker"]
 
 _STOP_S = 2.0
-"""How long a stopping zygote may take to kill and reap its workers before it is killed itself."""
+"""Seconds a stopping zygote may take to kill and reap its workers before it is killed itself."""
 
 _LEASE_S = 3.0
-"""How long a zygote may leave a fork unanswered. It answers within milliseconds, and later only if it gets no CPU: one
-that is runnable is given longer."""
+"""Seconds a zygote may leave a fork unanswered. It answers within milliseconds unless it gets no CPU; a runnable zygote
+is given longer."""
 
 _IMPORT_LEASE_S = 60.0
-"""How long a zygote that imports may use no CPU at all: a module may come from a slow file system."""
+"""Seconds an importing zygote may use no CPU at all: a module may come from a slow file system."""
 
 _CAUSE_S = 1.0
-"""How long a dead worker's wait status may take to arrive."""
+"""Seconds a dead worker's wait status may take to arrive."""
 
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""A zygote may have one thread only: a fork copies no other, and locks held by them stay locked."""
+"""A zygote must be single-threaded: a fork copies no other thread, and locks held by them stay locked."""
 
 _INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "ROLLART_LIFE")
-"""Of the caller's environment, functions see these alone: credentials stay here. The last one marks what a run
-started, so that none of it outlives the run."""
+"""The only variables of the caller's environment that functions inherit, so that they see no credentials. The last one
+marks processes of a run, so that none of them outlives it."""
 
 
 class ForkServer:
-    """Owns the zygote process. Called from one loop.
+    """Owns the zygote process. Used from one event loop.
 
-    `fork` waits for the zygote's answer, `ready` for its imports; both are unblocked by them or by its death. A dead
-    zygote is noticed at once (its socket closes), takes its workers with it, and is replaced by the next `fork`. One
-    that hangs is noticed while something waits for it: it is killed.
-    `cleanup`: the zygote removes `root` when this process has ended, however it did, or has called `close`.
+    `fork` waits for the zygote's answer and `ready` for its imports; both are unblocked by these or by the zygote's
+    death. A dead zygote is noticed at once (its socket closes), ends its workers, and is replaced by the next `fork`. A
+    hanging zygote is noticed while a request waits for it, and killed. `cleanup`: the zygote removes `root` when this
+    process has ended in any way or has called `close`.
     """
 
     def __init__(self, root: pathlib.Path, *, preload: Sequence[str], cleanup: bool) -> None:
@@ -63,8 +63,8 @@ class ForkServer:
         self._keys = 0
         self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._watch: asyncio.TimerHandle | None = None
-        self._seen: tuple[int, frozenset[int]] = (0, frozenset())
-        """At the last look: ticks of CPU that the zygote had used, and forks that it had not answered."""
+        self._last_activity: tuple[int, frozenset[int]] = (0, frozenset())
+        """At the last check: CPU ticks used by the zygote, and its unanswered forks."""
         self._idle_s = 0.0
         self._running: dict[int, asyncio.Future[int]] = {}
         self._preloaded: asyncio.Future[dict[str, str]] | None = None
@@ -75,17 +75,19 @@ class ForkServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the zygote if there is none. Returns at once; forks wait until it has imported what it preloads."""
+        """Start the zygote if there is none. Returns at once; forks wait until its preloads are imported."""
         self._ensure()
 
     async def ready(self) -> dict[str, str]:
-        """Wait for the imports. Those that failed, with their errors. `WorkerFault` if the zygote dies meanwhile."""
+        """Wait for the imports. Returns the failed modules with their errors. Raises `WorkerFault` if the zygote dies
+        meanwhile."""
         self._ensure()
         assert self._preloaded is not None
         return await asyncio.shield(self._preloaded)
 
     async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
-        """A worker process, not yet ready. `WorkerFault` (retryable) if the zygote dies meanwhile."""
+        """Fork a worker process, which is not ready yet. Raises `WorkerFault` (retryable) if the zygote dies
+        meanwhile."""
         loop = asyncio.get_running_loop()
         self._keys += 1
         key = self._keys
@@ -105,7 +107,7 @@ class ForkServer:
         return worker
 
     async def close(self) -> None:
-        """Stop the zygote and with it every worker; at most about `_STOP_S` seconds."""
+        """Stop the zygote and all its workers; takes at most about `_STOP_S` seconds."""
         process = self._lose()
         if process is None:
             return
@@ -150,7 +152,7 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
         self._preloaded = asyncio.get_running_loop().create_future()
         self._send(["preload", self._preload])
-        self._watch_it()
+        self._schedule_watch()
 
     def _order(
         self,
@@ -160,7 +162,7 @@ class ForkServer:
         forked: asyncio.Future[tuple[int, int]],
         ended: asyncio.Future[int],
     ) -> None:
-        """Send to a living zygote: one whose death was not noticed yet is replaced once."""
+        """Send to a live zygote; one whose death was not noticed yet is replaced once."""
         self._ensure()
         try:
             self._send(message, [fd])
@@ -169,10 +171,10 @@ class ForkServer:
             self._ensure()
             self._send(message, [fd])
         self._forking[key], self._running[key] = forked, ended
-        self._watch_it()
+        self._schedule_watch()
 
     def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
-        """A few hundred bytes on a socket pair. A full or closed socket is a zygote that does not answer."""
+        """Send a message of a few hundred bytes. A full or closed socket means that the zygote does not answer."""
         assert self._control is not None
         try:
             socket.send_fds(self._control, [msgpack.packb(message)], fds or [])
@@ -180,28 +182,28 @@ class ForkServer:
             detail = f"the zygote takes no orders: {error}"
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
 
-    def _watch_it(self) -> None:
-        """Look at the zygote in a lease's time, unless that is arranged already."""
+    def _schedule_watch(self) -> None:
+        """Schedule a check of the zygote after a lease, unless one is scheduled already."""
         if self._watch is None:
             self._idle_s = 0.0
-            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._look)
+            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._check_progress)
 
-    def _look(self) -> None:
-        """Kill a zygote that something waits for and that does nothing."""
+    def _check_progress(self) -> None:
+        """Kill a zygote that makes no progress while a request waits for it."""
         self._watch = None
-        self._readable()  # its answers may be here: this loop was late
+        self._readable()  # its answers may have arrived while this loop was late
         importing = self._preloaded is not None and not self._preloaded.done()
         if self._process is None or not (importing or self._forking):
             return
         state, cpu = _activity(self._process.pid)
-        (cpu_before, forks_before), self._seen = self._seen, (cpu, frozenset(self._forking))
-        waits = importing or bool(forks_before & self._seen[1])
+        (cpu_before, forks_before), self._last_activity = self._last_activity, (cpu, frozenset(self._forking))
+        waits = importing or bool(forks_before & self._last_activity[1])
         idle = waits and state != "R" and cpu == cpu_before
         self._idle_s = self._idle_s + _LEASE_S if idle else 0.0
         if state in "Tt" or self._idle_s >= (_IMPORT_LEASE_S if importing else _LEASE_S):
             self._died("the zygote does not answer: it was killed")
         else:
-            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._look)
+            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._check_progress)
 
     def _readable(self) -> None:
         while self._control is not None:
@@ -241,14 +243,14 @@ class ForkServer:
             future.set_result(status)
 
     def _died(self, why: str = "the zygote ended") -> None:
-        """Kill what may be left of it before the channel closes, which would tell it that we ended."""
+        """Kill the zygote's remains before the channel closes, which it would take for the end of this process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         self._lose(why)
 
     def _lose(self, why: str = "the zygote ended") -> subprocess.Popen[bytes] | None:
-        """Close the channel, and fail what waits for this zygote."""
+        """Close the channel and fail all requests to this zygote."""
         process, self._process = self._process, None
         if self._watch is not None:
             self._watch.cancel()
@@ -260,7 +262,7 @@ class ForkServer:
         fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=why)
         if self._preloaded is not None and not self._preloaded.done():
             self._preloaded.set_exception(WorkerFault(fault))
-            self._preloaded.exception()  # nobody need be waiting
+            self._preloaded.exception()  # there may be no waiter
         forking, self._forking = self._forking, {}
         for future in forking.values():
             if not future.done():
@@ -282,9 +284,9 @@ def _activity(pid: int) -> tuple[str, int]:
 class ProcessWorker(asyncio.Protocol):
     """A worker process and its channel. Implements `pool.Worker`.
 
-    One call at a time; it waits for the frame of its request id and is unblocked by it or by the channel's end. A
-    worker that sends any other frame is killed. A worker that is not `framed` sends none: only its end is seen. `ended`
-    has its wait status.
+    Runs one call at a time. A call waits for the frame of its request id and is unblocked by it or by the channel's
+    end. A worker that sends any other frame is killed. A worker that is not `framed` sends none: only its end is
+    observed. `ended` holds its wait status.
     """
 
     def __init__(
@@ -308,7 +310,8 @@ class ProcessWorker(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def ready(self) -> None:
-        """Wait for the end of the init phase. `WorkerFault` if it failed; not retryable if the code itself did."""
+        """Wait for the end of the init phase. Raises `WorkerFault` if it failed, not retryable if the function's code
+        failed."""
         match await self._message():
             case ["ready", int() | float() as init_s, None]:
                 self.init_s = float(init_s)
@@ -351,7 +354,7 @@ class ProcessWorker(asyncio.Protocol):
             self._transport.abort()
 
     async def _message(self) -> list[Any]:
-        """The frame that is awaited, without its id. `WorkerFault` if the worker ends, or sends another."""
+        """The awaited frame, without its id. Raises `WorkerFault` if the worker ends or sends another frame."""
         assert self._reply is not None
         try:
             return await self._reply
@@ -361,7 +364,7 @@ class ProcessWorker(asyncio.Protocol):
             self._reply = None
 
     async def cause(self) -> InfraFault:
-        """What the process died of. Retryable: a death may have come from outside."""
+        """The cause of the process's death. Retryable, since the cause may be external."""
         detail = "the worker's channel closed"
         try:
             async with asyncio.timeout(_CAUSE_S):
@@ -385,11 +388,11 @@ class ProcessWorker(asyncio.Protocol):
         self._transport = None
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(ConnectionResetError())
-            self._reply.exception()  # whoever waits gets it; a start that was cancelled before it waited has nobody
+            self._reply.exception()  # the waiter gets it; a start that was cancelled before it waited has none
         self._gone()
 
     def _broke_protocol(self) -> WorkerFault:
-        """Kill a worker that sent a frame that answers no call, and fail the call that waits for another one."""
+        """Kill a worker that sent an unexpected frame, and fail the call that waits for a frame."""
         self.kill()
         detail = "the worker sent a frame that answers no call of it (does the function write to inherited sockets?)"
         fault = WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))

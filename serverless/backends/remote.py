@@ -1,4 +1,4 @@
-"""Function workers on other machines, by the side that calls them: a connection to each, and one to each machine."""
+"""The caller's side of function workers on other machines: one connection per machine, and one per worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from serverless.types import FaultKind, InfraFault
 __all__ = ["HostLink", "HostLost", "RemoteWorker"]
 
 CONNECT_S = 5.0
-"""For a connection to a machine that we are connected with: its kernel answers, however busy its processes are."""
+"""Seconds to connect to a machine that is already connected: its kernel answers, however busy its processes are."""
 
 _SILENT_S = 6
-"""A machine whose kernel acknowledges nothing for so long is gone: less than a function's start may take
-(`init_timeout_s`), so that a machine that vanishes is not taken for a function that does not load."""
+"""Seconds without any acknowledgement from a machine's kernel after which it is considered lost. This is less than a
+function's start may take (`init_timeout_s`), so that a vanished machine is not taken for a function that does not load.
+"""
 
 _KEEPALIVE_OPTIONS = {
     "TCP_KEEPIDLE": 2,
@@ -34,15 +35,15 @@ _KEEPALIVE_OPTIONS = {
 
 
 class HostLost(Exception):
-    """A machine does not answer, or ended; the cause, in words."""
+    """A machine does not answer, or ended; the message is the cause."""
 
 
 class HostLink:
-    """A machine that holds workers (`worker_host`), for as long as it is connected.
+    """A connected machine that runs workers (`worker_host`).
 
     Owns the control connection and those of the workers. `deploy` and `ping` wait for the machine's answer; its end
-    unblocks them (`HostLost`), and every call of its workers (`WorkerLost`). `notify` is called when a call or a
-    worker begins or ends. Invariant: a machine that is `leaving` gets no worker, and a worker there no second call.
+    unblocks them (`HostLost`), and every call of its workers (`WorkerLost`). `notify` is called when a call or a worker
+    begins or ends. Invariant: a machine that is `leaving` gets no new worker, and its workers no further call.
     """
 
     def __init__(self, name: str, address: tuple[str, int], token: str, notify: Callable[[], None]) -> None:
@@ -51,7 +52,7 @@ class HostLink:
         self.leaving = False
         self.calls = 0
         self.answered = 0
-        """Calls that this life of the machine has answered."""
+        """Calls that this incarnation of the machine has answered."""
         self.workers: dict[RemoteWorker, None] = {}
         self._address = address
         self._token = token
@@ -64,7 +65,7 @@ class HostLink:
 
     @classmethod
     async def open(cls, name: str, address: str, token: str, *, notify: Callable[[], None] = lambda: None) -> HostLink:
-        """Connect to `tcp://host:port`. `HostLost` if nothing there knows us."""
+        """Connect to `tcp://host:port`. Raises `HostLost` if no worker host there accepts the token."""
         url = urllib.parse.urlsplit(address)
         link = cls(name, (url.hostname or "", url.port or 0), token, notify)
         try:
@@ -85,7 +86,7 @@ class HostLink:
             if link._writer is not None:
                 link._writer.close()
             raise
-        # It outlives the call that opened it and ends with the connection, which `aclose` ends.
+        # It outlives this call and ends with the connection, which `aclose` closes.
         link._reading = asyncio.get_running_loop().create_task(link._read(reader), name=f"answers of {name}")
         return link
 
@@ -95,26 +96,26 @@ class HostLink:
 
     @property
     def cause(self) -> str:
-        """Why it is lost; '' while it is not."""
+        """The cause of the loss; '' while connected."""
         return self._cause.result() if self._cause.done() else ""
 
     async def lost(self) -> str:
         return await asyncio.shield(self._cause)
 
     async def ping(self) -> None:
-        """It has answered. `HostLost` if it ends before."""
+        """Wait for an answer. Raises `HostLost` if the machine ends first."""
         await self._ask("ping")
 
     async def deploy(self, package: Package) -> None:
-        """It has the package. `BackendFailed` if the function cannot run there."""
+        """Deploy a package there. Raises `BackendFailed` if the function cannot run there."""
         spec = package.spec.model_dump(mode="json")
         error, remedy = await self._ask("deploy", spec, package.version, dict(package.files))
         if error is not None:
             raise BackendFailed(f"{error} (on {self.name})", remedy=remedy)
 
     async def worker(self, package: Package, slot: int, gone: Callable[[], None]) -> RemoteWorker:
-        """A worker of the function there, ready. `WorkerFault` if it does not start, `WorkerLost` if the machine is
-        gone."""
+        """Start a worker of the function there and wait until it is ready. Raises `WorkerFault` if it does not start,
+        `WorkerLost` if the machine is lost."""
         loop = asyncio.get_running_loop()
         worker = RemoteWorker(self, gone)
         self.workers[worker] = None
@@ -137,7 +138,7 @@ class HostLink:
         return worker
 
     def leave(self) -> None:
-        """It is to go: idle workers end now, others when they have answered."""
+        """Drain the machine: idle workers end now, busy ones after their answer."""
         self.leaving = True
         for worker in list(self.workers):
             if not worker.busy:
@@ -145,14 +146,14 @@ class HostLink:
         self._notify()
 
     def lose(self, cause: str) -> None:
-        """It is gone, or as good as gone: nothing of it is listened to any more. Idempotent."""
+        """Treat the machine as lost and ignore anything that it may still send. Idempotent."""
         if self._cause.done():
             return
         self._cause.set_result(cause)
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(HostLost(cause))
-                asked.exception()  # a caller that is cancelled in the same moment never looks
+                asked.exception()  # a caller that is cancelled at the same moment never reads it
         for worker in list(self.workers):
             worker.kill()
         if self._writer is not None:
@@ -166,12 +167,12 @@ class HostLink:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     def fault(self) -> InfraFault:
-        """Of a call whose worker was lost with it."""
+        """The fault of a call whose worker was lost with the machine."""
         why = self.cause or "the connection of its worker broke"
         return InfraFault(FaultKind.CRASH, retryable=True, detail=f"{self.name}: {why}")
 
     def changed(self, calls: int = 0) -> None:
-        """A worker's call has begun (1) or ended (-1), or a worker has ended."""
+        """Record that a worker's call has begun (1) or ended (-1), or that a worker has ended."""
         self.calls += calls
         self._notify()
 
@@ -207,8 +208,8 @@ class HostLink:
 
 
 class RemoteWorker(asyncio.Protocol):
-    """Implements `worker.Worker` over its own connection: if either end closes it, the worker ends. So it does after a
-    frame that is not the answer to the request that waits."""
+    """Implements `worker.Worker` over its own connection: if either end closes it, the worker ends, also after a frame
+    that does not answer the pending request."""
 
     def __init__(self, link: HostLink, gone: Callable[[], None]) -> None:
         self.init_s = 0.0
@@ -226,14 +227,14 @@ class RemoteWorker(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def ready(self, hello: Sequence[Any]) -> None:
-        """Ask for it and wait for the end of its init phase. `WorkerFault` if that failed."""
+        """Request the worker and wait for the end of its init phase. Raises `WorkerFault` if that failed."""
         match await self._ask("", encode_frame(["hello", *hello])):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:
                 raise WorkerFault(_fault(kind, detail, retryable))
             case _:
-                raise self._lied()
+                raise self._broke_protocol()
 
     async def call(self, request: WorkerRequest) -> WorkerReply:
         try:
@@ -258,7 +259,7 @@ class RemoteWorker(asyncio.Protocol):
                 return WorkerReply(None, float(run_s), _fault(kind, detail, retryable), keep and stays)
             case ["died", str(kind), str(detail), bool(retryable)]:
                 raise WorkerFault(_fault(kind, detail, retryable))
-        raise self._lied()
+        raise self._broke_protocol()
 
     def kill(self) -> None:
         if self._transport is not None:
@@ -272,20 +273,20 @@ class RemoteWorker(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._frames.answer(data, self._asked, self._reply):
-            self._lied()
+            self._broke_protocol()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._link.workers.pop(self, None)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(ConnectionResetError())
-            self._reply.exception()  # a start that was cancelled in the same moment never looks
+            self._reply.exception()  # a start that is cancelled at the same moment never reads it
         self._link.changed()
         if self.started:
             self._gone()
 
     async def _ask(self, request: str, frame: bytes) -> list[Any]:
-        """What is answered. `WorkerLost` if the connection ends before."""
+        """Send a request and wait for its answer. Raises `WorkerLost` if the connection ends first."""
         if self._transport is None or self._transport.is_closing():
             raise WorkerLost(self._link.fault())
         self._asked = request
@@ -298,8 +299,8 @@ class RemoteWorker(asyncio.Protocol):
         finally:
             self._reply = None
 
-    def _lied(self) -> WorkerFault:
-        """End a connection that carried anything but the awaited answer, and fail the call that waits."""
+    def _broke_protocol(self) -> WorkerFault:
+        """Close a connection that carried an unexpected frame, and fail the pending call."""
         self.kill()
         detail = f"what {self._link.name} sent is no answer"
         fault = WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))

@@ -1,8 +1,9 @@
-"""Workers that are AWS's own runtime, `python -m awslambdaric rollart_handler.handler`, served over the Runtime API.
+"""Workers that run AWS's own runtime, `python -m awslambdaric rollart_handler.handler`, served over the Runtime API.
 
-The process is forked from the zygote under the limits of every local worker and then becomes that program, so it is
-confined, logged, watched and ended like one; only the calls go by HTTP. Each worker has its own server on a port of
-the loopback interface, which is how Lambda tells them apart.
+The process is forked from the zygote under the limits of every local worker and then executes that program, so it is
+confined, logged, watched and ended like one; only the calls go over HTTP. Each worker has its own server on a port of
+the loopback interface, which distinguishes the workers.
+
 Source: the AWS Lambda developer guide, "Using the Lambda runtime API" (2018-06-01).
 """
 
@@ -34,7 +35,7 @@ _EVENT_BYTES = 6 * 2**20
 
 
 class Fork(Protocol):
-    """`LocalBackend.fork`."""
+    """The signature of `LocalBackend.fork`."""
 
     def __call__(
         self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
@@ -42,7 +43,8 @@ class Fork(Protocol):
 
 
 class RuntimeApiLauncher:
-    """Implements `Launcher`. `python` runs the workers, and must have awslambdaric; `logs` is where they log."""
+    """Implements `Launcher`. `python` runs the workers, and must have awslambdaric; `logs` returns the path of a
+    worker's log."""
 
     def __init__(self, fork: Fork, *, logs: Callable[[str, int], pathlib.Path], python: str = sys.executable) -> None:
         self._fork = fork
@@ -55,7 +57,7 @@ class RuntimeApiLauncher:
         address = await server.open()
         environment = {
             "AWS_LAMBDA_RUNTIME_API": address,
-            "PYTHONPATH": "",  # a package brings all that it needs
+            "PYTHONPATH": "",  # a package contains all its modules
             "AWS_DEFAULT_REGION": "local",
             "AWS_REGION": "local",
         }
@@ -121,7 +123,7 @@ class _RuntimeWorker:
         self._server.close()
 
     async def _or_death(self, awaited: asyncio.Future[Any]) -> Any:
-        """What is awaited, or `WorkerFault` if the process ends first."""
+        """Await a result. Raises `WorkerFault` if the process ends first."""
 
         def ended(_: object) -> None:
             awaited.cancel()
@@ -141,8 +143,8 @@ class _RuntimeWorker:
 class _Server:
     """The Runtime API of one worker: hands out one event at a time and takes its answer.
 
-    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is done once the worker
-    asks for an event before it has answered the last one, or answers another request than the current one.
+    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is set once the worker
+    requests an event before it has answered the last one, or answers another request than the current one.
     """
 
     def __init__(self, function: str) -> None:
@@ -157,7 +159,7 @@ class _Server:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> str:
-        """Listen. The address for AWS_LAMBDA_RUNTIME_API."""
+        """Listen. Returns the address for AWS_LAMBDA_RUNTIME_API."""
         # asyncio sets TCP_NODELAY: with Nagle's algorithm a call takes 40 ms more.
         handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
         self._server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
@@ -165,7 +167,7 @@ class _Server:
         return f"{host}:{port}"
 
     def ask(self, request: WorkerRequest, body: bytes) -> asyncio.Future[tuple[bool, bytes]]:
-        """Hand an event out: whether the function failed, and what it said."""
+        """Hand out an event. The result is True if the function failed, and its answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self._current = request.id
         if not self._asked.done():
@@ -186,21 +188,21 @@ class _Server:
             error = json.loads(await _body(request))
             if not self.ready.done():
                 self.ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
-            return _said(202, {"status": "OK"})
+            return _json_response(202, {"status": "OK"})
         kind, _, rest = path.partition("/")
         key, _, what = rest.partition("/")
         if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
-            return _said(404, {"errorType": "NotFound", "errorMessage": request.path})
+            return _json_response(404, {"errorType": "NotFound", "errorMessage": request.path})
         if key != self._current or self._answer is None:
             self._break()
-            return _said(400, {"errorType": "InvalidRequestID", "errorMessage": key})
+            return _json_response(400, {"errorType": "InvalidRequestID", "errorMessage": key})
         body = await _body(request)
         if len(body) > _EVENT_BYTES:
             body, what = _too_large(len(body)), "error"
         if not self._answer.done():
             self._answer.set_result((what == "error", body))
         self._current, self._taken = "", False
-        return _said(202, {"status": "OK"})
+        return _json_response(202, {"status": "OK"})
 
     def _break(self) -> None:
         if not self.broken.done():
@@ -211,11 +213,13 @@ class _Server:
             self.ready.set_result(None)
         if self._taken:
             self._break()
-            return _said(403, {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"})
+            return _json_response(
+                403, {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
+            )
         self._taken = True
         asked = await self._asked
         if asked is None:
-            return _said(410, {"errorType": "Closed", "errorMessage": "the worker ends"})
+            return _json_response(410, {"errorType": "Closed", "errorMessage": "the worker ends"})
         self._asked = asyncio.get_running_loop().create_future()
         request, body = asked
         deadline = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=request.remaining_s)
@@ -229,7 +233,7 @@ class _Server:
 
 
 async def _body(request: web.BaseRequest) -> bytes:
-    """All of it, whatever its size: aiohttp's own limit is 1 MB."""
+    """The whole body, whatever its size: aiohttp's own limit is 1 MB."""
     return await request.content.read()
 
 
@@ -241,5 +245,5 @@ def _too_large(size: int) -> bytes:
     return json.dumps(error).encode()
 
 
-def _said(status: int, body: dict[str, str]) -> web.Response:
+def _json_response(status: int, body: dict[str, str]) -> web.Response:
     return web.Response(status=status, body=json.dumps(body).encode(), content_type="application/json")

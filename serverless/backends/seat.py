@@ -1,4 +1,4 @@
-"""A worker in its pool, and the clock of what it does."""
+"""A worker's slot in its pool, and the clock of its states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class WorkerSlotState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """A worker and its clock: `since` is when its present state began, `cold_s` its start until a call pays it."""
+    """A worker and its clock: `since` is the start of its present state, `cold_s` its start-up time until a call pays
+    it."""
 
     slot: int
     name: str
@@ -34,9 +35,9 @@ class WorkerSlot:
     task: asyncio.Task[None] | None = None
     limit: ReusableTimeout = field(default_factory=ReusableTimeout)
     queued_s: float = 0.0
-    """What the call that it serves waited for it."""
+    """Seconds that the call it serves waited for it."""
     ahead: bool = False
-    """Started before any call wanted it: its start is billed by itself, as no call has waited for it."""
+    """Started before any call requested it: its start is billed separately, as no call has waited for it."""
 
 
 METERED_STATES = {

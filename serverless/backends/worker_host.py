@@ -1,17 +1,17 @@
-"""A machine's place for function workers: a program that forks them and serves each on a connection of its own.
+"""The worker host of a machine: a program that forks function workers and serves each on its own connection.
 
-`python -m serverless.backends.worker_host [--host ADDRESS] [--port N] [--logs DIR] [--runtime NAME] [--allow-unsafe]`;
-it says `ready tcp://ADDRESS:PORT`. SERVERLESS_HOST_TOKEN is what a client must greet it with. Frames (`frames`):
+`python -m serverless.backends.worker_host [--host ADDRESS] [--port N] [--logs DIR] [--runtime NAME] [--allow-unsafe]`
+prints `ready tcp://ADDRESS:PORT`. A client must send SERVERLESS_HOST_TOKEN in its greeting. Frames (`frames`):
 
   control  in   ["hello", token], then ["deploy", n, spec, version, files] or ["ping", n]
            out  ["ok", pid], then [n, error or None, remedy]
   worker   in   ["hello", token, version, slot], then [request id, event, time limit in ms]
-           out  ["", "ready", init seconds] or ["", "failed", kind, detail, retryable], then per call what a worker
-                answers (`_worker`), or [request id, "died", kind, detail, retryable]
+           out  ["", "ready", init seconds] or ["", "failed", kind, detail, retryable], then per call the worker's
+                answer (`_worker`), or [request id, "died", kind, detail, retryable]
 
-There is one control connection at a time. Its end is the end of every worker, the end of a worker's connection that of
-the worker, and the other way round: nothing is left of a client that is gone, and a client learns at once of what died.
-How many workers there are, of which function, and what they are asked is the client's matter (`hosted`).
+There is one control connection at a time. Its end ends every worker. The end of a worker's connection ends the worker,
+and vice versa. So a departed client leaves nothing behind, and a client learns of a death at once. The client
+(`hosted`) decides on the number of workers, their functions and their calls.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = ["TOKEN", "WorkerHost"]
 TOKEN = "SERVERLESS_HOST_TOKEN"
 
 GREETING_S = 10.0
-"""Seconds that a client has to say who it is. Who knocks and says nothing holds a socket no longer."""
+"""Seconds until a client must have sent its greeting. A silent connection is then closed."""
 
 GREETING = 4096
-"""Bytes of a greeting at most: nobody unknown is read more of."""
+"""Maximum bytes of a greeting, so that an unauthenticated client cannot send more."""
 
 _ENDED = (asyncio.IncompleteReadError, ConnectionError, ValueError)
-"""Of a connection: it closed, it broke, or what came is no frame."""
+"""Errors of a connection: it closed, it broke, or it sent no valid frame."""
 
 
 class WorkerHost:
-    """Serves connections over a backend that is open. Owns the packages that it was given."""
+    """Serves connections over an open backend. Owns the deployed packages."""
 
     def __init__(self, backend: LocalBackend, token: str) -> None:
         self._backend = backend
@@ -64,7 +64,7 @@ class WorkerHost:
         self._ended = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection, to its end."""
+        """Serve a connection until it ends."""
         self._connections.add(writer)
         try:
             async with asyncio.timeout(GREETING_S):
@@ -82,7 +82,7 @@ class WorkerHost:
             self._ended.set()
 
     async def close(self) -> None:
-        """Every connection, and with it every worker, ends."""
+        """End every connection and with it every worker."""
         while self._connections:
             for writer in self._connections:
                 writer.transport.abort()
@@ -132,7 +132,7 @@ class WorkerHost:
     async def _worker(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: str, slot: int
     ) -> None:
-        """One worker, from its start to its end."""
+        """Serve one worker from its start to its end."""
         requests: asyncio.Queue[WorkerRequest | None] = asyncio.Queue()
         self._workers.add(writer)
         try:
@@ -155,7 +155,7 @@ class WorkerHost:
     async def _life(
         self, requests: asyncio.Queue[WorkerRequest | None], writer: asyncio.StreamWriter, version: str, slot: int
     ) -> None:
-        """The connection closes when it is over."""
+        """Run one worker's calls; the caller closes the connection afterwards."""
         worker: Worker | None = None
         current = ""
         try:
@@ -171,7 +171,7 @@ class WorkerHost:
                 writer.write(await self._answer(worker.call(request), request))
                 await writer.drain()
         except WorkerFault as error:
-            writer.write(encode_frame([current, "died" if worker else "failed", *_told(error.fault)]))
+            writer.write(encode_frame([current, "died" if worker else "failed", *_fault_frame(error.fault)]))
         except ConnectionError:
             pass
         finally:
@@ -182,15 +182,15 @@ class WorkerHost:
     async def _answer(self, call: Coroutine[Any, Any, WorkerReply], request: WorkerRequest) -> bytes:
         answer = await call
         if answer.fault is not None:
-            return encode_frame([request.id, "fault", answer.run_s, *_told(answer.fault), answer.keep])
+            return encode_frame([request.id, "fault", answer.run_s, *_fault_frame(answer.fault), answer.keep])
         return encode_frame([request.id, "ok", answer.run_s, answer.body])
 
 
-def _told(fault: InfraFault) -> list[Any]:
+def _fault_frame(fault: InfraFault) -> list[Any]:
     return [str(fault.kind), fault.detail, fault.retryable]
 
 
-async def _main(options: argparse.Namespace, said: int) -> None:
+async def _main(options: argparse.Namespace, ready_fd: int) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     token = os.environ.pop(TOKEN, "")
@@ -199,7 +199,7 @@ async def _main(options: argparse.Namespace, said: int) -> None:
         host = WorkerHost(backend, token)
         server = await asyncio.start_server(host.serve, options.host, options.port, backlog=1024)
         port = server.sockets[0].getsockname()[1]
-        with os.fdopen(said, "w") as out:
+        with os.fdopen(ready_fd, "w") as out:
             out.write(f"ready tcp://{options.host}:{port}\n")
         await stop.wait()
         server.close()
@@ -215,11 +215,11 @@ def main() -> None:
     parser.add_argument("--allow-unsafe", action="store_true", help="run untrusted functions without the sandbox")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    said = os.dup(1)  # nobody reads the pipe that says ready: what is printed goes to the log
-    os.set_inheritable(said, False)
+    ready_fd = os.dup(1)  # the pipe of the ready line has no reader later: output goes to the log
+    os.set_inheritable(ready_fd, False)
     os.dup2(2, 1)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(options, said))
+        asyncio.run(_main(options, ready_fd))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Deploys functions to AWS Lambda: `Deployer` over boto3.
 
-A function is `<prefix><name>`; each package is a published version, whose description holds the package's digest, and
-the alias `live` names the current one. Versions are immutable, so a rollback moves the alias and nothing else.
+A function is `<prefix><name>`. Each package is a published version whose description holds the package's digest, and
+the alias `live` names the current one. Versions are immutable, so a rollback only moves the alias.
 
-A run calls an alias of its own, `run-<id>`, which names the version of its package whatever becomes current meanwhile.
-Its description holds a lease that the run renews: an alias whose lease has ended is removed by the next deployment or
-run of the function. A version that an alias names is never pruned.
+A run calls its own alias, `run-<id>`, which names the version of its package regardless of the current version. The
+alias's description holds a lease that the run renews. An alias with an expired lease is removed by the next deployment
+or run of the function. A version that an alias names is never pruned.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ T = TypeVar("T")
 PROVIDER = "aws_lambda"
 
 LEASE_S = 3600.0
-"""How long the alias of a run stays after its last renewal. The warm environments of a run that was killed cost money
-until then."""
+"""Lifetime of a run's alias after its last renewal. The provisioned environments of a killed run cost money until then.
+"""
 
 _RUN = "run-"
 _LEASE = re.compile(r"^rollart: lease until (\S+)$")
 _ALIAS_NAME = 128
 
 _ATTEMPTS = 10
-"""Of a deployment that others overtake. One of those that meet gets through each time."""
+"""Attempts of a deployment that conflicts with others. Of several conflicting deployments, one succeeds each time."""
 
 _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedVersion:
-    """A version that is called. `alias` names it. Calls go to `qualifier`: that alias, or another one of the same
-    version if it has the warm environments, which Lambda gives to one alias of a version. Only `number` may answer."""
+    """A pinned version. `alias` names it. Calls go to `qualifier`: that alias, or another alias of the same version if
+    that one has the provisioned environments, which Lambda grants to one alias per version. Only version `number` may
+    answer."""
 
     function: str
     alias: str
@@ -64,11 +65,11 @@ class PinnedVersion:
 
 
 class AwsDeployer:
-    """Implements `Deployer`. Owns the boto3 clients; its methods may be called by any number of tasks and run one at a
-    time, each in a thread. A cancelled one ends with its present step, which it waits for.
+    """Implements `Deployer`. Owns the boto3 clients. Its methods may be called by any number of tasks and run one at a
+    time, each in a thread. A cancelled call waits for its current step and ends.
 
-    `warm` of a package becomes provisioned concurrency; `concurrency` is reserved only if the settings say so. What
-    `scale` set stays across deployments of a package that says nothing of it.
+    `warm` of a package becomes provisioned concurrency; `concurrency` is reserved only if the settings ask for it.
+    Values set by `scale` persist across deployments of a package that does not set them.
     """
 
     provider = PROVIDER
@@ -80,7 +81,7 @@ class AwsDeployer:
         self._turn = asyncio.Lock()
 
     async def plan(self, package: Package) -> DeploymentChange:
-        """What a deployment would do, without building the archive."""
+        """The changes that a deployment would make, without building the archive."""
         name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
         lines = await self._run(lambda control: self._difference(control, name, package, wanted))
         return DeploymentChange(package.spec.name, self.provider, tuple(lines))
@@ -98,9 +99,9 @@ class AwsDeployer:
                 self._bill(package, trial, t0, loop.time())
 
     async def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
-        """Let the alias of a run name the package's version, for `LEASE_S` from now. The version is published and tried
-        if it is not there; it does not become current unless none is. `warm` of the package is kept by that alias.
-        `existing`: `UnknownFunction` if the function is not there at all."""
+        """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
+        tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
+        environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
         name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
         trials: list[LambdaReport] = []
         loop = asyncio.get_running_loop()
@@ -118,7 +119,7 @@ class AwsDeployer:
                 self._bill(package, trial, t0, loop.time())
 
     async def current(self, function: str) -> PinnedVersion:
-        """The version that is current now."""
+        """The current version."""
 
         def read(control: LambdaControl) -> PinnedVersion:
             return _pinned(function, ALIAS, ALIAS, self._live(control, function))
@@ -126,7 +127,7 @@ class AwsDeployer:
         return await self._run(read)
 
     async def unpin(self, pin: PinnedVersion) -> None:
-        """Remove the alias of a run, with its warm environments."""
+        """Remove the alias of a run and its provisioned environments."""
         await self._run(lambda control: control.remove_alias(self._named(pin.function), pin.alias))
 
     async def warm(self, pin: PinnedVersion) -> int:
@@ -170,7 +171,7 @@ class AwsDeployer:
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
     ) -> DeployedFunction:
-        """`warm` is provisioned concurrency, `concurrency` the reserved one; 0 takes either away."""
+        """`warm` sets the provisioned concurrency, `concurrency` the reserved one; 0 removes either."""
         for value in (warm, concurrency):
             if value is not None and value < 0:
                 raise SpecInvalid(f"{function}: {value} environments: not less than 0")
@@ -198,7 +199,7 @@ class AwsDeployer:
         return [_line(event) for event in events[-limit:]] if limit > 0 else []
 
     async def delete(self, function: str) -> None:
-        """The function with its versions; its logs stay until their retention ends them."""
+        """Delete the function with its versions. Its logs stay until their retention ends."""
         name = self._named(function)
 
         def remove(control: LambdaControl) -> None:
@@ -303,7 +304,7 @@ class AwsDeployer:
         *,
         exists: bool,
     ) -> LambdaVersion:
-        """Publish the package (or find it among the versions kept), try it, make it current, prune."""
+        """Publish the package (or find it among the kept versions), try it, make it current and prune."""
         version = self._published(control, name, package, wanted, trials, exists=exists, tried=frozenset())
         control.point(name, version)
         self._prune(control, name)
@@ -339,7 +340,7 @@ class AwsDeployer:
                 qualifier = holders[0] if warm else alias
             elif not existing:
                 control.set_warm(name, warm, alias)
-            elif not holders:  # calls wait for the alias, and can do without warm environments
+            elif not holders:  # calls wait for the alias, and work without provisioned environments
                 with contextlib.suppress(ServerlessError):
                     control.set_warm(name, warm, alias, wait=False)
         return _pinned(package.spec.name, alias, qualifier, version)
@@ -355,7 +356,7 @@ class AwsDeployer:
         exists: bool,
         tried: frozenset[str] | set[str],
     ) -> LambdaVersion:
-        """The package's version: one that is kept, or a new one. It is tried unless its number is in `tried`."""
+        """The package's version, kept or newly published. It is tried unless its number is in `tried`."""
         for attempt in range(_ATTEMPTS):
             try:
                 version, new = self._uploaded(control, name, package, wanted, exists=exists)
@@ -386,8 +387,8 @@ class AwsDeployer:
     def _uploaded(
         self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any], *, exists: bool
     ) -> tuple[LambdaVersion, bool]:
-        """The package's version, and whether it was published now. `DeploymentOvertaken` if another deployment got in
-        between, also with the same code under other settings."""
+        """The package's version, and True if it was published now. Raises `DeploymentOvertaken` if another deployment
+        interfered, also one with the same code under other settings."""
         kept = control.versions(name) if exists else []
         known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
         if known is not None:
@@ -402,8 +403,9 @@ class AwsDeployer:
         return made, True
 
     def _prune(self, control: LambdaControl, name: str) -> None:
-        """Keep `keep_versions` of the versions that were current, as many that only runs called, and each that an alias
-        names. What cannot be removed (a run's role need not allow it) is left to the next deployment."""
+        """Prune versions. Keeps `keep_versions` of those that were current, the same number of those that only runs
+        called, and each version named by an alias. A version that cannot be removed (a run's role may lack the
+        permission) is left to the next deployment."""
         with contextlib.suppress(ServerlessError):
             named = {alias.number for alias in control.aliases(name)}
             deployed = set(control.deployed(name))
@@ -415,7 +417,7 @@ class AwsDeployer:
                         control.remove(name, old.number)
 
     def _remove_expired(self, control: LambdaControl, name: str) -> None:
-        """Aliases of runs that have not renewed their leases. One that cannot be removed is left to the next."""
+        """Remove the aliases of runs whose leases have expired. A failed removal is left to the next call."""
         now = datetime.datetime.now(datetime.UTC)
         for alias in control.aliases(name):
             found = _LEASE.match(alias.description) if alias.name.startswith(_RUN) else None
@@ -442,7 +444,7 @@ class AwsDeployer:
             try:
                 warm, reserved = None, None
                 warm, reserved = control.warm(name), control.reserved(name)
-            except ServerlessError as error:  # only what is shown is missing
+            except ServerlessError as error:  # only the displayed details are missing
                 problem = error.message
         return DeployedFunction(
             function=name.removeprefix(self.settings.prefix),
@@ -478,7 +480,8 @@ class AwsDeployer:
 
 
 def _run_alias(run: str) -> str:
-    """The alias of a run's id: Lambda takes letters, digits, `-` and `_`."""
+    """The alias of a run's id, with characters that Lambda does not accept replaced: it accepts letters, digits, `-`,
+    `_`."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", run)
     if plain != run or len(_RUN + plain) > _ALIAS_NAME:
         plain = f"{plain[: _ALIAS_NAME - len(_RUN) - 9]}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
@@ -495,8 +498,8 @@ def _pinned(function: str, alias: str, qualifier: str, version: LambdaVersion) -
 def _rollback_version(
     function: str, kept: list[LambdaVersion], live: LambdaVersion | None, wanted: str, deployed: Sequence[str]
 ) -> LambdaVersion:
-    """The version to go back to: the newest one older than the current of those that were current (`deployed`), or that
-    whose digest starts so."""
+    """The version for a rollback: the newest one older than the current among those that were current (`deployed`), or
+    the one with the given digest prefix."""
     if not kept:
         raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
     known = ", ".join(f"{v.digest[:12]} (version {v.number})" for v in kept)

@@ -36,10 +36,10 @@ ListHandler = Callable[[list[dict[str, Any]], Any], Any]
 
 
 def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = None) -> ListHandler:
-    """Turn a user's callable into a list handler. A class is instantiated, and `load(artefacts)` called, once.
+    """Adapt a user's callable to a list handler. A class is instantiated, and `load(artefacts)` called, once.
 
-    The handler of an async callable runs it to its end; called inside a running event loop, it gives an awaitable.
-    A process that the callable forks ends where the callable returns: it must not answer in its parent's place.
+    The handler of an async callable runs it to its end, or returns an awaitable if called inside a running event loop.
+    A process that the callable forks ends where the callable returns: it must not answer in its parent's place. Raises
     `SpecInvalid` for parameters of no known convention (`serverless.signatures`).
     """
     convention = convention_of(target, takes)
@@ -62,7 +62,7 @@ def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = 
 
 def end_if_child(process: int, error: BaseException | None = None) -> None:
     """End this process if it is a child of `process`, with the exit code of a program that `error` ends: the parent may
-    wait for that."""
+    wait for it."""
     if os.getpid() == process:
         return
     code = int(error is not None)
@@ -76,7 +76,7 @@ def end_if_child(process: int, error: BaseException | None = None) -> None:
 
 @contextlib.contextmanager
 def children_end_here() -> Iterator[None]:
-    """End a process that the block forks where it leaves the block."""
+    """End a process forked in the block when it leaves the block."""
     process = os.getpid()
     try:
         yield
@@ -99,7 +99,7 @@ def _ending_children(target: Callable[..., Any], asynchronous: bool) -> Callable
 
 
 def convention_of(target: Any, takes: str = "auto") -> Convention:
-    """How a callable is called: as told, else as `@reward(takes=)` says, else by its parameters."""
+    """The convention of a callable: `takes`, else that of `@reward(takes=)`, else by its parameters."""
     if takes == "auto":
         takes = getattr(getattr(target, OPTIONS, None), "settings", {}).get("takes", "auto")
     if takes != "auto":
@@ -112,7 +112,8 @@ def convention_of(target: Any, takes: str = "auto") -> Convention:
 
 
 def is_async(target: Any) -> bool:
-    """Whether it scores as a coroutine; the items of a call then run concurrently, if it takes one at a time."""
+    """True if the callable scores as a coroutine. The items of a call then run concurrently if it takes one at a
+    time."""
     while isinstance(target, functools.partial):
         target = target.func
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
@@ -121,7 +122,7 @@ def is_async(target: Any) -> bool:
 
 
 def _finished(handler: ListHandler) -> ListHandler:
-    """Runs an async handler in an event loop that lives as long as the worker: clients and pools stay usable."""
+    """Run an async handler in an event loop that lives as long as the worker: clients and pools stay usable."""
     import asyncio
 
     runner = asyncio.Runner()
@@ -137,7 +138,7 @@ def _finished(handler: ListHandler) -> ListHandler:
 
 
 async def score_concurrently(target: Callable[..., Awaitable[Any]], event: list[dict[str, Any]]) -> list[Any]:
-    """What `adapt` runs for a coroutine function, for callers that have a loop already."""
+    """Score concurrently, for callers with a running event loop; `adapt` runs the same for a coroutine function."""
     answers: list[Any] = await adapt(target)(event, None)
     return answers
 
@@ -155,7 +156,8 @@ def _score(
 def _score_batch(
     target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, event: list[dict[str, Any]]
 ) -> list[Any]:
-    """An error of several items is the call's: the caller finds the guilty one. That of a single one is its own."""
+    """Score a batch. An error with several items is the call's, and the caller isolates the guilty one. With a single
+    item it is the item's."""
     if not event:
         return []
     try:
@@ -177,7 +179,7 @@ async def _score_all(
         except Exception as error:
             return _failed(raws, error)
 
-    if call.batch or len(event) <= 1:  # one alone in the caller's task, which a SystemExit then reaches
+    if call.batch or len(event) <= 1:  # a single item runs in the caller's task, which a SystemExit then reaches
         return await some(event) if event else []
     return [answers[0] for answers in await asyncio.gather(*(some([raw]) for raw in event))]
 
@@ -194,14 +196,14 @@ def _failed(event: list[dict[str, Any]], error: Exception) -> list[Any]:
 
 def _item(raw: dict[str, Any]) -> Item:
     messages = raw.get("messages")
-    if messages is None:  # Bedrock's handlers have these names
+    if messages is None:  # the names of Bedrock's handlers
         messages = [{"role": "assistant", "content": raw["modelResponse"]}]
     reference = raw.get("reference_answer", raw.get("referenceAnswer"))
     return Item(raw["id"], tuple(messages), reference, raw.get("metadata") or {})
 
 
 def _answer(key: str, result: Any) -> dict[str, Any]:
-    """The wire form of what an item's code returned. A wrong value is passed on: the caller judges it."""
+    """The wire form of an item's return value. An invalid value is passed on for the caller to check."""
     if isinstance(result, InfraFault):
         fault = {"type": "InfraFault", "message": result.detail, "kind": str(result.kind)}
         return {"id": key, "error": {**fault, "retryable": result.retryable}}
@@ -230,7 +232,7 @@ def _scored(key: str, value: Any, metrics: Any, steps: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch, and booleans, become floats; anything else is left for the caller to refuse."""
+    """Convert numbers of numpy and torch, and booleans, to floats; other values are left for the caller to reject."""
     if isinstance(value, str) or value is None or not hasattr(value, "__float__"):
         return None if value is None else repr(value)[:60]
     return float(value)
@@ -261,7 +263,7 @@ def load(root: pathlib.Path) -> ListHandler:
 
 
 def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:
-    """A file under a name of ours, which is nobody else's; a package under its own, which its imports use."""
+    """Import a file under a unique private name, or a package under its own name, which its imports use."""
     if manifest.get("package"):
         name = str(manifest["module"])
         for known in [n for n in sys.modules if n.partition(".")[0] == name.partition(".")[0]]:

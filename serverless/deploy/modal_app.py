@@ -1,8 +1,8 @@
 """Deploys functions to Modal: `Deployer` over the public Modal client.
 
-A function is the app `<prefix><name>` with one Modal function; each package is a deployment of it. The app's tags say
-which deployment is live (`backends.modal_versions`); callers pin that one, so a new deployment is tried before anything
-goes to it, and a rollback moves the tag.
+A function is the app `<prefix><name>` with one Modal function; each package is a deployment of the app. The app's tags
+name the live deployment (`backends.modal_versions`). Callers pin that deployment, so a new one is tried before it
+receives calls, and a rollback only moves the tag.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ __all__ = [
 _ENTRY = "serverless.deploy.modal_entry"
 
 _SHIPPED = ("deploy/__init__.py", "deploy/modal_entry.py")
-"""Of `serverless`, beside what every package has."""
+"""Files of `serverless` in the container beyond those of every package."""
 
 _START_S = 60.0
-"""What a container may take to start beside the function's own `init_timeout_s`: Modal loads its image first."""
+"""Start-up allowance of a container beyond the function's own `init_timeout_s`: Modal loads its image first."""
 
 _WINDOW_S = (2, 3600)
-"""Modal's bounds of `scaledown_window`."""
+"""Modal's bounds of `scaledown_window`, in seconds."""
 
 
 class ModalDeployer:
-    """Implements `Deployer`. Owns a client connection; its methods may be called by any number of tasks, and what
-    changes something runs one at a time.
+    """Implements `Deployer`. Owns a client connection. Its methods may be called by any number of tasks; changes run
+    one at a time.
 
-    `warm` becomes `min_containers` and `concurrency` `max_containers`, `keep_alive_s` the `scaledown_window`. What
-    `scale` set stays across deployments of a package that says nothing of it. A time limit is whole seconds on Modal
-    and rounded up. Untrusted functions get no network and a container per call.
+    `warm` becomes `min_containers`, `concurrency` `max_containers` and `keep_alive_s` the `scaledown_window`. Values
+    set by `scale` persist across deployments of a package that does not set them. Modal's time limits are whole
+    seconds; fractions are rounded up. Untrusted functions get no network and a container per call.
     """
 
     provider = PROVIDER
@@ -89,8 +89,8 @@ class ModalDeployer:
         return DeploymentChange(name, self.provider, tuple(lines))
 
     async def deploy(self, package: Package, *, current: bool = True) -> DeployedFunction:
-        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False the
-        live version stays, if there is one, and a new one is not kept for a rollback."""
+        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False an
+        existing live version stays live, and the new one is not kept for a rollback."""
         check_pinned(package)
         name, place = package.spec.name, self.place
         async with self._turn:
@@ -132,7 +132,7 @@ class ModalDeployer:
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
     ) -> DeployedFunction:
-        """Of the live version, until the next deployment of a package that says otherwise."""
+        """Scale the live version, until the next deployment of a package that sets these values."""
         if (warm or 0) < 0 or (concurrency is not None and concurrency < 1):
             raise SpecInvalid(f"{function}: warm={warm}, concurrency={concurrency}: not less than 0 and 1")
         wanted = {"min_containers": warm, "max_containers": concurrency}
@@ -161,7 +161,7 @@ class ModalDeployer:
                 await app.stop.aio(client=self.place.client)
 
     async def rates(self) -> Mapping[str, decimal.Decimal]:
-        """The workspace's price list: dollars per unit, by Modal's names."""
+        """The workspace's price list: US dollars per unit, by Modal's names."""
         with modal_client.translate_errors():
             workspace = modal_client.modal_library().Workspace.from_context(client=self.place.client)
             return dict(await workspace.billing.rates.aio())
@@ -177,13 +177,14 @@ class ModalDeployer:
 
     @property
     def place(self) -> ModalNamespace:
-        """Where it looks things up, while it is open."""
+        """The namespace for look-ups, while the deployer is open."""
         if self._at is None:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
     async def _new(self, package: Package, ledger: DeploymentTags, *, current: bool) -> DeployedFunction:
-        """Deploy, try, and make it live; on failure the live version stays, and an app without one is stopped."""
+        """Deploy a version, try it and make it live. On failure the live version stays, and an app without one is
+        stopped."""
         name, place = package.spec.name, self.place
         with modal_client.translate_errors():
             app = await self._publish(package, ledger)
@@ -211,7 +212,7 @@ class ModalDeployer:
             raise
 
     async def _publish(self, package: Package, ledger: DeploymentTags) -> Any:
-        """Upload and build. The app keeps its tags: nothing goes to the new deployment yet."""
+        """Upload and build. The app keeps its tags, so the new deployment receives no calls yet."""
         modal = modal_client.modal_library()
         name, place = package.spec.name, self.place
         entry = importlib.import_module(_ENTRY)
@@ -232,7 +233,7 @@ class ModalDeployer:
         return app
 
     async def _try(self, target: PinnedFunction, package: Package) -> None:
-        """Invoke with an empty list, whose answer must be one."""
+        """Invoke with an empty list; the answer must be a list."""
         loop = asyncio.get_running_loop()
         t0 = loop.time()
         limit = package.spec.init_timeout_s + package.spec.timeout_s + 2 * _START_S
@@ -271,7 +272,7 @@ class ModalDeployer:
         )
 
     async def _point(self, name: str, app: Any, ledger: DeploymentTags, number: int) -> DeploymentTags:
-        """Make a kept version live, as warm as the one before it."""
+        """Make a kept version live, with the container bounds of the previous one."""
         if number == ledger.live:
             return ledger
         warm = (await self._set(name, ledger.live)).get("min_containers", 0)
@@ -281,7 +282,7 @@ class ModalDeployer:
         return ledger.pointed(number)
 
     async def _set(self, name: str, number: int) -> dict[str, int]:
-        """The bounds of a version's containers, as they are now."""
+        """The current container bounds of a version."""
         if not number:
             return {}
         now = await self.place.function(name, number).autoscaler.settings.aio()
@@ -289,13 +290,14 @@ class ModalDeployer:
         return {key: value for key, value in bounds.items() if value}
 
     async def _cool(self, name: str, number: int) -> None:
-        """A version that is no longer live keeps no container warm. Called first: what fails has moved nothing."""
+        """Keep no containers warm for a version that is no longer live. Called first, so that a failure has changed
+        nothing else."""
         if number:
             with contextlib.suppress(modal_client.modal_library().exception.NotFoundError):
                 await self.place.function(name, number).autoscaler.update.aio(min_containers=0)
 
     async def _scaling(self, name: str, number: int, spec: FunctionSpec) -> dict[str, int]:
-        """What of the autoscaler's settings differs from what a spec asks for in words."""
+        """The autoscaler settings that differ from the explicit settings of a spec."""
         now = await self.place.function(name, number).autoscaler.settings.aio()
         asked = {
             "warm": ("min_containers", now.min_containers or 0, spec.warm),
@@ -325,7 +327,7 @@ class ModalDeployer:
             with modal_client.translate_errors():
                 target = await pin(place, name, number, found.version)
                 settings = await target.handle.autoscaler.settings.aio()
-        except ServerlessError as error:  # only what is shown is missing
+        except ServerlessError as error:  # only the displayed details are missing
             return replace(found, problem=error.message)
         return replace(
             found,
@@ -336,14 +338,14 @@ class ModalDeployer:
 
 
 def container_files(package: Package) -> dict[str, bytes]:
-    """What a container has under its root, by relative path: the package, its version, and what answers calls there."""
+    """The files under a container's root, by relative path: the package, its version and the entry module for calls."""
     ours = pathlib.Path(__file__).parents[1]
     version = {VERSION: package.version.encode()}
     return {**package.files, **version, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
 
 
 def container_options(spec: FunctionSpec) -> dict[str, Any]:
-    """`app.function`'s arguments. Nothing is kept warm before a version has passed its trial."""
+    """The arguments of `app.function`. No container is kept warm before a version has passed its trial."""
     untrusted = spec.trust == "untrusted"
     return {
         "cpu": spec.cpu or None,
@@ -364,7 +366,7 @@ def container_options(spec: FunctionSpec) -> dict[str, Any]:
 
 
 def _bounds_text(spec: FunctionSpec) -> dict[str, int]:
-    """What a spec says in words of its containers' bounds; what it does not say stays as `scale` left it."""
+    """The container bounds that a spec sets explicitly; the others stay as `scale` set them."""
     said = {"min_containers": ("warm", spec.warm), "max_containers": ("concurrency", spec.concurrency)}
     return {key: value for key, (option, value) in said.items() if option in spec.model_fields_set}
 
@@ -375,12 +377,12 @@ def _window(spec: FunctionSpec) -> int:
 
 
 def python_version() -> str:
-    """This interpreter's, as Modal names it."""
+    """The minor version of this interpreter, as Modal names it."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def check_pinned(package: Package) -> None:
-    """PackageError unless every requirement has its version: two builds of an image would differ."""
+    """Raise `PackageError` unless every requirement is pinned: otherwise two builds of an image would differ."""
     unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned", [])
     if unpinned:
         raise PackageError(
@@ -390,7 +392,7 @@ def check_pinned(package: Package) -> None:
 
 
 def _rollback_deployment(function: str, ledger: DeploymentTags, wanted: str) -> int:
-    """The deployment to go back to: the newest one before the live, or that whose digest starts so."""
+    """The deployment for a rollback: the newest one before the live one, or the one with the given digest prefix."""
     known = ", ".join(f"{ledger.versions[n][:12]} (deployment {n})" for n in sorted(ledger.versions, reverse=True))
     if wanted:
         found = {digest: n for n, digest in sorted(ledger.versions.items()) if digest.startswith(wanted)}

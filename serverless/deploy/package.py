@@ -1,15 +1,15 @@
-"""What a backend deploys: the function's source, the handler file, its artefacts and a manifest, with a version.
+"""The unit of deployment: the function's source, the handler file, its artefacts and a manifest, with a version.
 
     rollart_handler.py      the one handler (`serverless.deploy.handler`), `rollart_handler.handler`
-    rollart_manifest.json   which file and attribute it adapts, how it is called, and the lock
-    requirements.txt        the lock for pip, where there is one
+    rollart_manifest.json   the file and attribute to adapt, the calling convention, and the lock
+    requirements.txt        the lock for pip, if there is one
     serverless/             the parts of this package that the handler needs: standard library only
-    shims/rollart/          what `import rollart` gives a reward: the decorator and the values
-    function/...            the user's source, as it is: a file and what it imports beside it, or a package
+    shims/rollart/          the `rollart` module that a reward imports: the decorator and the values
+    function/...            the user's source, unchanged: a file and its imports beside it, or a package
     artefacts/...           the declared files and directories
 
-Nothing else is needed where it runs but Python 3.11 and the lock. No code travels as a pickle. The version is a
-content digest: no path of this machine and no time enters it, nor what only scales the function.
+It runs with only Python 3.11 and the lock. No code travels as a pickle. The version is a content digest, which excludes
+local paths, times and settings that only scale the function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from serverless.stateless import Stateful, inspect_source
 __all__ = ["HANDLER", "Package", "build", "settings"]
 
 HANDLER = "rollart_handler.handler"
-"""Lambda's name of the handler in every package."""
+"""The name of the handler for Lambda, in every package."""
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip can hold: archives of equal content are equal bytes."""
@@ -46,7 +46,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _OURS = pathlib.Path(__file__).parents[1]
 
 _VENDORED = ("__init__.py", "calling.py", "declare.py", "errors.py", "signatures.py", "types.py")
-"""Of `serverless`: what the handler and `import rollart` in a reward need."""
+"""The modules of `serverless` that the handler and `import rollart` in a reward need."""
 
 _SHIM = '''"""What a reward function needs of rollart. Where rollart is installed, its modules are found below this."""
 
@@ -71,46 +71,46 @@ def __getattr__(name):
         return getattr(model, name)
     raise AttributeError(f"a packed function has no rollart.{name}: it has {', '.join(__all__)}")
 '''
-"""Light: the worker's cold start does not import the orchestrator, and every host runs the same."""
+"""A light shim: the worker's cold start does not import the orchestrator, and every host runs the same code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A function ready to deploy. `spec` has the decorator's settings merged in, `files` is path -> content."""
+    """A function ready to deploy. `spec` includes the decorator's settings; `files` maps paths to contents."""
 
     spec: FunctionSpec
     version: str
     files: Mapping[str, bytes]
     warnings: tuple[str, ...] = ()
-    """What may surprise later: randomness without a seed, requirements without a pin."""
+    """Warnings for the user: randomness without a seed, requirements without a pin."""
 
     def write(self, directory: pathlib.Path) -> None:
-        """Lay the files out under `directory`, which may not exist yet."""
+        """Write the files under `directory`, which is created if missing."""
         for path, data in self.files.items():
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
 
     def zip(self) -> bytes:
-        """The archive, stored not deflated: compressed bytes differ between zlib builds."""
+        """The archive, stored without compression: compressed bytes differ between zlib builds."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
             for path in sorted(self.files):
                 entry = zipfile.ZipInfo(path, _EPOCH)
-                entry.create_system = 3  # else it tells Windows from Unix
+                entry.create_system = 3  # otherwise the value depends on the platform
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, self.files[path])
         return buffer.getvalue()
 
 
 def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
-    """Pack a function. Relative paths are of `base`, or of the working directory.
+    """Pack a function. Relative paths are resolved against `base`, or the working directory.
 
-    The user's source is read, never run. Settings given in the spec win over those of `@reward`, which win over
-    defaults; a decorator's artefacts and requirements files are relative to its source file. In the package's spec,
-    `requirements` is the lock and `takes` the convention found.
-    Errors: `PackageError` for what is missing or cannot be packed, `NotOffloadable` (one of those) for a reward that
-    keeps state, `SpecInvalid` for a setting out of its range and for parameters of no known convention.
+    The user's source is read, never executed. Settings of the spec override those of `@reward`, which override the
+    defaults. A decorator's artefacts and requirements files are relative to its source file. In the package's spec,
+    `requirements` is the lock and `takes` the detected convention. Raises `PackageError` for files that are missing or
+    cannot be packed, `NotOffloadable` (a subclass) for a reward that keeps state, and `SpecInvalid` for a setting out
+    of range and for parameters of no known convention.
     """
     root = base or pathlib.Path.cwd()
     sources, attribute, found, declared = _read_source(spec, root)
@@ -138,8 +138,8 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
 
 
 def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> FunctionSpec:
-    """What a function would run with, without packing it: the spec's own settings, then those of `@reward`, then
-    defaults. Artefacts are paths as `build` would read them; requirements are not locked. Errors: as `build`."""
+    """The effective settings of a function, without packing it: the spec's own, then those of `@reward`, then defaults.
+    Artefacts are paths as `build` would read them; requirements are not locked. Raises as `build` does."""
     root = base or pathlib.Path.cwd()
     _, _, found, declared = _read_source(spec, root)
     return _merge(spec, declared, root, found.path.parent)
@@ -148,7 +148,7 @@ def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Functio
 def _read_source(
     spec: FunctionSpec, root: pathlib.Path
 ) -> tuple[SourceFiles, str, SourceDefinition, Mapping[str, Any] | None]:
-    """The source, the attribute that is the reward, where that is defined, and the arguments of its `@reward`."""
+    """The source, the attribute of the reward, its definition, and the arguments of its `@reward`."""
     sources = collect(spec.source, root, function=spec.name)
     declared = _declared(sources)
     attribute = spec.handler or sources.attribute or _single_reward(declared, spec.name, sources)
@@ -174,7 +174,7 @@ def _manifest(sources: SourceFiles, attribute: str, spec: FunctionSpec, locked: 
 
 
 def _declared(sources: SourceFiles) -> dict[str, dict[str, Any]]:
-    """The rewards of the entry; those that it imports from its own package, if it has none."""
+    """The decorated rewards of the entry; if it has none, those that it imports from its own package."""
     text = sources.entry.read_bytes().decode(errors="replace")
     own = declarations(text, filename=str(sources.entry))
     if own or not sources.package:
@@ -193,8 +193,8 @@ def _definition_of(found: SourceDefinition) -> dict[str, Any] | None:
 
 
 def _single_reward(declared: Mapping[str, object], name: str, sources: SourceFiles) -> str:
-    """The reward of a source that names none: the decorated one, else that of the function's name, else `handler`,
-    else the only public function."""
+    """The reward of a source without an explicit attribute: the decorated one, else the function's name, else
+    `handler`, else the only public function."""
     if name in declared:
         return name
     if len(declared) > 1:
@@ -214,13 +214,13 @@ def _single_reward(declared: Mapping[str, object], name: str, sources: SourceFil
 def _merge(
     spec: FunctionSpec, declared: Mapping[str, Any] | None, root: pathlib.Path, beside: pathlib.Path
 ) -> FunctionSpec:
-    """Given settings over declared ones over defaults; of `batch`, key by key."""
-    of_decorator = {k: v for k, v in (declared or {}).items() if k != "name"}
+    """Merge settings: given ones override declared ones, which override defaults; `batch` key by key."""
+    decorated = {k: v for k, v in (declared or {}).items() if k != "name"}
     chosen = {k: getattr(spec, k) for k in spec.model_fields_set}
     origin = root if "artefacts" in chosen else beside
-    if "batch" in chosen and isinstance(of_decorator.get("batch"), Mapping):
-        chosen["batch"] = {**of_decorator["batch"], **spec.batch.model_dump(exclude_unset=True)}
-    values = {**of_decorator, **chosen}
+    if "batch" in chosen and isinstance(decorated.get("batch"), Mapping):
+        chosen["batch"] = {**decorated["batch"], **spec.batch.model_dump(exclude_unset=True)}
+    values = {**decorated, **chosen}
     try:
         if isinstance(values.get("artefacts"), str):
             raise TypeError("a text (rule: a list of paths)")
@@ -232,12 +232,12 @@ def _merge(
         if first["loc"]:
             text = f"{'.'.join(map(str, first['loc']))}: {text} (got {first['input']!r:.60})"
         raise SpecInvalid(f"function {spec.name}: {text}") from None
-    except TypeError as error:  # artefacts that are no list of texts
+    except TypeError as error:  # artefacts that are not a list of strings
         raise SpecInvalid(f"function {spec.name}: artefacts: {error}") from None
 
 
 def _refuse_state(sources: SourceFiles, found: SourceDefinition, spec: FunctionSpec) -> tuple[str, ...]:
-    """The warnings of a reward that keeps no state."""
+    """Raise `NotOffloadable` for a reward that keeps state; otherwise return the warnings."""
     verdict = inspect_source(
         found,
         [(path, module) for path, module in sources.modules() if path != found.path],

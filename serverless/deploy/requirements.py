@@ -1,8 +1,8 @@
-"""The lock of a function: exact versions of what it requires and of what that requires.
+"""The lock of a function: exact versions of its requirements and of their dependencies.
 
-Pins come from what is installed here, which is what the function was written and tested with; an exact pin and a
-requirements file of exact pins are taken as they are. Names are normalised (PEP 503) and sorted, so that the same
-environment gives the same lock.
+Pins come from the installed packages, with which the function was written and tested; exact pins, also those of a
+requirements file, are kept. Names are normalised (PEP 503) and sorted, so that the same environment gives the same
+lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ __all__ = ["RequirementLock", "lock"]
 
 @dataclass(frozen=True, slots=True)
 class RequirementLock:
-    """`pins` are `name==version`; `unpinned` what could not be pinned because it is not installed here.
+    """The lock. `pins` are `name==version`; `unpinned` are requirements that cannot be pinned because they are not
+    installed.
 
-    A package with unpinned requirements can be rehearsed, but a provider refuses it: its content would depend on
-    the day.
+    A package with unpinned requirements can be rehearsed, but a provider refuses it: its content would change over
+    time.
     """
 
     pins: tuple[str, ...] = ()
@@ -38,10 +39,10 @@ class RequirementLock:
 
 
 def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
-    """Pin `requirements`, of which paths (`*.txt`, `-r FILE`) are of `root`.
+    """Pin `requirements`. Paths among them (`*.txt`, `-r FILE`) are relative to `root`.
 
-    `PackageError` for a requirement that cannot be read, is asked for in two versions, or contradicts what is
-    installed.
+    Raises `PackageError` for a requirement that cannot be read, is requested in two versions, or contradicts the
+    installed version.
     """
     if not requirements:
         return RequirementLock()
@@ -70,7 +71,7 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
 
 
 def _lines(requirements: Iterable[str], root: pathlib.Path) -> list[tuple[str, str]]:
-    """Requirement texts, each with where it stands."""
+    """Requirement texts with their origins."""
     out: list[tuple[str, str]] = []
     for entry in requirements:
         text = entry.removeprefix("-r ").strip()
@@ -149,7 +150,7 @@ def _pin(pins: dict[str, str], name: str, version: str, wanted: Requirement, ori
 
 
 def _needs(wanted: Requirement) -> list[Requirement]:
-    """What an installed distribution requires here, with the extras asked for."""
+    """The dependencies of an installed distribution, with the requested extras."""
     from packaging.requirements import Requirement
 
     needed = []

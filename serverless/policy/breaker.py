@@ -1,4 +1,4 @@
-"""When a provider of a function is left alone. Pure."""
+"""Circuit breaker of a function's provider. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class BreakerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """Opens after `consecutive` failures, or when `rate` of the last `window` calls failed. Stays open `open_s`, twice
-    as long each time that the trial after it fails, at most `max_open_s`. After `trials` failed trials in a row what
-    waits for it is given up, and so is whatever comes until a trial succeeds, at the next that fails.
+    """Opens after `consecutive` failures, or when a share of `rate` of the last `window` calls failed. Stays open for
+    `open_s`, and after each failed trial twice as long, at most `max_open_s`. After `trials` failed trials in a row,
+    waiting items are given up, and so are later ones at each further failed trial until a trial succeeds.
 
-    Bound, with no other provider: an outage is waited out for open_s * (2^trials - 1) seconds and `trials` trials;
-    in a longer one an item waits for one trial, at most `max_open_s` and what the trial takes.
+    Bound without another provider: an outage of up to open_s * (2^trials - 1) seconds and `trials` trials is waited
+    out. In a longer one, an item waits for one trial: at most `max_open_s` and the duration of the trial.
     """
 
     consecutive: int = 5
@@ -37,11 +37,12 @@ class BreakerPolicy:
 
 
 def is_provider_failure(fault: InfraFault, *, alone: bool = False) -> bool | None:
-    """Whether a call's fault is a failure of the provider (True), shows that it works (False), or says nothing about it
-    (None): a refusal is load, a deadline is the caller's, what cannot be sent or read is the item's.
+    """Classify a call's fault: a failure of the provider (True), evidence that the provider works (False), or neither
+    (None). A refusal is load, a deadline is the caller's, and an event that cannot be sent or read is the item's.
 
-    `alone`: there is no other provider. A function whose code fails would then only be made to wait, and whoever runs
-    it would learn late that it is broken: what does not answer opens the breaker, what answers badly does not.
+    `alone`: there is no other provider. Opening the breaker for a function whose code fails would only delay the items,
+    and the user would learn late that the function is broken. So a missing answer opens the breaker and a bad answer
+    does not.
     """
     if fault.kind in (FaultKind.THROTTLED, FaultKind.DEADLINE, FaultKind.ENVIRONMENT):
         return None
@@ -51,10 +52,11 @@ def is_provider_failure(fault: InfraFault, *, alone: bool = False) -> bool | Non
 
 
 class CircuitBreaker:
-    """One function on one provider.
+    """Circuit breaker for one function on one provider.
 
-    CLOSED calls go; OPEN none goes until `until`; HALF_OPEN one trial goes: its answer closes, its failure opens again.
-    Only the trial's result counts while half open, and none while open: they are calls from before.
+    CLOSED admits calls. OPEN admits none until `until`. HALF_OPEN admits one trial: its answer closes the breaker, its
+    failure opens it again. Only the trial's result counts while half open, and no result counts while open: those calls
+    began earlier.
     """
 
     def __init__(self, policy: BreakerPolicy) -> None:
@@ -67,7 +69,7 @@ class CircuitBreaker:
         self._trial = False
         self.opened = 0
         self.failed_trials = 0
-        """Since it was closed last."""
+        """Failed trials since the breaker was last closed."""
 
     @property
     def state(self) -> BreakerState:
@@ -75,26 +77,26 @@ class CircuitBreaker:
 
     @property
     def until(self) -> float:
-        """While open: when a trial may go, loop seconds; while a trial is out nobody knows."""
+        """The time of the next trial while open, loop seconds; infinite while a trial is in flight."""
         return math.inf if self._trial else self._until
 
     @property
     def hopeless(self) -> bool:
-        """So many trials have failed that nothing should wait for more than the next."""
+        """True if so many trials have failed that no item should wait for more than the next one."""
         return self.failed_trials >= self._policy.trials
 
     def unanswered(self, seconds: float) -> bool:
-        """Whether a trial that its caller's deadline ended after so long is a failed one: it had the time."""
+        """True if a trial that its caller's deadline ended after `seconds` counts as failed: it had enough time."""
         return seconds >= self._policy.open_s
 
     def admits(self, now: float) -> bool:
-        """Whether a call may begin."""
+        """True if a call may begin."""
         if self._state is BreakerState.CLOSED:
             return True
         return not self._trial and now >= self._until - 1e-9
 
     def begin(self, now: float) -> bool:
-        """A call begins, which `admits` allowed; True if it is the trial, for the call to say so when it ends."""
+        """Record the start of an admitted call. True if it is the trial, which the caller passes to `ended`."""
         if self._state is BreakerState.CLOSED:
             return False
         self._state = BreakerState.HALF_OPEN
@@ -102,8 +104,8 @@ class CircuitBreaker:
         return True
 
     def ended(self, now: float, failed: bool | None, *, trial: bool) -> bool:
-        """A call ended: answered (False), failed (True), or in a way that says nothing (None). True if the breaker
-        opened by it. A trial that says nothing leaves the way free for another."""
+        """Record the end of a call: answered (False), failed (True), or inconclusive (None). True if the breaker
+        opened. After an inconclusive trial, another one may begin."""
         if trial:
             self._trial = False
             if failed is None:

@@ -1,9 +1,8 @@
-"""How long an idle worker is worth keeping: the ski-rental problem, in which every idle second is rent and a cold start
-is the price of the skis. Pure.
+"""The keep-alive of an idle worker as a ski-rental problem: idle seconds are the rent, a cold start is the price. Pure.
 
-Kept for as long as its idling costs what a cold start does, a worker never costs more than twice of what one who knew
-the next call would have paid (Karlin et al., 1988). With a forecast of the next call the same bound is traded for less
-cost while the forecast is right (Purohit, Svitkina and Kumar, 2018).
+A worker that is kept until its idle time has cost one cold start never costs more than twice the optimum with a known
+next call (Karlin et al., 1988). With a forecast of the next call, the bound is relaxed for a lower cost if the forecast
+is right (Purohit, Svitkina and Kumar, 2018).
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ __all__ = ["KeepAlive"]
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """`idle_usd_per_s` is what an idle worker costs, `cold_usd` what a cold start does: what is billed of it, and what
-    waiting for it is worth (GPU-seconds that stand still, times their price). `trust` in (0, 1]: 1 ignores forecasts;
-    smaller ones follow them further and lose up to 1 + 1/trust times the optimum where they are wrong."""
+    """The prices of the ski-rental problem. `idle_usd_per_s` is the cost of an idle worker, `cold_usd` that of a cold
+    start: its billed seconds and the cost of waiting for it (idle GPU-seconds times their price). `trust` in (0, 1]: 1
+    ignores forecasts; smaller values follow them more closely and cost up to 1 + 1/trust times the optimum if they are
+    wrong."""
 
     idle_usd_per_s: float
     cold_usd: float
@@ -30,18 +30,18 @@ class KeepAlive:
 
     @property
     def break_even_s(self) -> float:
-        """Idle seconds that cost a cold start. Infinite where idling costs nothing."""
+        """The idle seconds that cost as much as a cold start. Infinite where idling is free."""
         return self.cold_usd / self.idle_usd_per_s if self.idle_usd_per_s > 0 else math.inf
 
     def seconds(self, forecast_s: float | None = None) -> float:
-        """How long to keep a worker that nothing calls; `forecast_s` is when the next call is expected."""
+        """Keep-alive in seconds of an idle worker. `forecast_s` is the expected time until the next call."""
         even = self.break_even_s
         if forecast_s is None or not math.isfinite(even):
             return even
         return even * self.trust if forecast_s > even else even / self.trust
 
     def cost(self, gap_s: float, kept_s: float) -> float:
-        """What a gap between two calls costs one who keeps the worker for `kept_s`."""
+        """Cost in US dollars of a gap of `gap_s` between two calls if the worker is kept for `kept_s`."""
         if gap_s <= kept_s:
             return gap_s * self.idle_usd_per_s
         return kept_s * self.idle_usd_per_s + self.cold_usd

@@ -1,4 +1,4 @@
-"""When a failed item is tried again, and after how long. Pure: the jitter comes from an injected Random."""
+"""The retry policy of failed items. Pure: the jitter comes from an injected Random."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["RetryBudget", "RetryPolicy", "is_outcome_unknown"]
 
 
 def is_outcome_unknown(fault: InfraFault, bill: Invocation | None) -> bool:
-    """Whether a call was sent and nobody knows what became of it: it may have been executed, or still be.
+    """True if a call was sent and its result is unknown: it may have been executed or still be running.
 
-    A backend gives a bill for a call that may have reached a worker, and a provider that answered has a name for it
-    (`provider_id`). So UNAVAILABLE with a bill without a name is a connection that was lost after the call was sent;
-    one that was refused or never sent has no bill. A TIMEOUT that is not retryable is a caller's patience that ended,
-    not the function (one that the provider ended is retryable).
+    A backend returns a bill for a call that may have reached a worker, and a provider that answered has a name for the
+    call (`provider_id`). So UNAVAILABLE with a bill without a name means that the connection was lost after the call
+    was sent; a call that was refused or never sent has no bill. A TIMEOUT that is not retryable is the caller's time
+    limit, not the function's (a timeout by the provider is retryable).
     """
     if bill is None or not bill.items or bill.provider_id:
         return False
@@ -27,8 +27,8 @@ def is_outcome_unknown(fault: InfraFault, bill: Invocation | None) -> bool:
 class RetryPolicy:
     """Exponential back-off with full jitter, uniform in [0, min(cap, base * 2^(attempt-1))] (AWS's recommendation).
 
-    Bound: one item is called at most `max_attempts` times (calls that find the guilty one of a batch, and calls that
-    were throttled, apart), and a run makes at most `reserve + budget * items` retries.
+    Bound: one item is called at most `max_attempts` times (not counting isolation and throttled calls), and a run makes
+    at most `reserve + budget * items` retries.
     """
 
     max_attempts: int = 3
@@ -37,13 +37,13 @@ class RetryPolicy:
     budget: float = 0.1
     """Retries earned per submitted item: under an outage, load grows by at most a tenth."""
     reserve: float = 20.0
-    """Retries that a quiet function may make before it has earned any."""
+    """Retries available before any has been earned."""
 
     def delay(self, fault: InfraFault, attempt: int, remaining_s: float, rng: random.Random) -> float | None:
-        """Seconds to wait after attempt number `attempt` (from 1) failed, or None: do not try again.
+        """Seconds to wait after the failure of attempt number `attempt` (from 1), or None for no retry.
 
-        None for a fault that is not retryable, after the last attempt, and when the deadline would pass first.
-        What the provider asked for (`retry_after_s`) is the least.
+        None for a fault that is not retryable, after the last attempt, and if the deadline would pass first. The wait
+        that the provider requested (`retry_after_s`) is the minimum.
         """
         if not fault.retryable or attempt >= self.max_attempts:
             return None

@@ -38,14 +38,14 @@ __all__ = ["CodeTests", "extract"]
 _BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 _TOTAL_S = 45.0
-"""Of all tests of an item, well below `timeout_s` of the function: what it does not reach has not passed."""
+"""Time limit of all tests of an item, well below `timeout_s` of the function. Tests beyond it count as failed."""
 
 _OUTPUT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _TestVerdict:
-    """Of one test. `result`: the program came to one, right or wrong."""
+    """The verdict of one test. `result`: the program produced a result, right or wrong."""
 
     passed: bool
     result: bool
@@ -59,7 +59,7 @@ class _TestVerdict:
     timeout_s=60.0,
     batch={"max_items": 1},
     preload=("serverless.sandbox",),
-    deterministic=False,  # whether a program ends in time depends on the machine's load
+    deterministic=False,  # a program may time out under load
 )
 class CodeTests:
     """Owns a sandbox that starts with the worker and ends with it."""
@@ -69,7 +69,7 @@ class CodeTests:
         try:
             self._box.start()
         except SandboxUnavailable:
-            pass  # said for every item, and tried again: what was missing may come
+            pass  # reported for every item, and retried: the cause may go away
 
     def __call__(self, item: Item) -> Outcome:
         tests, share, limits = _settings(item)
@@ -91,13 +91,13 @@ class CodeTests:
 
 
 def extract(completion: str) -> str | None:
-    """The last ```python block, which may lack its end (a completion that was cut off); None if there is none."""
+    """The last ```python block, whose end may be missing (a truncated completion); None if there is none."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else None
 
 
 def _settings(item: Item) -> tuple[list[Mapping[str, Any]], bool, Limits]:
-    """ValueError for metadata that nobody could be scored by: the data set's fault."""
+    """Read the test settings. Raises `ValueError` for metadata that cannot be scored: an error of the data set."""
     metadata = item.metadata
     tests = [{"assert": metadata["check"]}] if "check" in metadata else metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):

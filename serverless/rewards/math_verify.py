@@ -46,16 +46,16 @@ _ANSWER_BYTES = 65_536
     preload=("math_verify",),
 )
 class MathVerify:
-    """Loads the library once; `ExtraMissing` if it is not installed."""
+    """Loads the library once. Raises `ExtraMissing` if it is not installed."""
 
     def load(self, artefacts: pathlib.Path) -> None:
         try:
             self._library: Any = importlib.import_module("math_verify")
         except ImportError:
             raise ExtraMissing("math-verify", "math") from None
-        # What it says about time-outs and failed parses of each answer is in the outcome.
+        # Its messages about timeouts and failed parses of each answer are in the outcome.
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-        # Parsers are built, and much of sympy imported, at the first use: here, and not in every child.
+        # Parsers are built, and much of sympy imported, at the first use: here once instead of in every child.
         for one, other in ((r"$\frac{1}{2}$", "0.5"), ("$x^2+2x+1$", "$(x+1)^2$"), (r"$\{1,2\}$", r"$\{2,1\}$")):
             self._library.verify(self._parse(one), self._parse(other), timeout_seconds=None)
 
@@ -81,7 +81,7 @@ class MathVerify:
         return self._library.parse(text, parsing_timeout=None)
 
     def _apart(self, reference: str, completion: str, seconds: float, memory_mb: int) -> tuple[dict[str, Any], str]:
-        """How far a child came, and what it ended of."""
+        """Run a comparison in a child. Returns the stages that it reached and the cause of its end."""
         reading, writing = os.pipe()
         try:
             pid = os.fork()
@@ -107,35 +107,35 @@ class MathVerify:
         return stages, str(stages.get("failed") or f"exit {os.waitstatus_to_exitcode(status)}")
 
     def _compare(self, reference: str, completion: str, seconds: float, memory_mb: int, out: int) -> NoReturn:
-        """In the child: tell each stage that was reached, one line of JSON each."""
+        """In the child: report each completed stage, one line of JSON each."""
         began = time.monotonic()
 
-        def tell(**stage: Any) -> None:
+        def report_stage(**stage: Any) -> None:
             os.write(out, json.dumps(stage).encode() + b"\n")
 
         try:
-            tell(started=True)
+            report_stage(started=True)
             bytes_ = _address_space() + memory_mb * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
             cpu = int(seconds) + 2
             resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
             gold = self._parse(_delimited(reference))
             if gold:
-                tell(reference=True)
+                report_stage(reference=True)
                 answers = self._parse(_marked(completion))
                 equal = bool(self._library.verify(gold, answers, timeout_seconds=None))
-                tell(parsed=bool(answers), equal=equal, seconds=time.monotonic() - began)
+                report_stage(parsed=bool(answers), equal=equal, seconds=time.monotonic() - began)
             os._exit(0)
         except MemoryError:
-            tell(failed=f"more than {memory_mb} MB")
+            report_stage(failed=f"more than {memory_mb} MB")
         except BaseException as error:
-            tell(failed=f"{type(error).__name__}: {error}"[:200])
+            report_stage(failed=f"{type(error).__name__}: {error}"[:200])
         finally:
             os._exit(1)
 
 
 def _read(fd: int, seconds: float) -> tuple[str, bool]:
-    """All that comes until the end or the time limit, and whether it was the limit."""
+    """Read until the end or the time limit. Returns the text, and True if it was the limit."""
     parts = bytearray()
     deadline = time.monotonic() + seconds
     poll = select.poll()
@@ -151,13 +151,13 @@ def _read(fd: int, seconds: float) -> tuple[str, bool]:
 
 
 def _marked(completion: str) -> str:
-    """The last answer that is marked as one, or all of the completion, in which the library looks for itself."""
+    """The last marked answer, or the whole completion, in which the library searches itself."""
     marks = _MARKED.findall(completion)
     return _delimited(marks[-1]) if marks else completion
 
 
 def _delimited(answer: str) -> str:
-    """LaTeX is only recognised between delimiters: a bare answer that is no plain expression gets them."""
+    """Add the delimiters that LaTeX recognition needs to a bare answer that is no plain expression."""
     text = answer.strip()
     if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text:
         return text

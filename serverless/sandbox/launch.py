@@ -44,10 +44,11 @@ UNSAFE = "unsafe"
 
 _INSIDE = pathlib.Path(__file__).parent / "inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""Of the host, besides the Python installation: shared libraries and tools, and the links to them."""
+"""Host paths that are visible besides the Python installation: shared libraries and tools, and the links to them."""
 
 _SCRATCH, _OTHER_SCRATCH = "/tmp", "/scratch"
-"""Programs write to the second where Python or this package is installed below the first, which would hide them."""
+"""Scratch paths. Programs write to the second where Python or this package is installed below the first, which would
+hide it."""
 
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -59,21 +60,21 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All that a program sees. Equal hashes in every run, so that the order of a set is no source of chance,
-and no 64 MiB of address space for each thread's heap, which the memory limit would count."""
+"""The whole environment of a program. A fixed hash seed makes the order of sets deterministic, and a single malloc
+arena avoids 64 MiB of address space per thread, which would count against the memory limit."""
 
 _FIRST_UID = 1_900_000_000
-"""As root, every sandbox runs as a user of its own above this: nothing of anybody's is theirs, and limits of
-processes count for it alone."""
+"""As root, every sandbox runs as its own user id above this one: it owns no files of other users, and process limits
+count for it alone."""
 
 
 class RungUnavailable(Exception):
-    """Why a way cannot be taken here."""
+    """The reason why a launch method cannot be used here."""
 
 
 @dataclass
 class Launched:
-    """A started process, its socket, its configuration to send first, and what to remove at its end."""
+    """A started process, its socket, its configuration to send first, and the paths to remove at its end."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
@@ -82,17 +83,17 @@ class Launched:
     scratch: pathlib.Path | None = None
 
     def complaint(self) -> str:
-        """What it wrote before it was confined: the reason of a failed start."""
+        """The output before confinement: the reason of a failed start."""
         self.log.seek(0)
         return " ".join(self.log.read(2000).decode(errors="replace").split())
 
     def hang_up(self) -> None:
-        """Tell it to end."""
+        """Ask the process to end."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Kill what is left of it. The namespace goes with its first process."""
+        """Kill the remaining processes. The namespace ends with its first process."""
         self.socket.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
@@ -106,7 +107,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class LaunchMethod:
-    """One way to take a rung: it may raise `RungUnavailable`, and what it launched may still fail to get ready."""
+    """One launch method of a rung. It may raise `RungUnavailable`, and the launched process may still fail to get
+    ready."""
 
     rung: str
     name: str
@@ -114,7 +116,7 @@ class LaunchMethod:
 
 
 def launch_methods(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[LaunchMethod]:
-    """How to take a rung, or (None) every rung but `unsafe`, best first."""
+    """The launch methods of a rung, or (None) of every rung but `unsafe`, best first."""
     view = _SandboxView(limits, tuple(preload))
     root = os.geteuid() == 0
     known = [
@@ -133,10 +135,10 @@ def launch_methods(rung: str | None, *, limits: Limits, preload: Sequence[str]) 
 
 
 def hosting_provider(environment: Mapping[str, str], *, release: str, root_is_read_only: bool) -> str:
-    """'lambda' or 'modal' if we are inside one, else ''.
+    """'lambda' or 'modal' if this process runs inside one, else ''.
 
-    Variables alone prove nothing, as test harnesses set them too: Lambda's root is read-only, and Modal's kernel is
-    gVisor, which calls itself 4.4.0.
+    Variables alone prove nothing, since test harnesses set them too: Lambda's root is read-only, and Modal's kernel is
+    gVisor, which reports the release 4.4.0.
     """
     if environment.get("AWS_EXECUTION_ENV", "").startswith("AWS_Lambda_") and root_is_read_only:
         return "lambda"
@@ -147,7 +149,7 @@ def hosting_provider(environment: Mapping[str, str], *, release: str, root_is_re
 
 @dataclass(frozen=True)
 class _SandboxView:
-    """What of this machine a sandbox gets to see."""
+    """The part of this machine that is visible in a sandbox."""
 
     limits: Limits
     preload: tuple[str, ...]
@@ -158,7 +160,7 @@ class _SandboxView:
 
     @property
     def packages(self) -> list[str]:
-        """Where installed packages are. A sandbox that preloads nothing sees only the standard library."""
+        """The paths of installed packages. A sandbox without preloads sees only the standard library."""
         if not self.preload:
             return []
         found = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
@@ -223,7 +225,7 @@ def _bubblewrap(view: _SandboxView, *, user_namespace: bool) -> Launched:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     for name, value in view.environment.items():
         arguments += ["--setenv", name, value]
-    # bwrap's own guess at the mode of a parent directory shuts others out.
+    # bwrap's default mode of a parent directory excludes other users.
     for parent in dict.fromkeys(str(p) for path in view.binds() for p in reversed(pathlib.Path(path).parents[:-1])):
         arguments += ["--perms", "0755", "--dir", parent]
     arguments += ["--perms", "0755", "--dir", "/dev"]
@@ -259,7 +261,7 @@ def _landlock(view: _SandboxView, *, user_namespace: bool) -> Launched:
 
 
 def _landlock_alone(view: _SandboxView) -> Launched:
-    """Version 3 is the first that guards files against being truncated."""
+    """Version 3 is the first that protects files from truncation."""
     changes = {"landlock": "must", "landlock_version": 3, "job_filter": _filter(single=True).hex()}
     return _without_namespaces(view, mode="single", **changes)
 
@@ -325,12 +327,13 @@ def _filter(*, single: bool = False) -> bytes:
 
 
 def _uncounted(user_namespace: bool) -> str:
-    """The kernel counts no processes of the real root user, whatever a namespace calls it: so they may start none."""
+    """A filter that forbids new processes where the kernel does not count them: for the real root user, whatever a
+    namespace calls it."""
     return _filter(single=True).hex() if user_namespace and os.geteuid() == 0 else ""
 
 
 def unused_uid() -> int:
-    """Unlike that of any sandbox that lives now: process ids are."""
+    """A user id that no live sandbox uses: process ids are unique."""
     global _sandboxes
     _sandboxes += 1
     return _FIRST_UID + (os.getpid() * 32 + _sandboxes % 32) % 200_000_000
@@ -346,7 +349,7 @@ class VisiblePaths:
 
 
 def visible_paths(more: Sequence[str]) -> VisiblePaths:
-    """Of this machine: its libraries, Python with its installed packages, and `more`."""
+    """The visible paths of this machine: its libraries, Python with its installed packages, and `more`."""
     view = _SandboxView(Limits(), ("every package",))
     paths = [*view.binds(), *map(os.path.realpath, more)]
     return VisiblePaths([p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])], view.links())
@@ -361,7 +364,7 @@ def _readable_by_all(path: str) -> bool:
 
 
 def _threads_of(uid: int) -> int:
-    """Where limits count all processes of a user: those that there are now, twice, as others come and go."""
+    """Allowance for limits that count all processes of a user: twice the current number, as others come and go."""
     threads = 0
     for directory in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

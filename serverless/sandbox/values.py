@@ -1,4 +1,4 @@
-"""Values of the sandbox: what a program may use, what it did, and the rungs of the ladder."""
+"""Values of the sandbox: the limits of a program, its result, and the rungs of isolation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["Limits", "Ran", "Rung", "Status"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use. `files_mb` of a sandbox's own limits also sizes its whole scratch directory."""
+    """The limits of one program. `files_mb` of a sandbox's own limits also sizes its whole scratch directory."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0
-    """Of each process, rounded up to whole seconds (RLIMIT_CPU)."""
+    """CPU seconds of each process, rounded up to whole seconds (RLIMIT_CPU)."""
     memory_mb: int = 512
-    """Address space of each process, beyond what the preloaded modules take (RLIMIT_AS). Processes share nothing of
-    it: all of them together may take `processes` times as much."""
+    """Address space of each process, beyond that of the preloaded modules (RLIMIT_AS). It is not shared between
+    processes: all of them together may use `processes` times as much."""
     output_bytes: int = 1 << 20
-    """Of standard output and error together; one byte more ends the program."""
+    """Bytes of standard output and error together; one byte more ends the program."""
     files_mb: int = 64
-    """Largest file that it may write, and about the most of all files together."""
+    """Size of the largest file that it may write, and about the maximum of all its files together."""
     processes: int = 16
-    """Processes and threads at once. Where the kernel counts none for the sandbox alone (without namespaces, and in a
-    user namespace of the real root user) a program can start no process, only threads."""
+    """Maximum number of processes and threads. Where the kernel has no such count for the sandbox alone (without
+    namespaces, and in a user namespace of the real root user) a program can start no processes, only threads."""
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "memory_mb", "output_bytes", "files_mb", "processes"):
@@ -34,7 +34,7 @@ class Limits:
 
 
 class Status(enum.StrEnum):
-    """How a program ended. All but OK are its own doing."""
+    """The status of an ended program. Every status but OK was caused by the program."""
 
     OK = "ok"
     EXIT = "exit"
@@ -43,16 +43,16 @@ class Status(enum.StrEnum):
     TIME = "time"
     MEMORY = "memory"
     OUTPUT = "output"
-    """More output, or (without a file system of its own) more files, than it may write."""
+    """More output than allowed, or (without a private file system) more files."""
     KILLED = "killed"
-    """It took its supervisor down with it."""
+    """It killed its supervisor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a program did. Text is UTF-8 with replacement characters for what is not.
+    """The result of a program. Text is UTF-8 with replacement characters for invalid bytes.
 
-    `exit_code` is negative for a signal. `max_rss_mb` is that of its largest process, the preloaded modules included.
+    `exit_code` is negative for a signal. `max_rss_mb` is that of its largest process, including the preloaded modules.
     """
 
     stdout: str
@@ -70,7 +70,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A way to isolate programs, and why it cannot be used here ('' if it can)."""
+    """A level of isolation, and the reason why it cannot be used here ('' if it can)."""
 
     name: str
     available: bool
