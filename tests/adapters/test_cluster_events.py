@@ -11,7 +11,7 @@ from rollart.sim import loop
 
 def test_readers_go_on_past_what_is_kept() -> None:
     async def main() -> None:
-        log, early, late = EventLog(kept=3), list[str](), list[str]()
+        log, early, late = EventLog(max_events=3), list[str](), list[str]()
 
         async def read(into: list[str]) -> None:
             async for event in log.read():
@@ -20,7 +20,7 @@ def test_readers_go_on_past_what_is_kept() -> None:
         async with asyncio.TaskGroup() as readers:
             readers.create_task(read(early))
             for n in range(7):
-                log.say(RuntimeEvent("node_up", f"n{n}"))
+                log.emit(RuntimeEvent("node_up", f"n{n}"))
                 await asyncio.sleep(0)
             readers.create_task(read(late))
             await asyncio.sleep(1)

@@ -26,19 +26,19 @@ def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
 
 def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
     runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 3.0})
-    runtime._seen([row("id-1", "n1")])
-    assert runtime.hold("id-1", actor) == "n1"
+    runtime._update_nodes([row("id-1", "n1")])
+    assert runtime.acquire_resources("id-1", actor) == "n1"
     assert runtime.nodes()[0].free == {"CPU": 1.0}
-    runtime._seen([row("id-1", "n1"), row("id-2", "n1")])
+    runtime._update_nodes([row("id-1", "n1"), row("id-2", "n1")])
     assert [(n.id, n.free["CPU"]) for n in runtime.nodes()] == [("n1", 1.0), ("n1-id-2", 4.0)], "both live"
-    runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    runtime._update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
     assert [n.id for n in runtime.nodes()] == ["n1-id-2"]
 
     runtime = RayRuntime("auto")
-    runtime._seen([row("id-1", "n1")])
-    runtime.hold("id-1", actor)
-    runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
-    runtime.give("id-1", actor)
+    runtime._update_nodes([row("id-1", "n1")])
+    runtime.acquire_resources("id-1", actor)
+    runtime._update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    runtime.return_resources("id-1", actor)
     assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], (
         "resources of the dead one are not counted here"
     )
@@ -50,17 +50,17 @@ def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> N
 
         async def nodes(self) -> list[dict[str, Any]]:
             self.looks += 1
-            look = self.looks
+            poll_nodes = self.looks
             await answered.wait()
-            if look == 2:
+            if poll_nodes == 2:
                 raise ConnectionError("the head is busy")
-            return [row(f"id-{n}", f"n{n}") for n in range(look)]
+            return [row(f"id-{n}", f"n{n}") for n in range(poll_nodes)]
 
     async def scenario() -> None:
         runtime.link = link  # type: ignore[assignment]
-        first = asyncio.create_task(runtime.look())
+        first = asyncio.create_task(runtime.poll_nodes())
         await asyncio.sleep(0)
-        others = [asyncio.create_task(runtime.look()) for _ in range(50)]
+        others = [asyncio.create_task(runtime.poll_nodes()) for _ in range(50)]
         await asyncio.sleep(0)
         answered.set()
         await first
@@ -68,7 +68,7 @@ def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> N
         assert [type(one) for one in done if one is not None] == [ConnectionError], "an error is no answer"
         assert link.looks == 3
         assert len(runtime.nodes()) == 3, "no caller gets an answer from before its call"
-        await runtime.look()
+        await runtime.poll_nodes()
         assert link.looks == 4
 
     runtime, link, answered = RayRuntime("auto"), Slow(), asyncio.Event()
@@ -83,13 +83,13 @@ Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)
 def test_free_is_what_nobody_on_that_very_node_holds(lives: list[set[int]], holds: list[tuple[int, int]]) -> None:
     runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 1.0})
     held: dict[int, int] = {}
-    for look, alive in enumerate(lives):
-        runtime._seen([row(f"id-{i}", f"n{i % 3}") for i in alive])
+    for poll_nodes, alive in enumerate(lives):
+        runtime._update_nodes([row(f"id-{i}", f"n{i % 3}") for i in alive])
         for gone in held.keys() - alive:
             for _ in range(held.pop(gone)):
-                runtime.give(f"id-{gone}", actor)
-        for _, node in ((at, node) for at, node in holds if at == look and node in alive):
-            runtime.hold(f"id-{node}", actor)
+                runtime.return_resources(f"id-{gone}", actor)
+        for _, node in ((at, node) for at, node in holds if at == poll_nodes and node in alive):
+            runtime.acquire_resources(f"id-{node}", actor)
             held[node] = held.get(node, 0) + 1
         nodes = {node.id: node for node in runtime.nodes()}
         assert len(nodes) == len(alive)

@@ -93,7 +93,7 @@ class Stopping(RayHandle):
 
     async def boot(self) -> None:
         self.starts += 1
-        self._life = _Incarnation(None, "n0", "id0")
+        self._incarnation = _Incarnation(None, "n0", "id0")
 
     async def _stop(self, life: _Incarnation) -> None:
         await asyncio.sleep(0.01)

@@ -438,7 +438,7 @@ def test_a_process_that_dies_by_itself_comes_back() -> None:
         await runtime.start()
         try:
             handle = await runtime.spawn(spec("a", "process", max_restarts=1, max_task_retries=1))
-            os.kill(handle._life.instance.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(handle._incarnation.instance.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             assert await handle.call("add", 3) == 3
         finally:
             await runtime.close()
@@ -455,7 +455,7 @@ def test_an_autoscaler_hears_what_room_is_wanted_until_it_is_taken_back(ray_clus
         from ray.experimental.internal_kv import _internal_kv_get
 
         async def said() -> object:
-            text = await runtime.link.do(_internal_kv_get, AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
+            text = await runtime.link.run_blocking(_internal_kv_get, AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
             return json.loads(text or "null")
 
         runtime = ray_cluster.runtime()

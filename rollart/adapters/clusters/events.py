@@ -17,25 +17,25 @@ MAX_EVENTS = 10_000
 class EventLog:
     """Any number of readers, each from the oldest event that is kept."""
 
-    def __init__(self, kept: int = MAX_EVENTS) -> None:
-        self._events: deque[RuntimeEvent] = deque(maxlen=kept)
-        self._said = 0
+    def __init__(self, max_events: int = MAX_EVENTS) -> None:
+        self._events: deque[RuntimeEvent] = deque(maxlen=max_events)
+        self._count = 0
         self._closed = False
         self._changed = asyncio.Event()
 
-    def say(self, event: RuntimeEvent) -> None:
+    def emit(self, event: RuntimeEvent) -> None:
         self._events.append(event)
-        self._said += 1
+        self._count += 1
         self._notify()
 
     async def read(self) -> AsyncIterator[RuntimeEvent]:
         """Events until `close`. Waits for `emit`."""
-        seen = 0
+        next_event = 0
         while not self._closed:
-            while seen < self._said:
-                seen = max(seen, self._said - len(self._events))
-                yield self._events[seen - self._said]
-                seen += 1
+            while next_event < self._count:
+                next_event = max(next_event, self._count - len(self._events))
+                yield self._events[next_event - self._count]
+                next_event += 1
             changed = self._changed
             await changed.wait()
 

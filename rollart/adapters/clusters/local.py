@@ -53,7 +53,7 @@ class LocalRuntime:
         while (node := self._place(spec)) is None:
             changed = self._changed
             await changed.wait()
-        _take(node, spec.resources, 1.0)
+        _account(node, spec.resources, 1.0)
         handle = _LocalHandle(self, spec, node)
         self._actors[spec.name] = handle
         try:
@@ -82,7 +82,7 @@ class LocalRuntime:
         for group in gang:
             self._groups[group.name] = group
             for bundle in group.bundles:
-                _take(found[bundle.name], bundle.resources, 1.0)
+                _account(found[bundle.name], bundle.resources, 1.0)
                 total = dict(bundle.resources)
                 self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
 
@@ -95,7 +95,7 @@ class LocalRuntime:
                 raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
         del self._groups[group]
         for bundle in given.bundles:
-            _take(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
+            _account(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
         self._notify()
 
     def reserved(self, group: str) -> bool:
@@ -124,13 +124,13 @@ class LocalRuntime:
         self._events.close()
 
     def emit(self, event: RuntimeEvent) -> None:
-        self._events.say(event)
+        self._events.emit(event)
 
     def forget(self, handle: _LocalHandle) -> None:
         """The actor will not restart: its resources are free."""
         if self._actors.pop(handle.spec.name, None) is None:
             return
-        _take(handle.held, handle.spec.resources, -1.0)
+        _account(handle.held, handle.spec.resources, -1.0)
         self._notify()
 
     def _place(self, spec: ActorSpec) -> Node | None:
@@ -178,8 +178,8 @@ class _LocalHandle:
         self.spec = spec
         self.held = held
         self._node = held.id
-        self._places = asyncio.Semaphore(spec.max_concurrency)
-        self._life: _Incarnation | None = None
+        self._slots = asyncio.Semaphore(spec.max_concurrency)
+        self._incarnation: _Incarnation | None = None
         self._restarts = 0
         self._booted = asyncio.Event()
         self._gone = False
@@ -199,47 +199,47 @@ class _LocalHandle:
             await instance.start()
         else:
             instance = _load(self.spec.factory)(*args, **kwargs)
-        self._life = _Incarnation(instance)
+        self._incarnation = _Incarnation(instance)
         self._booted.set()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        async with self._places:
+        async with self._slots:
             for _ in range(self.spec.max_task_retries + 1):
-                life = await self._alive()
+                incarnation = await self._alive()
                 try:
-                    return await self._call_once(life, method, args, kwargs)
+                    return await self._call_once(incarnation, method, args, kwargs)
                 except PartDied as error:
                     last = error
             raise last
 
     async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
-        async with self._places:
-            life = await self._alive()
+        async with self._slots:
+            incarnation = await self._alive()
             copied, named = pickle.loads(pickle.dumps((args, kwargs)))
             items = (
-                life.instance.stream(method, copied, named)
-                if isinstance(life.instance, ProcessActor)
-                else getattr(life.instance, method)(*copied, **named)
+                incarnation.instance.stream(method, copied, named)
+                if isinstance(incarnation.instance, ProcessActor)
+                else getattr(incarnation.instance, method)(*copied, **named)
             )
             async for item in items:
-                if life.died.is_set():
+                if incarnation.died.is_set():
                     raise PartDied(self.name, "it was killed during a stream")
                 yield pickle.loads(pickle.dumps(item))
 
     async def kill(self, *, restart: bool = False) -> None:
-        life, self._life = self._life, None
-        if life is None or self._gone:
+        incarnation, self._incarnation = self._incarnation, None
+        if incarnation is None or self._gone:
             return
         self._booted.clear()
-        life.died.set()
-        await _stop(life.instance)
+        incarnation.died.set()
+        await _stop(incarnation.instance)
         await self._after_death(restart)
 
     async def _after_death(self, restart: bool) -> None:
-        may = restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts)
+        restarts = restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, self._node))
-        if not may:
+        if not restarts:
             self._gone = True
             self._booted.set()
             self._runtime.forget(self)
@@ -250,26 +250,26 @@ class _LocalHandle:
 
     async def _exited(self) -> None:
         """The process of a process actor ended unexpectedly."""
-        life, self._life = self._life, None
-        if life is None:
+        incarnation, self._incarnation = self._incarnation, None
+        if incarnation is None:
             return
         self._booted.clear()
-        life.died.set()
+        incarnation.died.set()
         await self._after_death(restart=True)
 
     async def _alive(self) -> _Incarnation:
         while True:
             if self._gone:
                 raise PartDied(self.name, "the actor is dead and has no restarts left")
-            if self._life is not None:
-                return self._life
+            if self._incarnation is not None:
+                return self._incarnation
             await self._booted.wait()
 
-    async def _call_once(self, life: _Incarnation, method: str, args: Any, kwargs: Any) -> Any:
+    async def _call_once(self, incarnation: _Incarnation, method: str, args: Any, kwargs: Any) -> Any:
         copied, named = pickle.loads(pickle.dumps((args, kwargs)))
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_invoke(life.instance, method, copied, named), name=f"{self.name}.{method}")
-            death = tasks.create_task(_cancel_on(life.died, work), name=f"{self.name} dies")
+            work = tasks.create_task(_invoke(incarnation.instance, method, copied, named), name=f"{self.name}.{method}")
+            death = tasks.create_task(_cancel_on(incarnation.died, work), name=f"{self.name} dies")
             try:
                 await asyncio.shield(_wait_uncancelled(work))
             finally:
@@ -283,7 +283,7 @@ class _LocalHandle:
         return pickle.loads(pickle.dumps(work.result()[0]))
 
 
-def _take(node: Node, resources: Mapping[str, float], sign: float) -> None:
+def _account(node: Node, resources: Mapping[str, float], sign: float) -> None:
     for name, amount in resources.items():
         node.free[name] -= sign * amount  # type: ignore[index]
 

@@ -53,17 +53,17 @@ class Program:
         """The address that the program serves at. `PartDied` with the last line of its log if it ends before it is
         ready."""
         await self._launch(extra)
-        return await self._said("ready")
+        return await self._wait_for_line("ready")
 
     async def begin(self, extra: list[str]) -> str:
         """Start the program, and wait only until it prints `meet ADDRESS`, the rendezvous of its other parts; `ready`
         waits for the rest. Errors as for `start`."""
         await self._launch(extra)
-        return await self._said("meet")
+        return await self._wait_for_line("meet")
 
     async def ready(self) -> str:
         """The address that the program serves at, after `begin`."""
-        return await self._said("ready")
+        return await self._wait_for_line("ready")
 
     async def wait(self) -> str:
         """The cause, as text, once the program ended."""
@@ -99,19 +99,19 @@ class Program:
     ) -> tuple[str, PullResult]:
         """Pull a version of the weights from the store to this host, where the program can load it. The program need
         not run. See `HostWeightCopy.pull`."""
-        return await (await self._at(place)).pull(version, stamp, keep, coming)
+        return await (await self._copy_at(place)).pull(version, stamp, keep, coming)
 
     async def arrived(
         self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
     ) -> None:
         """`HostWeightCopy.arrived`."""
-        await (await self._at(place)).arrived(manifest, digests, over=over, whole=whole)
+        await (await self._copy_at(place)).arrived(manifest, digests, over=over, whole=whole)
 
     async def pulling(self) -> PullProgress | None:
         """Progress of the current or last pull; None if there was none."""
         return None if self._copy is None else self._copy.progress
 
-    async def _at(self, place: WeightStoreLocation) -> HostWeightCopy:
+    async def _copy_at(self, place: WeightStoreLocation) -> HostWeightCopy:
         if self._copy is None or self._copy.place != place:
             await self._drop()
             self._copy = HostWeightCopy(place)
@@ -141,14 +141,14 @@ class Program:
                 start_new_session=True,
             )
 
-    async def _said(self, wanted: str) -> str:
+    async def _wait_for_line(self, keyword: str) -> str:
         """The address on the next line that begins with this keyword. `PartDied` if the program ends before it."""
         process = self._process
         if process is None or process.stdout is None:
             raise PartDied(self._name, "was never started")
         while line := await process.stdout.readline():
             words = line.decode(errors="replace").split()
-            if len(words) == 2 and words[0] == wanted:
+            if len(words) == 2 and words[0] == keyword:
                 return words[1]
         code = await process.wait()
         raise PartDied(

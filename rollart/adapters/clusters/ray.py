@@ -66,7 +66,7 @@ class RayRuntime:
         self._before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
         self.link: RayLink = RayDriverLink()
-        self.groups = RayGroups(self._take, lambda function, *args: self.link.do(function, *args))
+        self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
         """Names of live nodes, by Ray's id."""
@@ -74,9 +74,9 @@ class RayRuntime:
         self._objects: dict[str, Any] = {}
         self._ids = itertools.count()
         self._events = EventLog()
-        self._looking: asyncio.Task[None] | None = None
-        self._look = asyncio.Lock()
-        self._looks = self._answered = 0
+        self._watcher: asyncio.Task[None] | None = None
+        self._poll_lock = asyncio.Lock()
+        self._polls = self._answered = 0
         """Number of polls begun, and of the last poll that was answered."""
 
     async def start(self) -> None:
@@ -88,11 +88,11 @@ class RayRuntime:
         try:
             self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
             await self._connect(address)
-            await self.look()
+            await self.poll_nodes()
         except Exception:
             await self.close()
             raise
-        self._looking = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
 
     def nodes(self) -> Sequence[Node]:
         return tuple(self._nodes[name] for name in sorted(self._nodes))
@@ -111,7 +111,7 @@ class RayRuntime:
         return handle
 
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        await self.look()
+        await self.poll_nodes()
         await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
 
     async def ask(self, gang: Sequence[BundleGroup]) -> None:
@@ -126,7 +126,7 @@ class RayRuntime:
         if isinstance(self.link, RayDriverLink):  # Ray's client lacks this function
             with contextlib.suppress(Exception):  # only a hint: `reserve` waits for the nodes anyway
                 async with asyncio.timeout(ASK_S):
-                    await self.link.do(request_resources, None, resources, labels)
+                    await self.link.run_blocking(request_resources, None, resources, labels)
 
     async def release(self, group: str) -> None:
         for handle in self._actors.values():
@@ -145,7 +145,7 @@ class RayRuntime:
         import ray
 
         ref = f"object-{next(self._ids)}"
-        self._objects[ref] = await self.link.do(ray.put, pack(value))
+        self._objects[ref] = await self.link.run_blocking(ray.put, pack(value))
         return ref
 
     async def get(self, ref: str) -> Any:
@@ -153,13 +153,13 @@ class RayRuntime:
 
         if ref not in self._objects:
             raise UsageError(f"no object {ref!r} in this runtime")
-        return unpack(await self.link.do(ray.get, self._objects[ref]))
+        return unpack(await self.link.run_blocking(ray.get, self._objects[ref]))
 
     async def close(self) -> None:
         self._events.close()
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         async with asyncio.TaskGroup() as tasks:
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
@@ -187,7 +187,7 @@ class RayRuntime:
     # For handles.
 
     def emit(self, event: RuntimeEvent) -> None:
-        self._events.say(event)
+        self._events.emit(event)
 
     def forget(self, handle: RayHandle) -> None:
         """The actor will not restart."""
@@ -195,7 +195,7 @@ class RayRuntime:
 
     async def feasible(self, spec: ActorSpec) -> None:
         """`UsageError` if no current node, or the actor's bundle, could ever hold it."""
-        await self.look()
+        await self.poll_nodes()
         labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
         if not any(
             matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
@@ -207,38 +207,38 @@ class RayRuntime:
                 remedy=f"the cluster has: {have}",
             )
 
-    def least(self, handle: RayHandle) -> tuple[str, str]:
+    def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
         """The node for an actor that takes no resources, and Ray's id of it: among the nodes that its labels allow, the
         one with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the
         same one for several actors."""
-        held = Counter(other.aim for other in self._actors.values() if other is not handle)
+        held = Counter(other.target_node for other in self._actors.values() if other is not handle)
         ids = {name: ray_id for ray_id, name in self._names.items()}
         there = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
         name = min(there, key=lambda name: (name in self._leaving, held[name], name))
         return name, ids[name]
 
-    def hold(self, ray_id: str, spec: ActorSpec) -> str:
+    def acquire_resources(self, ray_id: str, spec: ActorSpec) -> str:
         """Account for an actor that Ray placed on the node of this id; the node's name."""
         if not spec.bundle:
-            self._take(ray_id, spec.resources, 1.0)
+            self._account(ray_id, spec.resources, 1.0)
         return self._names.get(ray_id, ray_id)
 
-    def give(self, ray_id: str, spec: ActorSpec) -> None:
+    def return_resources(self, ray_id: str, spec: ActorSpec) -> None:
         if not spec.bundle:
-            self._take(ray_id, spec.resources, -1.0)
+            self._account(ray_id, spec.resources, -1.0)
 
-    async def look(self) -> None:
+    async def poll_nodes(self) -> None:
         """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
         while a poll that began after its call was answered uses that answer: hundreds of actors may start at a time."""
-        asked = self._looks
-        async with self._look:
+        asked = self._polls
+        async with self._poll_lock:
             if self._answered > asked:
                 return
-            self._looks = number = self._looks + 1
-            self._seen(await self.link.nodes())
+            self._polls = number = self._polls + 1
+            self._update_nodes(await self.link.nodes())
             self._answered = number
 
-    def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _update_nodes(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """A node that joins under the name of a dead one is a new node."""
         alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
         for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
@@ -256,12 +256,12 @@ class RayRuntime:
             self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
             self.emit(RuntimeEvent("node_up", name))
 
-    def _take(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
+    def _account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
         there = self._nodes.get(self._names.get(ray_id, ""))
         for name, amount in resources.items() if there is not None else ():
             there.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
-    async def _warned(self) -> None:
+    async def _report_leaving(self) -> None:
         """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
         draining = await self.link.draining()
         for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
@@ -275,11 +275,11 @@ class RayRuntime:
             with contextlib.suppress(Exception):  # the head is busy, or gone: poll again
                 try:
                     async with asyncio.timeout(SILENT_S):
-                        await self.look()
+                        await self.poll_nodes()
                 except TimeoutError:
                     self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
                 await self.groups.follow(self._names)
-                await self._warned()
+                await self._report_leaving()
 
 
 def _name(row: Mapping[str, Any]) -> str:

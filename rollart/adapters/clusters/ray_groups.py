@@ -41,7 +41,7 @@ class _PlacementGroup:
     group: BundleGroup
     ray: Any = None
     where: list[str | None] = field(default_factory=list)
-    left: bool = False
+    abandoned: bool = False
     """Abandoned while it is created: `_create_group` removes it."""
 
 
@@ -50,11 +50,11 @@ class RayGroups:
     release or by a node that joins."""
 
     def __init__(
-        self, take: Callable[[str, Mapping[str, float], float], None], do: Callable[..., Awaitable[Any]]
+        self, account: Callable[[str, Mapping[str, float], float], None], run_blocking: Callable[..., Awaitable[Any]]
     ) -> None:
-        """`take` accounts for resources of the node with this Ray id; `do` makes a blocking call."""
-        self._take = take
-        self._do = do
+        """`account` accounts for resources of the node with this Ray id; `run_blocking` makes a blocking call."""
+        self._account = account
+        self._run_blocking = run_blocking
         self._held: dict[str, _PlacementGroup] = {}
         self.bundles: dict[str, Node] = {}
         """Reserved resources by bundle. The node is recorded in the group, since it may change."""
@@ -101,7 +101,7 @@ class RayGroups:
         for bundle, node in zip(held.group.bundles, held.where, strict=True):
             del self.bundles[bundle.name]
             if node is not None:
-                self._take(node, bundle.resources, -1.0)
+                self._account(node, bundle.resources, -1.0)
         await self._remove([held])
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class RayGroups:
         """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
         `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
-        table = await self._do(_group_table) if moved else {}
+        table = await self._run_blocking(_group_table) if moved else {}
         for held in moved:
             places = _bundle_nodes(table, held)
             for index, bundle in enumerate(held.group.bundles):
@@ -121,27 +121,27 @@ class RayGroups:
                     continue
                 held.where[index] = now
                 if held.group.name in self._held:  # not released meanwhile
-                    self._take(now, bundle.resources, 1.0)
+                    self._account(now, bundle.resources, 1.0)
 
     async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
         """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
-        until, look = loop.time() + hold_s, POLL_INTERVAL_S[0]
+        until, interval = loop.time() + hold_s, POLL_INTERVAL_S[0]
         asked: list[_PlacementGroup] = []
         try:
             # The largest first: Ray assigns room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
                 asked.append(_PlacementGroup(group))
-                await self._do(_create_group, asked[-1])
+                await self._run_blocking(_create_group, asked[-1])
             while True:
-                table = await self._do(_group_table)
+                table = await self._run_blocking(_group_table)
                 without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not without:
                     break
                 if loop.time() >= until:
                     return [bundle for held in without for bundle in held.group.bundles]
-                await asyncio.sleep(look)
-                look = min(1.5 * look, POLL_INTERVAL_S[1])
+                await asyncio.sleep(interval)
+                interval = min(1.5 * interval, POLL_INTERVAL_S[1])
             for held in asked:
                 held.where = _bundle_nodes(table, held)
                 self._held[held.group.name] = held
@@ -149,7 +149,7 @@ class RayGroups:
                     total = dict(bundle.resources)
                     self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
                     if node is not None:
-                        self._take(node, bundle.resources, 1.0)
+                        self._account(node, bundle.resources, 1.0)
             asked = []
             return []
         finally:
@@ -158,9 +158,9 @@ class RayGroups:
 
     async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
         for held in groups:
-            held.left = True  # `_create_group` removes a group that is being created
+            held.abandoned = True  # `_create_group` removes a group that is being created
             if held.ray is not None:
-                await self._do(_remove_group, held)
+                await self._run_blocking(_remove_group, held)
 
 
 def _create_group(held: _PlacementGroup) -> None:
@@ -171,7 +171,7 @@ def _create_group(held: _PlacementGroup) -> None:
         strategy=held.group.strategy,
         bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
     )
-    if held.left:
+    if held.abandoned:
         _remove_group(held)
 
 

@@ -53,11 +53,11 @@ class RayHandle:
     def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
         self._runtime = runtime
         self.spec = spec
-        self._places = asyncio.Semaphore(spec.max_concurrency)
-        self._life: _Incarnation | None = None
+        self._slots = asyncio.Semaphore(spec.max_concurrency)
+        self._incarnation: _Incarnation | None = None
         self._node = ""
-        self.light = not spec.bundle and not any(spec.resources.values())
-        self.aim = ""
+        self.resourceless = not spec.bundle and not any(spec.resources.values())
+        self.target_node = ""
         """The node chosen here for an actor that takes no resources."""
         self._restarts = 0
         self._revival: asyncio.Task[None] | None = None
@@ -78,8 +78,8 @@ class RayHandle:
         where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
         if self.spec.bundle:
             where = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
-        elif self.light:
-            self.aim, ray_id = self._runtime.least(self)
+        elif self.resourceless:
+            self.target_node, ray_id = self._runtime.least_loaded_node(self)
             where["fallback_strategy"] = [dict(where)] if self.spec.labels else None
             where["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
         options = {
@@ -92,30 +92,30 @@ class RayHandle:
         }
         host = await self._runtime.link.actor(RayActorHost, options)
         try:
-            fine, error, ray_id = await self._ready(host)
-            if not fine:
+            ok, error, ray_id = await self._boot_response(host)
+            if not ok:
                 raise unpack(error)
         except BaseException:
             self._runtime.link.kill(host)
             raise
-        self._node = self._runtime.hold(ray_id, self.spec)
-        life = _Incarnation(host, self._node, ray_id)
+        self._node = self._runtime.acquire_resources(ray_id, self.spec)
+        incarnation = _Incarnation(host, self._node, ray_id)
         # The actor outlives the call that started it; it ends by `kill` or by its death, which this task waits for.
-        life.watch = asyncio.get_running_loop().create_task(self._watch(life), name=f"end of {self.name}")
-        self._life = life
+        incarnation.watch = asyncio.get_running_loop().create_task(self._watch(incarnation), name=f"end of {self.name}")
+        self._incarnation = incarnation
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         payload = pack((args, kwargs))
-        async with self._places:
+        async with self._slots:
             for _ in range(self.spec.max_task_retries + 1):
-                life = await self._alive()
+                incarnation = await self._alive()
                 try:
-                    fine, result = await self._ask(life, "call", method, payload)
+                    ok, result = await self._ask(incarnation, "call", method, payload)
                 except PartDied as error:
                     last = error
-                    self._lost(life)
+                    self._on_death(incarnation)
                     continue
-                if not fine:
+                if not ok:
                     raise unpack(result)
                 return unpack(result)
             raise last
@@ -123,37 +123,37 @@ class RayHandle:
     async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
         payload = pack((args, kwargs))
-        async with self._places:
-            life = await self._alive()
-            with self._telling(life):
-                async with contextlib.aclosing(self._runtime.link.stream(life.host, method, payload)) as items:
-                    async for fine, item in items:
-                        if not fine:
+        async with self._slots:
+            incarnation = await self._alive()
+            with self._translate_deaths(incarnation):
+                async with contextlib.aclosing(self._runtime.link.stream(incarnation.host, method, payload)) as items:
+                    async for ok, item in items:
+                        if not ok:
                             raise unpack(item)
                         yield unpack(item)
 
     async def kill(self, *, restart: bool = False) -> None:
-        life, self._life = self._life, None
+        incarnation, self._incarnation = self._incarnation, None
         if self._gone:
             return
         self._gone = not restart  # first, so that a call during the stop does not restart the actor
-        if life is None:  # dead, or restarting
+        if incarnation is None:  # dead, or restarting
             await self._end_revival()
-            life, self._life = self._life, None
-        if life is not None:
+            incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
             try:
-                await self._stop(life)
+                await self._stop(incarnation)
             finally:
-                self._after(life, restart)
+                self._record_death(incarnation, restart)
         elif self._gone:
             self._runtime.forget(self)
         if restart and not self._gone:
             await self._alive()
 
-    async def _ready(self, host: Any) -> tuple[bool, bytes, str]:
+    async def _boot_response(self, host: Any) -> tuple[bool, bytes, str]:
         """The response of the new actor's `boot`, once Ray has placed it."""
         init = pack((self.spec.args, dict(self.spec.kwargs)))
-        asked = self._runtime.link.ask(host, "boot", self.spec.factory, init, __version__)
+        asked = self._runtime.link.call_method(host, "boot", self.spec.factory, init, __version__)
         booting = asyncio.get_running_loop().create_task(asked, name=f"start of {self.name}")
         try:
             while True:
@@ -168,24 +168,24 @@ class RayHandle:
         finally:
             booting.cancel()
 
-    async def _ask(self, life: _Incarnation, method: str, *args: object) -> Any:
-        with self._telling(life):
-            return await self._runtime.link.ask(life.host, method, *args)
+    async def _ask(self, incarnation: _Incarnation, method: str, *args: object) -> Any:
+        with self._translate_deaths(incarnation):
+            return await self._runtime.link.call_method(incarnation.host, method, *args)
 
     @contextlib.contextmanager
-    def _telling(self, life: _Incarnation) -> Iterator[None]:
+    def _translate_deaths(self, incarnation: _Incarnation) -> Iterator[None]:
         """Converts Ray's errors of a dead actor into `PartDied`."""
         try:
             yield
         except _death_errors() as error:
-            raise PartDied(self.name, f"its actor on {life.node} died: {_first_line(error)}") from None
+            raise PartDied(self.name, f"its actor on {incarnation.node} died: {_first_line(error)}") from None
 
     async def _alive(self) -> _Incarnation:
         while True:
             if self._gone:
                 raise PartDied(self.name, "the actor is dead and has no restarts left")
-            if self._life is not None:
-                return self._life
+            if self._incarnation is not None:
+                return self._incarnation
             if self._revival is None or self._revival.done():
                 self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
             revival = self._revival
@@ -205,45 +205,45 @@ class RayHandle:
                 await asyncio.sleep(min(0.25 * 2**again, 2.0))
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
-    async def _watch(self, life: _Incarnation) -> None:
+    async def _watch(self, incarnation: _Incarnation) -> None:
         """Wait for the death of an incarnation, then restart the actor."""
         try:
-            await self._ask(life, "live")
+            await self._ask(incarnation, "live")
         except PartDied:
-            self._lost(life)
+            self._on_death(incarnation)
         except ProviderError:  # the connection is lost: every call fails by itself
             return
 
-    def _lost(self, life: _Incarnation) -> None:
+    def _on_death(self, incarnation: _Incarnation) -> None:
         """The incarnation died, or is unreachable. It is killed, so that it never runs beside its successor."""
-        if self._life is not life:
+        if self._incarnation is not incarnation:
             return
-        self._life = None
-        self._runtime.link.kill(life.host)
-        self._after(life, True)
+        self._incarnation = None
+        self._runtime.link.kill(incarnation.host)
+        self._record_death(incarnation, True)
         if not self._gone:
             self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
             self._revival.add_done_callback(_mark_retrieved)
 
-    def _after(self, life: _Incarnation, restart: bool) -> None:
-        self._runtime.give(life.ray_id, self.spec)
-        self._runtime.emit(RuntimeEvent("actor_died", self.name, life.node))
+    def _record_death(self, incarnation: _Incarnation, restart: bool) -> None:
+        self._runtime.return_resources(incarnation.ray_id, self.spec)
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
         if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
             self._restarts += 1
         else:
             self._gone = True
             self._runtime.forget(self)
 
-    async def _stop(self, life: _Incarnation) -> None:
-        if life.watch is not None:
-            life.watch.cancel()
-            await asyncio.gather(life.watch, return_exceptions=True)
+    async def _stop(self, incarnation: _Incarnation) -> None:
+        if incarnation.watch is not None:
+            incarnation.watch.cancel()
+            await asyncio.gather(incarnation.watch, return_exceptions=True)
         try:
             with contextlib.suppress(Exception):  # killed below, whether the stop succeeds or not
                 async with asyncio.timeout(STOP_S):
-                    await self._ask(life, "stop")
+                    await self._ask(incarnation, "stop")
         finally:
-            self._runtime.link.kill(life.host)
+            self._runtime.link.kill(incarnation.host)
 
     async def _end_revival(self) -> None:
         if self._revival is not None:

@@ -75,14 +75,14 @@ class RayDriverLink:
         """Ray's ids of nodes that are being drained."""
         return await run_in_daemon_thread(_draining_nodes)
 
-    async def do(self, function: Callable[..., T], *args: object) -> T:
+    async def run_blocking(self, function: Callable[..., T], *args: object) -> T:
         """Run a Ray function that waits for the cluster."""
         return await run_in_daemon_thread(function, *args)
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
         return _create_actor(kind, options)
 
-    async def ask(self, host: Any, method: str, *args: object) -> Any:
+    async def call_method(self, host: Any, method: str, *args: object) -> Any:
         """The result of the actor's method; cancelled with its caller."""
         import ray
 
@@ -121,15 +121,15 @@ class RayClientLink:
     async def nodes(self) -> Sequence[Mapping[str, Any]]:
         import ray
 
-        return await self.do(ray.nodes)
+        return await self.run_blocking(ray.nodes)
 
     async def draining(self) -> set[str]:
         now = asyncio.get_running_loop().time()
         if now - self._drained[0] >= DRAIN_S:
-            self._drained = now, await self.do(_draining_nodes_by_task)
+            self._drained = now, await self.run_blocking(_draining_nodes_by_task)
         return self._drained[1]
 
-    async def do(self, function: Callable[..., T], *args: object) -> T:
+    async def run_blocking(self, function: Callable[..., T], *args: object) -> T:
         def work() -> T:
             self._connected()
             return function(*args)
@@ -137,9 +137,9 @@ class RayClientLink:
         return await self._waited(daemon_thread_future(work))
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
-        return await self.do(_create_actor, kind, options)
+        return await self.run_blocking(_create_actor, kind, options)
 
-    async def ask(self, host: Any, method: str, *args: object) -> Any:
+    async def call_method(self, host: Any, method: str, *args: object) -> Any:
         import ray
 
         left, asked = [False], list[Any]()
@@ -151,7 +151,7 @@ class RayClientLink:
                 error = answer.exception()
                 done.set_exception(error) if error is not None else done.set_result(answer.result())
 
-        def said(answer: Any) -> None:
+        def notify(answer: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, answer)
 
@@ -162,10 +162,10 @@ class RayClientLink:
             if left[0]:
                 ray.cancel(ref)
             else:
-                ref.future().add_done_callback(said)  # blocks until the server has assigned the call's id
+                ref.future().add_done_callback(notify)  # blocks until the server has assigned the call's id
 
         try:
-            await self.do(work)
+            await self.run_blocking(work)
             return await self._waited(done)
         except asyncio.CancelledError:
             done.cancel()
@@ -176,9 +176,9 @@ class RayClientLink:
 
     async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
         """Ray's client has no streams: the items are requested one by one."""
-        number = await self.ask(host, "begin", method, payload)
+        number = await self.call_method(host, "begin", method, payload)
         try:
-            while (item := await self.ask(host, "item", number)) is not None:
+            while (item := await self.call_method(host, "item", number)) is not None:
                 yield item
         finally:
             if self._error is None:
