@@ -75,7 +75,7 @@ def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[A
 
 
 def _check_logical_names(logical: Mapping[str, str]) -> None:
-    taken = dict.fromkeys(map(str.lower, TAKEN), "what is no function")
+    taken = dict.fromkeys(map(str.lower, TAKEN), "a resource of another kind")
     for name, own in logical.items():
         us = f"function '{name}'"
         for part in PARTS:

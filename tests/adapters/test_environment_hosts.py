@@ -108,7 +108,7 @@ STEP = [["text", None, None], 1.0, False, None, {}]
     [
         (
             lambda ask: HostResponse(99, ask.episode, CallStatus.OK, STEP).to_json(),
-            "an answer to a request that nobody made",
+            "an answer to a request that was never made",
         ),
         (lambda ask: HostResponse(ask.id, "another", CallStatus.OK, STEP).to_json(), "an answer of episode 'another'"),
         (lambda ask: [1, 2], "a frame that is no answer"),
@@ -247,7 +247,7 @@ def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_
                 await connection.close(episode)
             assert (await connection.health()).live == 0
             assert connection._cancelled == set()
-            assert front.given_up == set()
+            assert front.cancelled == set()
             assert front.calls == {}
             # One that is over on the host when its caller gives it up.
             await connection.reset("last", "slow", 0)

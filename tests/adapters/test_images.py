@@ -54,7 +54,7 @@ def test_pulls_of_the_same_image_are_one_and_survive_who_asked_first() -> None:
             assert await second == 2
             assert await cache.ensure(["base"]) == 0
         assert sorted(shelf.pulled) == ["a", "b", "base"]
-        assert cache.held == {"base": 2, "b": 1}
+        assert cache.pinned == {"base": 2, "b": 1}
 
     asyncio.run(play())
 
@@ -65,13 +65,13 @@ def test_what_is_there_is_not_pulled_and_what_fails_is_named_and_tried_again() -
         shelf.go.set()
         async with asyncio.TaskGroup() as tasks:
             cache = ImageCache(shelf, tasks)
-            await cache.known()
+            await cache.refresh()
             assert await cache.ensure(["old"]) == 0
             for _ in range(2):
                 with pytest.raises(PullFailed, match="image 'none' could not be brought: OSError: no such image"):
                     await cache.ensure(["base", "none"])
         assert shelf.pulled == ["base", "none", "none"]
-        assert cache.held == {"old": 1}
+        assert cache.pinned == {"old": 1}
 
     asyncio.run(play())
 
@@ -81,7 +81,7 @@ def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() 
         shelf = Shelf()
         shelf.go.set()
         async with asyncio.TaskGroup() as tasks:
-            cache = ImageCache(shelf, tasks, most=20)
+            cache = ImageCache(shelf, tasks, max_bytes=20)
             for image in ("a", "b", "c"):
                 await cache.ensure([image])
             assert shelf.removed == []
@@ -91,7 +91,7 @@ def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() 
             await cache.release(["c"])
             await cache.release(["a"])
             assert shelf.removed == ["b", "c"]
-            assert list(cache.there) == ["a", "d"]
+            assert list(cache.present) == ["a", "d"]
 
     asyncio.run(play())
 
@@ -109,15 +109,15 @@ def test_an_image_that_cannot_be_removed_is_nobodys_fault_and_is_tried_again() -
 
         shelf.remove = kept  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
-            cache = ImageCache(shelf, tasks, most=0)
+            cache = ImageCache(shelf, tasks, max_bytes=0)
             await cache.ensure(["a"])
             await cache.release(["a"])
-            assert cache.there == {"a": 10}
+            assert cache.present == {"a": 10}
             used.clear()
             await cache.ensure(["b"])
             await cache.release(["b"])
         assert sorted(shelf.removed) == ["a", "b"]
-        assert not cache.there
+        assert not cache.present
 
     asyncio.run(play())
 
@@ -135,12 +135,12 @@ def test_an_image_that_is_being_removed_is_brought_once_it_is_gone() -> None:
 
         shelf.remove = slow  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
-            cache = ImageCache(shelf, tasks, most=0)
+            cache = ImageCache(shelf, tasks, max_bytes=0)
             await cache.ensure(["old"])
             removing = tasks.create_task(cache.release(["old"]))
             await begun.wait()
-            await cache.known()  # it is listed still
-            assert "old" not in cache.there
+            await cache.refresh()  # it is listed still
+            assert "old" not in cache.present
             again = tasks.create_task(cache.ensure(["old"]))
             while not cache.pulling:
                 await asyncio.sleep(0)
@@ -151,7 +151,7 @@ def test_an_image_that_is_being_removed_is_brought_once_it_is_gone() -> None:
             await removing
             assert await again == 1
         assert shelf.pulled == ["old", "old"]
-        assert cache.there == {"old": 10}
+        assert cache.present == {"old": 10}
 
     asyncio.run(play())
 
@@ -164,14 +164,14 @@ def test_a_host_holds_no_images_for_an_episode_that_gave_up_waiting_for_them() -
         )
         async with asyncio.TaskGroup() as tasks:
             front.images = ImageCache(shelf, tasks)
-            pull = tasks.create_task(front._do(HostRequest(1, HostOperation.PULL, "tale-0", ["tale", 0])))
+            pull = tasks.create_task(front._handle(HostRequest(1, HostOperation.PULL, "tale-0", ["tale", 0])))
             await shelf.under_way.wait()
-            await front._do(HostRequest(2, HostOperation.CANCEL, "tale-0", 1))
-            await front._do(HostRequest(3, HostOperation.CLOSE, "tale-0", None))
+            await front._handle(HostRequest(2, HostOperation.CANCEL, "tale-0", 1))
+            await front._handle(HostRequest(3, HostOperation.CLOSE, "tale-0", None))
             shelf.go.set()
             await asyncio.gather(pull, return_exceptions=True)
-            assert (front.held, front.calls) == ({}, {})
-            assert front.images.held == {}
+            assert (front.pinned, front.calls) == ({}, {})
+            assert front.images.pinned == {}
 
     asyncio.run(play())
 

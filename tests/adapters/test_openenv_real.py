@@ -87,7 +87,11 @@ def test_a_session_may_be_reset_for_another_episode(url: str) -> None:
         ({}, "99", "EXECUTION_ERROR at its step: the game broke on 127.0.0.1:"),
         ({"action": "word"}, "1", "VALIDATION_ERROR at its step: its actions have other fields"),
         ({"reset_args": {"split": "broken"}}, "1", "EXECUTION_ERROR at its reset: no such split on 127.0.0.1:"),
-        ({"text": "word"}, "1", r"an observation without what it is read by \(KeyError\('word'\)\) on 127.0.0.1:"),
+        (
+            {"text": "word"},
+            "1",
+            r"an observation without the field that it is read by \(KeyError\('word'\)\) on 127.0.0.1:",
+        ),
         ({"step_s": 0.1}, "98", "no answer to a step within 0.1 s on 127.0.0.1:"),
     ],
 )

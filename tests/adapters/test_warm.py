@@ -42,33 +42,33 @@ def test_bounds_hold_whatever_happens(size: int, reuse: int, again: bool, moves:
             pool.open(tasks)
             for move, which in moves:
                 if move == "begin":
-                    kept = pool.take()
-                    if kept is None:  # as a host does: the episode makes its own
+                    idle = pool.take()
+                    if idle is None:  # as a host does: the episode makes its own
                         made = await start_environment(kind)
-                        kept = IdleEnvironment(EnvironmentLoop(asyncio.get_running_loop()), made)
-                        pool.began(made)
-                    assert kept.environment not in [other.environment for other in playing]
-                    assert all(kept.environment is not one for one in failed)
-                    assert kept.played < reuse
-                    playing.append(kept)
+                        idle = IdleEnvironment(EnvironmentLoop(asyncio.get_running_loop()), made)
+                        pool.mark_in_use(made)
+                    assert idle.environment not in [other.environment for other in playing]
+                    assert all(idle.environment is not one for one in failed)
+                    assert idle.played < reuse
+                    playing.append(idle)
                 elif move == "settle":
                     await settled(pool)
                 elif playing:
-                    kept = playing.pop(which % len(playing))
+                    idle = playing.pop(which % len(playing))
                     if move == "fail":
-                        failed.append(kept.environment)
-                    kept = dataclasses.replace(kept, played=kept.played + 1)
-                    if pool.give_back(kept, well=move == "end"):
+                        failed.append(idle.environment)
+                    idle = dataclasses.replace(idle, played=idle.played + 1)
+                    if pool.give_back(idle, healthy=move == "end"):
                         assert again
                         assert move == "end"
-                        assert kept.played < reuse
-                assert len(pool.kept) + pool.making <= size
-                assert pool.out == (len(playing) if again and reuse > 1 and size else 0)
+                        assert idle.played < reuse
+                assert len(pool.idle) + pool.making <= size
+                assert pool.in_use == (len(playing) if again and reuse > 1 and size else 0)
             await settled(pool)
-            waiting = [kept.environment for kept in pool.kept]
+            waiting = [idle.environment for idle in pool.idle]
             await pool.close()
             assert all(isinstance(one, Once) and one.closed for one in waiting)
-            assert not pool.kept
+            assert not pool.idle
 
     asyncio.run(play())
 
@@ -79,15 +79,15 @@ def test_as_many_as_wanted_are_made_ahead_and_made_again() -> None:
             pool = pool_of(Once, size=3)
             pool.open(tasks)
             await settled(pool)
-            assert len(pool.kept) == 3
-            kept = pool.take()
-            assert kept is not None
-            assert isinstance(kept.environment, Once)
-            assert kept.environment.began
+            assert len(pool.idle) == 3
+            idle = pool.take()
+            assert idle is not None
+            assert isinstance(idle.environment, Once)
+            assert idle.environment.began
             assert pool.making == 1
-            assert not pool.give_back(kept, well=True)  # it does not say that it may be used again
+            assert not pool.give_back(idle, healthy=True)  # it does not say that it may be used again
             await settled(pool)
-            assert len(pool.kept) == 3
+            assert len(pool.idle) == 3
             await pool.close()
 
     asyncio.run(play())
@@ -107,12 +107,12 @@ def test_what_cannot_be_made_is_not_tried_for_ever() -> None:
             pool = pool_of(broken, size=3)
             pool.open(tasks)
             await settled(pool)
-            assert (len(tries), len(pool.kept), pool.failing) == (3, 0, True)
+            assert (len(tries), len(pool.idle), pool.failing) == (3, 0, True)
             assert pool.take() is None
             made = await start_environment(broken)  # an episode's own try, which goes well
-            pool.began(made)
+            pool.mark_in_use(made)
             await settled(pool)
-            assert (len(tries), len(pool.kept)) == (7, 3)
+            assert (len(tries), len(pool.idle)) == (7, 3)
             await pool.close()
 
     asyncio.run(play())

@@ -357,7 +357,7 @@ def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
         ("cfn", ("quick_a", "quick-a"), "function 'quick-a' would be 'QuickA' in a template, as function 'quick_a'"),
         ("sam", ("exactOne", "exactone"), "as function 'exactOne'"),
         ("terraform", ("exact", "exact_logs"), "'exact_logs' would be 'ExactLogs' in a template, as function 'exact'"),
-        ("sam", ("bucket", "exact"), "'Bucket' in a template, as what is no function"),
+        ("sam", ("bucket", "exact"), "'Bucket' in a template, as a resource of another kind"),
         ("modal", ("quick_a", "quick-a"), "function 'quick-a' would be the variable quick_a, as 'quick_a' is"),
     ],
 )

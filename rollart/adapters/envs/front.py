@@ -51,15 +51,15 @@ class HostedEpisode:
     """One episode. `running` is its current call; `over` is True once a step returned done."""
 
     name: str
-    maker: DomainFactory
-    seat: EnvironmentLoop
+    factory: DomainFactory
+    env_loop: EnvironmentLoop
     pool: WarmPool
     environment: Environment | None = None
     made: EnvironmentOrigin = MADE_FIRST
     """How the episode got its environment."""
     counted: bool = False
     """True if the pool has counted its environment as in use."""
-    well: bool = True
+    healthy: bool = True
     """True while no call of the episode has failed or been cancelled."""
     running: asyncio.Future[Any] | None = None
     over: bool = False
@@ -78,7 +78,7 @@ class EnvironmentHostServer:
     response, even if it was cancelled, so a client need not remember any request for ever.
     """
 
-    makers: Mapping[str, DomainFactory]
+    factories: Mapping[str, DomainFactory]
     main: asyncio.AbstractEventLoop
     token: str = ""
     size: int = 0
@@ -87,19 +87,19 @@ class EnvironmentHostServer:
     """Episodes that one environment may play, if it is reusable."""
     pools: dict[str, WarmPool] = field(default_factory=dict)
     hook: ImageHook | None = None
-    most: int | None = None
+    max_image_bytes: int | None = None
     """Maximum bytes of cached images; None for no limit."""
     images: ImageCache | None = None
-    held: dict[str, list[str]] = field(default_factory=dict)
+    pinned: dict[str, list[str]] = field(default_factory=dict)
     """Images that are pinned, by episode."""
     episodes: dict[str, HostedEpisode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    left: list[tuple[str, threading.Thread]] = field(default_factory=list)
+    abandoned_threads: list[tuple[str, threading.Thread]] = field(default_factory=list)
     """Threads of closed episodes that are still in a call."""
-    given_up: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
     """Cancelled requests that have no response yet."""
-    taken: bool = False
-    beat_since: float | None = None
+    connected: bool = False
+    ping_sent_at: float | None = None
     """When the main loop was last pinged, while it has not replied; else None."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -107,14 +107,14 @@ class EnvironmentHostServer:
         try:
             async with asyncio.timeout(GREETING_S):
                 hello = HostRequest.from_json(await read_frame(reader, largest=GREETING))
-            known = hello.op is HostOperation.HELLO and hmac.compare_digest(
+            authenticated = hello.op is HostOperation.HELLO and hmac.compare_digest(
                 str(hello.value).encode(), self.token.encode()
             )
-            if known and not self.taken:
-                self.taken = True
-                problems = {name: one.problem for name, one in self.makers.items() if one.problem}
-                said = [os.getpid(), problems, self._pictured()]
-                write_frame(writer, HostResponse(hello.id, "", CallStatus.OK, said).to_json())
+            if authenticated and not self.connected:
+                self.connected = True
+                problems = {name: one.problem for name, one in self.factories.items() if one.problem}
+                greeting = [os.getpid(), problems, self._domains_with_images()]
+                write_frame(writer, HostResponse(hello.id, "", CallStatus.OK, greeting).to_json())
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             pass
@@ -125,15 +125,15 @@ class EnvironmentHostServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._warm(tasks)
-                self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.most)
+                self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.max_image_bytes)
                 while True:
-                    ask = HostRequest.from_json(await read_frame(reader))
-                    tasks.create_task(self._answer(ask, writer))
+                    request = HostRequest.from_json(await read_frame(reader))
+                    tasks.create_task(self._answer(request, writer))
         except* (asyncio.IncompleteReadError, ConnectionError, ValueError):
             pass
         finally:
             await self.close()
-            self.taken = False
+            self.connected = False
 
     async def close(self) -> None:
         """Close every episode and every idle environment, in bounded time."""
@@ -145,29 +145,29 @@ class EnvironmentHostServer:
 
     def _warm(self, tasks: asyncio.TaskGroup) -> None:
         """Start making environments in advance."""
-        self.held.clear()
+        self.pinned.clear()
         self.pools = {
-            name: WarmPool(name, maker, functools.partial(self._seat, maker), self.size, self.reuse)
-            for name, maker in self.makers.items()
-            if maker.make is not None
+            name: WarmPool(name, factory, functools.partial(self._new_loop, factory), self.size, self.reuse)
+            for name, factory in self.factories.items()
+            if factory.make is not None
         }
         for pool in self.pools.values():
             pool.open(tasks)
 
-    def _seat(self, maker: DomainFactory, name: str) -> EnvironmentLoop:
-        return EnvironmentLoop.alone(name) if maker.blocking else EnvironmentLoop(self.main)
+    def _new_loop(self, factory: DomainFactory, name: str) -> EnvironmentLoop:
+        return EnvironmentLoop.on_thread(name) if factory.blocking else EnvironmentLoop(self.main)
 
-    async def _answer(self, ask: HostRequest, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: HostRequest, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
-            answer = await self._do(ask)
+            answer = await self._handle(request)
         except asyncio.CancelledError:
-            if task.cancelling() and ask.id not in self.given_up:
+            if task.cancelling() and request.id not in self.cancelled:
                 raise  # the connection ends
-            answer = HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "it was given up")
+            answer = HostResponse(request.id, request.episode, CallStatus.REFUSED, "it was given up")
         finally:
-            self.given_up.discard(ask.id)
+            self.cancelled.discard(request.id)
         if answer is None:
             return
         try:
@@ -175,144 +175,162 @@ class EnvironmentHostServer:
         except (TypeError, ValueError, RecursionError) as error:
             write_frame(
                 writer,
-                HostResponse(ask.id, ask.episode, CallStatus.LIED, f"answered what cannot be sent: {error}").to_json(),
+                HostResponse(
+                    request.id, request.episode, CallStatus.LIED, f"returned a value that cannot be sent: {error}"
+                ).to_json(),
             )
         with contextlib.suppress(ConnectionError):
             await writer.drain()
 
-    async def _do(self, ask: HostRequest) -> HostResponse | None:
-        match ask.op:
+    async def _handle(self, request: HostRequest) -> HostResponse | None:
+        match request.op:
             case HostOperation.HEALTH:
-                return HostResponse(ask.id, "", CallStatus.OK, self._health())
+                return HostResponse(request.id, "", CallStatus.OK, self._health())
             case HostOperation.CANCEL:
-                if (call := self.calls.get(ask.value)) is not None and call.cancel():
-                    self.given_up.add(ask.value)
+                if (call := self.calls.get(request.value)) is not None and call.cancel():
+                    self.cancelled.add(request.value)
                 return None
             case HostOperation.CLOSE:
-                episode = self.episodes.get(ask.episode)
+                episode = self.episodes.get(request.episode)
                 why = "" if episode is None else await self._close(episode)
-                if (held := self.held.pop(ask.episode, None)) is not None and self.images is not None:
-                    await self.images.release(held)
-                return HostResponse(ask.id, ask.episode, CallStatus.RAISED if why else CallStatus.OK, why or None)
+                if (pinned := self.pinned.pop(request.episode, None)) is not None and self.images is not None:
+                    await self.images.release(pinned)
+                return HostResponse(
+                    request.id, request.episode, CallStatus.RAISED if why else CallStatus.OK, why or None
+                )
             case HostOperation.IMAGES | HostOperation.PULL:
-                return await self._images(ask)
+                return await self._images(request)
             case HostOperation.RESET:
-                return await self._reset(ask)
+                return await self._reset(request)
             case HostOperation.STEP:
-                return await self._step(ask)
-        return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, f"a second {ask.op}")
+                return await self._step(request)
+        return HostResponse(request.id, request.episode, CallStatus.REFUSED, f"a second {request.op}")
 
-    async def _reset(self, ask: HostRequest) -> HostResponse:
-        domain, seed = ask.value
-        episode = self.episodes.get(ask.episode)
+    async def _reset(self, request: HostRequest) -> HostResponse:
+        domain, seed = request.value
+        episode = self.episodes.get(request.episode)
         if episode is None:
-            maker = self.makers.get(domain)
-            if maker is None or maker.make is None:
-                why = f"no domain '{domain}' here" if maker is None else maker.problem
-                return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, why)
-            episode = self.episodes[ask.episode] = self._begun(ask.episode, maker, self.pools[domain])
+            factory = self.factories.get(domain)
+            if factory is None or factory.make is None:
+                why = f"no domain '{domain}' here" if factory is None else factory.problem
+                return HostResponse(request.id, request.episode, CallStatus.REFUSED, why)
+            episode = self.episodes[request.episode] = self._open_episode(request.episode, factory, self.pools[domain])
         elif episode.environment is not None:
             episode.made = AGAIN
 
         async def reset() -> Any:
-            assert episode.maker.make is not None
+            assert episode.factory.make is not None
             if episode.environment is None:
                 began = asyncio.get_running_loop().time()
-                episode.environment = await start_environment(episode.maker.make)
+                episode.environment = await start_environment(episode.factory.make)
                 episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
             shown = await require_awaitable(episode.environment.reset(seed), "reset")
             return [encode_result(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
 
         episode.over = False
         try:
-            return await self._call(ask, episode, reset)
+            return await self._call(request, episode, reset)
         finally:
             if episode.environment is not None and not episode.counted:
                 episode.counted = True
-                episode.pool.began(episode.environment)
+                episode.pool.mark_in_use(episode.environment)
 
-    def _begun(self, name: str, maker: DomainFactory, pool: WarmPool) -> HostedEpisode:
+    def _open_episode(self, name: str, factory: DomainFactory, pool: WarmPool) -> HostedEpisode:
         """An episode, with an idle environment of the pool if there is one."""
-        kept = pool.take()
-        if kept is None:
-            return HostedEpisode(name, maker, self._seat(maker, name), pool)
-        made = EnvironmentOrigin("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
-        return HostedEpisode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
+        idle = pool.take()
+        if idle is None:
+            return HostedEpisode(name, factory, self._new_loop(factory, name), pool)
+        made = EnvironmentOrigin("reused" if idle.played else "ahead", 0.0 if idle.played else idle.make_s)
+        return HostedEpisode(
+            name, factory, idle.env_loop, pool, idle.environment, made, counted=True, played=idle.played
+        )
 
-    def _pictured(self) -> list[str]:
+    def _domains_with_images(self) -> list[str]:
         """Domains whose environments name images that this host can pull."""
-        return [name for name, maker in self.makers.items() if maker.images is not None and self.hook is not None]
+        return [
+            name for name, factory in self.factories.items() if factory.images is not None and self.hook is not None
+        ]
 
-    async def _images(self, ask: HostRequest) -> HostResponse:
+    async def _images(self, request: HostRequest) -> HostResponse:
         """List the images that an episode needs and the images on this host; a PULL request also pulls the missing
         ones. They stay pinned until the episode is closed."""
-        domain, seed = ask.value
-        maker = self.makers.get(domain)
-        if maker is None or maker.images is None or self.images is None:
-            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, f"no images of domain '{domain}' here")
+        domain, seed = request.value
+        factory = self.factories.get(domain)
+        if factory is None or factory.images is None or self.images is None:
+            return HostResponse(request.id, request.episode, CallStatus.REFUSED, f"no images of domain '{domain}' here")
         began, pulled = asyncio.get_running_loop().time(), 0
         task = asyncio.current_task()
         assert task is not None
-        self.calls[ask.id] = task  # a CANCEL request cancels this task, so that nothing stays pinned without an episode
+        self.calls[request.id] = (
+            task  # a CANCEL request cancels this task, so that nothing stays pinned without an episode
+        )
         try:
-            named = maker.images
+            named = factory.images
 
             async def names() -> list[str]:
                 return [str(image) for image in named(seed)]
 
             wanted = await run_on_loop(self.main, names())
-            await self.images.known()
-            if ask.op is HostOperation.PULL:
+            await self.images.refresh()
+            if request.op is HostOperation.PULL:
                 pulled = await self.images.ensure(wanted)
-                self.held.setdefault(ask.episode, []).extend(wanted)
+                self.pinned.setdefault(request.episode, []).extend(wanted)
         except PullFailed as error:
-            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, str(error))
+            return HostResponse(request.id, request.episode, CallStatus.REFUSED, str(error))
         except Exception as error:
-            return HostResponse(ask.id, ask.episode, CallStatus.RAISED, f"{type(error).__name__}: {error}"[:500])
+            return HostResponse(
+                request.id, request.episode, CallStatus.RAISED, f"{type(error).__name__}: {error}"[:500]
+            )
         finally:
-            self.calls.pop(ask.id, None)
+            self.calls.pop(request.id, None)
         seconds = asyncio.get_running_loop().time() - began
-        return HostResponse(ask.id, ask.episode, CallStatus.OK, [wanted, list(self.images.there), pulled], seconds)
+        return HostResponse(
+            request.id, request.episode, CallStatus.OK, [wanted, list(self.images.present), pulled], seconds
+        )
 
-    async def _step(self, ask: HostRequest) -> HostResponse:
-        episode = self.episodes.get(ask.episode)
+    async def _step(self, request: HostRequest) -> HostResponse:
+        episode = self.episodes.get(request.episode)
         if episode is None or episode.environment is None:
-            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "a step of an episode that was not reset here")
+            return HostResponse(
+                request.id, request.episode, CallStatus.REFUSED, "a step of an episode that was not reset here"
+            )
         if episode.over:
-            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "a step after the end of its episode")
+            return HostResponse(request.id, request.episode, CallStatus.REFUSED, "a step after the end of its episode")
         environment = episode.environment
 
         async def step() -> Any:
-            answered = await require_awaitable(environment.step(ask.value), "step")
+            answered = await require_awaitable(environment.step(request.value), "step")
             packed = encode_result(lambda: packed_step(checked_step(answered)))
             episode.over = bool(packed[2])
             return packed
 
-        return await self._call(ask, episode, step)
+        return await self._call(request, episode, step)
 
-    async def _call(self, ask: HostRequest, episode: HostedEpisode, work: Callable[[], Awaitable[Any]]) -> HostResponse:
+    async def _call(
+        self, request: HostRequest, episode: HostedEpisode, work: Callable[[], Awaitable[Any]]
+    ) -> HostResponse:
         """Run a call on the loop of its environment; its response."""
         if episode.running is not None:
-            return HostResponse(ask.id, ask.episode, CallStatus.REFUSED, "two calls of one episode at a time")
-        call = run_on_loop(episode.seat.loop, run_timed(f"{ask.op} of {ask.episode}", episode.turn, work))
-        self.calls[ask.id] = episode.running = call
-        told = CallStatus.REFUSED
+            return HostResponse(request.id, request.episode, CallStatus.REFUSED, "two calls of one episode at a time")
+        call = run_on_loop(episode.env_loop.loop, run_timed(f"{request.op} of {request.episode}", episode.turn, work))
+        self.calls[request.id] = episode.running = call
+        status = CallStatus.REFUSED
         try:
-            told, value, env_s = await call
+            status, value, env_s = await call
         finally:
-            episode.well = episode.well and told is CallStatus.OK
-            self.calls.pop(ask.id, None)
+            episode.healthy = episode.healthy and status is CallStatus.OK
+            self.calls.pop(request.id, None)
             if call.done():
                 episode.running = None
-        return HostResponse(ask.id, ask.episode, told, value, env_s)
+        return HostResponse(request.id, request.episode, status, value, env_s)
 
     async def _close(self, episode: HostedEpisode) -> str:
         """Cancel the episode's call, close its environment and release its thread. Returns the error as text, '' if
         there is none."""
         self.episodes.pop(episode.name, None)
         if episode.environment is not None and episode.counted:
-            kept = IdleEnvironment(episode.seat, episode.environment, played=episode.played + 1)
-            if episode.pool.give_back(kept, well=episode.well and episode.running is None):
+            idle = IdleEnvironment(episode.env_loop, episode.environment, played=episode.played + 1)
+            if episode.pool.give_back(idle, healthy=episode.healthy and episode.running is None):
                 return ""
         if episode.running is not None:
             episode.running.cancel()
@@ -321,39 +339,39 @@ class EnvironmentHostServer:
             if episode.environment is not None:
                 await episode.environment.close()
 
-        closing = run_on_loop(episode.seat.loop, run_timed(f"close of {episode.name}", episode.turn, close))
+        closing = run_on_loop(episode.env_loop.loop, run_timed(f"close of {episode.name}", episode.turn, close))
         try:
             async with asyncio.timeout(CLOSE_S):
-                told, value, _ = await closing
-            return "" if told is CallStatus.OK else str(value)
+                status, value, _ = await closing
+            return "" if status is CallStatus.OK else str(value)
         except TimeoutError:
             return f"did not end within {CLOSE_S:g} s"
         finally:
-            episode.seat.leave()
-            if episode.seat.thread is not None:
-                self.left.append((episode.name, episode.seat.thread))
+            episode.env_loop.stop()
+            if episode.env_loop.thread is not None:
+                self.abandoned_threads.append((episode.name, episode.env_loop.thread))
 
     def _health(self) -> dict[str, Any]:
         """Seconds since the main loop stopped responding and the call that blocks it; threads of closed episodes that
         have not ended; memory."""
         now = asyncio.get_running_loop().time()
         stuck = 0.0
-        if self.beat_since is None:
-            self.beat_since = now
+        if self.ping_sent_at is None:
+            self.ping_sent_at = now
             front = asyncio.get_running_loop()
-            self.main.call_soon_threadsafe(lambda: front.call_soon_threadsafe(self._beaten))
+            self.main.call_soon_threadsafe(lambda: front.call_soon_threadsafe(self._on_pong))
         else:
-            stuck = now - self.beat_since
+            stuck = now - self.ping_sent_at
         task = asyncio.current_task(self.main) if stuck else None
-        self.left = [(name, thread) for name, thread in self.left if thread.is_alive()]
+        self.abandoned_threads = [(name, thread) for name, thread in self.abandoned_threads if thread.is_alive()]
         return {
             "live": len(self.episodes),
             "stuck_s": stuck,
             "stuck_in": "" if task is None else task.get_name(),
-            "left": [name for name, _ in self.left],
+            "left": [name for name, _ in self.abandoned_threads],
             "memory": resident_bytes(),
             "machine": machine_bytes(),
         }
 
-    def _beaten(self) -> None:
-        self.beat_since = None
+    def _on_pong(self) -> None:
+        self.ping_sent_at = None

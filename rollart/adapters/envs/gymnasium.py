@@ -102,7 +102,7 @@ class GymnasiumText:
             raise ValueError(f"held_out is {held_out!r} (rule: seeds or observations)")
         self._name = id or str(make)
         self._make = functools.partial(_make_environment, id, make, dict(make_args or {}), render)
-        self._words = _text_interface(
+        self._interface = _text_interface(
             self._make, self._name, actions=actions, parse=parse, render=render, digits=digits
         )
         self._restrict, self._preamble = restrict, preamble
@@ -124,19 +124,19 @@ class GymnasiumText:
     async def reset(self, seed: int) -> Observation:
         if self._env is None:
             self._env = await self._call(self._make)
-        shown, info = await self._call(self._drawn, seed)
+        shown, info = await self._call(self._first_observation, seed)
         self._last = f"{self._preamble}{shown}"
         self._mask = info.get("action_mask")
         self._observations, self._rewards = [self._last], []
-        return self._shown(self._last)
+        return self._to_observation(self._last)
 
     async def step(self, action: str) -> Step:
         if self._env is None:
             raise RuntimeError("step before reset")
         try:
-            chosen = self._words.parse(action)
+            chosen = self._interface.parse(action)
         except ValueError:
-            return self._lost()
+            return self._invalid_step()
         answer = await self._call(self._env.step, chosen)
         if not isinstance(answer, tuple) or len(answer) != 5:
             raise TypeError(
@@ -146,7 +146,7 @@ class GymnasiumText:
         observed, reward, terminated, truncated, info = answer
         self._last = str(await self._call(self._text, observed))
         self._mask = info.get("action_mask")
-        return self._stepped(self._last, float(reward), bool(terminated), bool(truncated), info)
+        return self._to_step(self._last, float(reward), bool(terminated), bool(truncated), info)
 
     async def close(self) -> None:
         """Does not wait for a call that hangs: the environment is closed when that call returns, if it does."""
@@ -161,19 +161,19 @@ class GymnasiumText:
             last = None
         self._thread.end(last)
 
-    def _lost(self) -> Step:
+    def _invalid_step(self) -> Step:
         """The step of a turn without a valid action."""
         text = self._last if self._invalid_text is None else self._invalid_text
-        most = self._words.turns
-        over = most is not None and len(self._rewards) + 1 >= most
-        return self._stepped(text, self._invalid_reward, False, over, {})
+        max_turns = self._interface.turns
+        out_of_turns = max_turns is not None and len(self._rewards) + 1 >= max_turns
+        return self._to_step(text, self._invalid_reward, False, out_of_turns, {})
 
-    def _stepped(self, text: str, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> Step:
+    def _to_step(self, text: str, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> Step:
         self._observations.append(text)
         self._rewards.append(reward)
         if not (terminated or truncated):
-            return Step(self._shown(text), reward)
-        success = self._succeeded(info)
+            return Step(self._to_observation(text), reward)
+        success = self._success(info)
         metadata = {
             "observations": self._observations,
             "env_rewards": self._rewards,
@@ -183,7 +183,7 @@ class GymnasiumText:
         }
         return Step(Observation(text), reward, done=True, success=success, metadata=metadata)
 
-    def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
+    def _success(self, info: Mapping[str, Any]) -> bool | None:
         if self._success_at is not None:
             return sum(self._rewards) >= self._success_at
         for name in ("success", "is_success"):
@@ -191,19 +191,19 @@ class GymnasiumText:
                 return bool(info[name])
         return None
 
-    def _shown(self, text: str) -> Observation:
-        legal = self._words.legal if self._restrict else None
+    def _to_observation(self, text: str) -> Observation:
+        legal = self._interface.legal if self._restrict else None
         if legal is not None and self._mask is not None and len(self._mask) == len(legal):
             legal = tuple(word for word, may in zip(legal, self._mask, strict=True) if may) or legal
         return Observation(text, actions=legal, max_tokens=1 if legal is not None else self._max_tokens)
 
-    def _drawn(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+    def _first_observation(self, seed: int) -> tuple[str, Mapping[str, Any]]:
         """The first observation of a seed's episode, as text, and its info."""
         if not self._by_observation:
-            return self._begun(seed)
+            return self._reset_environment(seed)
         rng, wanted = random.Random(seed), held_out_seed(seed)
         for _ in range(_DRAWS):
-            text, info = self._begun(rng.getrandbits(31))
+            text, info = self._reset_environment(rng.getrandbits(31))
             if held_out_item(text) is wanted:
                 return text, info
         side = "held-out" if wanted else "training"
@@ -211,7 +211,7 @@ class GymnasiumText:
             f"no {side} first observation of {self._name} in {_DRAWS} resets: they hardly vary (held_out: seeds)"
         )
 
-    def _begun(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+    def _reset_environment(self, seed: int) -> tuple[str, Mapping[str, Any]]:
         answer = self._env.reset(seed=seed)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise TypeError(f"{self._name} answered a reset with {_shape(answer)} (rule: observation, info)")
@@ -219,7 +219,7 @@ class GymnasiumText:
 
     def _text(self, observed: Any) -> str:
         text: object = (
-            self._env.render() if self._words.render is _environment_renders else self._words.render(observed)
+            self._env.render() if self._interface.render is _environment_renders else self._interface.render(observed)
         )
         if not isinstance(text, str):
             raise TypeError(f"the rendered observation of {self._name} is {type(text).__name__}, not str")

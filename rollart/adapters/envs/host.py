@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rollart.adapters.envs.front import EnvironmentHostServer
 from rollart.adapters.envs.images import load_image_hook
-from rollart.adapters.envs.seats import makers, run_loop, run_on_loop
+from rollart.adapters.envs.seats import load_factories, run_loop, run_on_loop
 from rollart.orphans import kill_at_end
 
 __all__ = ["TOKEN"]
@@ -33,15 +33,21 @@ __all__ = ["TOKEN"]
 TOKEN = "ROLLART_HOST_TOKEN"
 
 
-async def _main(options: argparse.Namespace, said: int) -> None:
+async def _main(options: argparse.Namespace, ready_fd: int) -> None:
     """Run the environments' loop. The server runs on the loop of its own thread."""
     main = asyncio.get_running_loop()
     stop = asyncio.Event()
     main.add_signal_handler(signal.SIGTERM, stop.set)
     domains = json.loads(Path(options.domains).read_text())
-    hook, most = (None, None) if options.images is None else load_image_hook(json.loads(options.images))
+    hook, max_bytes = (None, None) if options.images is None else load_image_hook(json.loads(options.images))
     front = EnvironmentHostServer(
-        makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse, hook=hook, most=most
+        load_factories(domains),
+        main,
+        os.environ.pop(TOKEN, ""),
+        options.warm,
+        options.reuse,
+        hook=hook,
+        max_image_bytes=max_bytes,
     )
     loop = asyncio.new_event_loop()
     threading.Thread(target=run_loop, args=(loop,), name="front", daemon=True).start()
@@ -51,7 +57,7 @@ async def _main(options: argparse.Namespace, said: int) -> None:
 
     server = await run_on_loop(loop, listen())
     port = server.sockets[0].getsockname()[1]
-    with os.fdopen(said, "w") as out:
+    with os.fdopen(ready_fd, "w") as out:
         out.write(f"ready tcp://{options.host}:{port}\n")
     await stop.wait()
     await run_on_loop(loop, front.close())
@@ -69,14 +75,14 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Output of environments goes to the log: after the ready line the pipe is not read.
-    said = os.dup(1)
-    os.set_inheritable(said, False)
+    ready_fd = os.dup(1)
+    os.set_inheritable(ready_fd, False)
     os.dup2(2, 1)
     faulthandler.enable()  # a crash in C names the environment's line there
     kill_at_end()  # subprocesses of environments, however the host ends
     sys.path[:0] = options.path
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(options, said))
+        asyncio.run(_main(options, ready_fd))
     os._exit(0)  # without waiting for threads that hang
 
 

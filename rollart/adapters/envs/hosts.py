@@ -72,7 +72,7 @@ class HostConnection:
                     connection.pid, connection.problems = pid, problems
                     connection.pictured = frozenset(map(str, pictured))
                 case _:
-                    raise EnvironmentFault(name, "it answered the greeting with what is none")
+                    raise EnvironmentFault(name, "its answer to the greeting is malformed")
         except BaseException:
             await connection.aclose()
             raise
@@ -102,7 +102,7 @@ class HostConnection:
         match answer.value:
             case [list(wanted), list(there), int(pulled)]:
                 return EpisodeImages(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
-        raise EnvironmentFault(self._name, "it answered what is no list of images")
+        raise EnvironmentFault(self._name, "its list of images is malformed")
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         answer = await self._ask(HostOperation.STEP, episode, action)
@@ -126,7 +126,7 @@ class HostConnection:
                 "machine": int(machine),
             }:
                 return HostHealth(live, float(stuck_s), where, tuple(map(str, left)), memory, machine)
-        raise EnvironmentFault(self._name, "it answered a health check with what is no health")
+        raise EnvironmentFault(self._name, "its answer to a health check is malformed")
 
     async def lost(self) -> str:
         return await asyncio.shield(self._cause)
@@ -152,13 +152,13 @@ class HostConnection:
                 write_frame(self._writer, HostRequest(next(self._ids), HostOperation.CANCEL, episode, number).to_json())
             raise
         except (TypeError, ValueError) as error:
-            raise EnvironmentFault(self._name, f"could not be asked what cannot be sent ({error})") from None
+            raise EnvironmentFault(self._name, f"the request cannot be sent ({error})") from None
         finally:
             self._pending.pop(number, None)
-        if answer.told is CallStatus.OK:
+        if answer.status is CallStatus.OK:
             return answer
         raise EnvironmentFault(
-            self._name, f"raised {answer.value}" if answer.told is CallStatus.RAISED else str(answer.value)
+            self._name, f"raised {answer.value}" if answer.status is CallStatus.RAISED else str(answer.value)
         )
 
     async def _read(self) -> None:
@@ -180,7 +180,7 @@ class HostConnection:
             return
         episode, answered = self._pending.get(answer.id, ("", None))
         if answered is None:
-            raise ValueError(f"an answer to a request that nobody made ({answer.id})")
+            raise ValueError(f"an answer to a request that was never made ({answer.id})")
         if answer.episode != episode:
             raise ValueError(f"an answer of episode '{answer.episode}' to a request of '{episode}'")
         if not answered.done():

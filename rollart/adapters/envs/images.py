@@ -48,27 +48,27 @@ class ImageCache:
 
     hook: ImageHook
     tasks: asyncio.TaskGroup
-    most: int | None = None
-    there: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    max_bytes: int | None = None
+    present: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Bytes by image, the least recently used one first."""
-    held: dict[str, int] = field(default_factory=dict)
+    pinned: dict[str, int] = field(default_factory=dict)
     pulling: dict[str, asyncio.Task[str]] = field(default_factory=dict)
     removing: dict[str, asyncio.Event] = field(default_factory=dict)
     """Set once the removal has ended: the image is not pulled before."""
 
-    async def known(self) -> None:
+    async def refresh(self) -> None:
         """Ask the hook for the images on the host."""
-        going = set(self.removing)
+        in_removal = set(self.removing)
         for image in map(str, await self.hook.images()):
-            if image not in going and image not in self.removing:
-                self.there.setdefault(image, 0)
+            if image not in in_removal and image not in self.removing:
+                self.present.setdefault(image, 0)
 
     async def ensure(self, images: Sequence[str]) -> int:
         """Pull and pin all images; the number of images that had to be pulled. `PullFailed`."""
         for image in images:
-            self.held[image] = self.held.get(image, 0) + 1
+            self.pinned[image] = self.pinned.get(image, 0) + 1
         try:
-            pulls = [self._pull(image) for image in dict.fromkeys(images) if image not in self.there]
+            pulls = [self._pull(image) for image in dict.fromkeys(images) if image not in self.present]
             failed = [error for pull in pulls if (error := await asyncio.shield(pull))]
         except BaseException:
             await self.release(images)
@@ -77,51 +77,51 @@ class ImageCache:
             await self.release(images)
             raise PullFailed(failed[0])
         for image in images:
-            self.there.move_to_end(image)
+            self.present.move_to_end(image)
         return len(pulls)
 
     async def release(self, images: Sequence[str]) -> None:
         """Unpin images of one `ensure`."""
         for image in images:
-            self.held[image] -= 1
-            if not self.held[image]:
-                del self.held[image]
-        await self._shrink()
+            self.pinned[image] -= 1
+            if not self.pinned[image]:
+                del self.pinned[image]
+        await self._evict()
 
     def _pull(self, image: str) -> asyncio.Task[str]:
         if image not in self.pulling:
-            self.pulling[image] = self.tasks.create_task(self._brought(image), name=f"pull of {image}")
+            self.pulling[image] = self.tasks.create_task(self._run_pull(image), name=f"pull of {image}")
         return self.pulling[image]
 
-    async def _brought(self, image: str) -> str:
+    async def _run_pull(self, image: str) -> str:
         """The error as text; '' if the pull succeeded."""
         try:
-            while (going := self.removing.get(image)) is not None:
-                await going.wait()
-            self.there[image] = int(await self.hook.ensure(image) or 0)
+            while (removal := self.removing.get(image)) is not None:
+                await removal.wait()
+            self.present[image] = int(await self.hook.ensure(image) or 0)
         except Exception as error:
             return f"image '{image}' could not be brought: {one_line(error, 300)}"
         finally:
             del self.pulling[image]
         return ""
 
-    async def _shrink(self) -> None:
+    async def _evict(self) -> None:
         remove: Callable[[str], Awaitable[object]] | None = getattr(self.hook, "remove", None)
-        if self.most is None or remove is None:
+        if self.max_bytes is None or remove is None:
             return
-        for image in list(self.there):
-            if sum(self.there.values()) <= self.most:
+        for image in list(self.present):
+            if sum(self.present.values()) <= self.max_bytes:
                 return
-            if image not in self.held and self.there.get(image):
+            if image not in self.pinned and self.present.get(image):
                 await self._remove(image, remove)
 
     async def _remove(self, image: str, remove: Callable[[str], Awaitable[object]]) -> None:
         """An image that cannot be removed (others may use it too) stays, until the next removal tries again."""
-        size, self.removing[image] = self.there.pop(image), asyncio.Event()
+        size, self.removing[image] = self.present.pop(image), asyncio.Event()
         try:
             await remove(image)
         except Exception:
-            self.there.setdefault(image, size)
+            self.present.setdefault(image, size)
         finally:
             self.removing.pop(image).set()
 

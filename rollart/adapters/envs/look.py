@@ -56,23 +56,23 @@ def check_environments(
     images: Mapping[str, Any] | None = None,
     *,
     worked: Collection[str] = (),
-    told: Callable[[str], object] | None = None,
+    on_check: Callable[[str], object] | None = None,
     quick: Callable[[str], object] | None = None,
 ) -> Iterator[EnvironmentProblem]:
     """Import each domain's environment and make one instance, then the image hook. `worked`: domains that must give
     worked examples. `on_check` is called with the name of each check before it runs, `quick` with each domain whose
     environment declares itself quick."""
     for name, one in domains.items():
-        if told is not None:
-            told(f"domain '{name}'")
+        if on_check is not None:
+            on_check(f"domain '{name}'")
         made = yield from _check_environment(
             name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
         )
         if quick is not None and declares_quick(made):
             quick(name)
     if images is not None:
-        if told is not None:
-            told("environments.images")
+        if on_check is not None:
+            on_check("environments.images")
         yield from _check_image_hook(images)
 
 
@@ -206,25 +206,25 @@ def _unknown_arguments(make: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 def main() -> None:
     """Run the checks that stdin asks for."""
-    said = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # stdout carries the results alone, without output of environments
     faulthandler.enable()
-    asked = json.load(sys.stdin)
-    sys.path[:0] = asked["path"]
+    request = json.load(sys.stdin)
+    sys.path[:0] = request["path"]
 
-    def tell(**line: Any) -> None:
-        said.write(json.dumps(line) + "\n")
-        said.flush()
+    def emit(**line: Any) -> None:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
 
     for one in check_environments(
-        asked["domains"],
-        asked["images"],
-        worked=asked["worked"],
-        told=lambda what: tell(looking=what),
-        quick=lambda name: tell(quick=name),
+        request["domains"],
+        request["images"],
+        worked=request["worked"],
+        on_check=lambda name: emit(looking=name),
+        quick=lambda name: emit(quick=name),
     ):
-        tell(trouble=[one.domain, one.argument, one.message])
-    tell(looking="")
+        emit(trouble=[one.domain, one.argument, one.message])
+    emit(looking="")
     os._exit(0)  # without waiting for threads of environments
 
 

@@ -108,16 +108,16 @@ class OpenEnv:
         name = f"{seed}-{os.getpid()}-{next(_NUMBERS)}"
         data = {"seed": seed, "episode_id": name, **self._reset_args, **more}
         if self._session is None:
-            self._session, answer = await self._begun(data, random.Random(seed))
+            self._session, answer = await self._start_session(data, random.Random(seed))
         else:
-            answer = await self._session.asked("reset", data, self._reset_s)
+            answer = await self._session.request("reset", data, self._reset_s)
         if self._encode is None:
             self._encode = action_encoder(
                 sole_text_field(await self._session.schema(self._connect_s), self._session.host)
             )
         if answer.done:
             raise EnvironmentFault(self._session.host, "the episode was over before its first step")
-        self._last = self._shown(answer.observation)
+        self._last = self._to_observation(answer.observation)
         self._observations, self._rewards = [self._last.text], []
         return self._last
 
@@ -126,18 +126,18 @@ class OpenEnv:
             raise RuntimeError("step before reset")
         try:
             data = self._encode(action)
-            answer = await self._session.asked("step", data, self._step_s, fields=self._encode.fields)
+            answer = await self._session.request("step", data, self._step_s, fields=self._encode.fields)
         except (ValueError, InvalidAction):
             self._observations.append(self._last.text)
             self._rewards.append(self._invalid_reward)
             return Step(self._last, self._invalid_reward)
         reward = 0.0 if answer.reward is None else float(answer.reward)
-        self._last = self._shown(answer.observation)
+        self._last = self._to_observation(answer.observation)
         self._observations.append(self._last.text)
         self._rewards.append(reward)
         if not answer.done:
             return Step(self._last, reward)
-        success = self._succeeded(answer.observation, answer.metadata)
+        success = self._success(answer.observation, answer.metadata)
         metadata = {
             "observations": self._observations,
             "env_rewards": self._rewards,
@@ -159,51 +159,54 @@ class OpenEnv:
             _SESSIONS_BY_SERVER[session.url] -= 1
             await session.close()
 
-    async def _begun(self, data: Mapping[str, Any], rng: random.Random) -> tuple[OpenEnvSession, OpenEnvObservation]:
+    async def _start_session(
+        self, data: Mapping[str, Any], rng: random.Random
+    ) -> tuple[OpenEnvSession, OpenEnvObservation]:
         """A session on a server with capacity, and its first response. `EnvironmentFault` if none starts within
         `capacity_s`."""
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._capacity_s, 0.05
         while True:
-            said: SessionNotStarted | None = None
+            last_error: SessionNotStarted | None = None
             for url in sorted(self._urls, key=lambda u: (_SESSIONS_BY_SERVER[u], self._urls.index(u))):
                 try:
-                    return await self._tried(url, data)
+                    return await self._try_server(url, data)
                 except SessionNotStarted as error:
-                    said = error
-            assert said is not None
+                    last_error = error
+            assert last_error is not None
             if loop.time() + pause >= until:
                 raise EnvironmentFault(
-                    said.host,
-                    f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; {said.said}",
+                    last_error.host,
+                    f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; "
+                    f"{last_error.detail}",
                 )
             await asyncio.sleep(pause * rng.uniform(0.5, 1.0))
             pause = min(2.0, pause * 2)
 
-    async def _tried(self, url: str, data: Mapping[str, Any]) -> tuple[OpenEnvSession, OpenEnvObservation]:
+    async def _try_server(self, url: str, data: Mapping[str, Any]) -> tuple[OpenEnvSession, OpenEnvObservation]:
         _SESSIONS_BY_SERVER[url] += 1
         session: OpenEnvSession | None = None
         try:
             session = await OpenEnvSession.open(url, headers=self._headers, connect_s=self._connect_s)
-            return session, await session.asked("reset", data, self._reset_s)
+            return session, await session.request("reset", data, self._reset_s)
         except BaseException:
             _SESSIONS_BY_SERVER[url] -= 1
             if session is not None:
                 await session.close()
             raise
 
-    def _shown(self, observation: Mapping[str, Any]) -> Observation:
+    def _to_observation(self, observation: Mapping[str, Any]) -> Observation:
         assert self._session is not None
         try:
             text = self._show(observation)
             legal = self._actions if self._actions_from is None else tuple(map(str, observation[self._actions_from]))
         except (KeyError, TypeError) as error:
             raise EnvironmentFault(
-                self._session.host, f"an observation without what it is read by ({error!r})"
+                self._session.host, f"an observation without the field that it is read by ({error!r})"
             ) from None
         return Observation(text, actions=legal, max_tokens=self._max_tokens)
 
-    def _succeeded(self, *places: Mapping[str, Any]) -> bool | None:
+    def _success(self, *places: Mapping[str, Any]) -> bool | None:
         if self._success_at is not None:
             return sum(self._rewards) >= self._success_at
         for place in places:

@@ -32,7 +32,7 @@ class SessionNotStarted(EnvironmentFault):
 
     def __init__(self, host: str, message: str) -> None:
         super().__init__(host, message)
-        self.said = message
+        self.detail = message
 
 
 class InvalidAction(Exception):
@@ -70,7 +70,7 @@ class OpenEnvSession:
         self.url = url
         self.host = urlsplit(url).netloc
         self._client, self._socket = client, socket
-        self._begun = False
+        self._started = False
 
     @classmethod
     async def open(cls, url: str, *, headers: Mapping[str, str], connect_s: float) -> OpenEnvSession:
@@ -91,26 +91,28 @@ class OpenEnvSession:
             await client.close()
             raise
 
-    async def asked(
-        self, what: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
+    async def request(
+        self, operation: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
     ) -> OpenEnvObservation:
         """The response to a reset or a step. `InvalidAction` for an action that violates the server's types, unless by
         the names of its `fields`, which the spec chose and not the policy."""
-        await self._send(what, data)
-        frame = await self._frame(seconds, what, fields)
+        await self._send(operation, data)
+        frame = await self._frame(seconds, operation, fields)
         if frame.get("type") != "observation":
-            raise await self._lost(f"answered a {what} with a frame of type {frame.get('type')!r}")
-        self._begun = True
+            raise await self._end(f"answered a {operation} with a frame of type {frame.get('type')!r}")
+        self._started = True
         try:
             return _decode_observation(frame["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise await self._lost(f"answered a {what} with what is no observation ({one_line(error, 200)})") from None
+            raise await self._end(
+                f"answered a {operation} with an invalid observation ({one_line(error, 200)})"
+            ) from None
 
     async def state(self, seconds: float) -> Mapping[str, Any]:
         await self._send("state", None)
         frame = await self._frame(seconds, "state")
         if frame.get("type") != "state" or not isinstance(frame.get("data"), dict):
-            raise await self._lost(f"answered for its state with a frame of type {frame.get('type')!r}")
+            raise await self._end(f"answered for its state with a frame of type {frame.get('type')!r}")
         return dict(frame["data"])
 
     async def schema(self, seconds: float) -> Mapping[str, Any]:
@@ -129,50 +131,53 @@ class OpenEnvSession:
                     await self._socket.close()
         await self._client.close()
 
-    async def _send(self, what: str, data: Mapping[str, Any] | None) -> None:
+    async def _send(self, operation: str, data: Mapping[str, Any] | None) -> None:
         try:
-            await self._socket.send_str(json.dumps({"type": what} if data is None else {"type": what, "data": data}))
+            await self._socket.send_str(
+                json.dumps({"type": operation} if data is None else {"type": operation, "data": data})
+            )
         except (aiohttp.ClientError, OSError) as error:
-            if not self._begun:
+            if not self._started:
                 return  # a full server sends an error frame before it closes: read that
-            raise await self._lost(f"the session was gone at its {what} ({one_line(error, 200)})") from None
+            raise await self._end(f"the session was gone at its {operation} ({one_line(error, 200)})") from None
 
-    async def _frame(self, seconds: float, what: str, fields: frozenset[str] | None = None) -> Any:
+    async def _frame(self, seconds: float, operation: str, fields: frozenset[str] | None = None) -> Any:
         """The next frame as a mapping. An error frame raises `EnvironmentFault` or `InvalidAction`."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._socket.receive()
         except TimeoutError:
-            raise await self._lost(f"no answer to a {what} within {seconds:g} s") from None
+            raise await self._end(f"no answer to a {operation} within {seconds:g} s") from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             code = self._socket.close_code
-            raise await self._lost(
-                f"the session was closed at its {what} (code {code}, {message.type.name.lower()})", begun=self._begun
+            raise await self._end(
+                f"the session was closed at its {operation} (code {code}, {message.type.name.lower()})",
+                started=self._started,
             )
         try:
             frame = json.loads(message.data)
         except ValueError:
             frame = None
         if not isinstance(frame, dict):
-            raise await self._lost(f"answered a {what} with what is no frame")
+            raise await self._end(f"answered a {operation} with a malformed frame")
         if frame.get("type") == "error":
-            await self._failed(what, frame.get("data"), fields)
+            await self._raise_error(operation, frame.get("data"), fields)
         return frame
 
-    async def _failed(self, what: str, data: Any, fields: frozenset[str] | None) -> None:
+    async def _raise_error(self, operation: str, data: Any, fields: frozenset[str] | None) -> None:
         error = data if isinstance(data, dict) else {}
         code, errors = str(error.get("code", "?")), error.get("errors")
-        if what == "step" and code == "VALIDATION_ERROR":
+        if operation == "step" and code == "VALIDATION_ERROR":
             if not _has_wrong_field_names(errors, fields):
                 raise InvalidAction(str(errors))
             error = {"message": f"its actions have other fields: {errors}"}
-        said = " ".join(str(error.get("message", data)).split())[:300]
-        raise await self._lost(f"{code} at its {what}: {said}", begun=code != FULL)
+        detail = " ".join(str(error.get("message", data)).split())[:300]
+        raise await self._end(f"{code} at its {operation}: {detail}", started=code != FULL)
 
-    async def _lost(self, message: str, *, begun: bool = True) -> EnvironmentFault:
+    async def _end(self, message: str, *, started: bool = True) -> EnvironmentFault:
         """End the session; the error to raise."""
         await self.close()
-        return EnvironmentFault(self.host, message) if begun else SessionNotStarted(self.host, message)
+        return EnvironmentFault(self.host, message) if started else SessionNotStarted(self.host, message)
 
 
 def _decode_observation(data: Any) -> OpenEnvObservation:

@@ -21,7 +21,7 @@ __all__ = [
     "DomainFactory",
     "EnvironmentLoop",
     "run_loop",
-    "makers",
+    "load_factories",
     "run_on_loop",
     "encode_result",
     "run_timed",
@@ -39,7 +39,7 @@ class DomainFactory:
     """The images that the episode of a seed needs, if the environment declares them."""
 
 
-def makers(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
+def load_factories(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
     """Import each domain's environment and make one instance."""
     return {
         name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
@@ -71,13 +71,13 @@ class EnvironmentLoop:
     thread: threading.Thread | None = None
 
     @classmethod
-    def alone(cls, name: str) -> EnvironmentLoop:
+    def on_thread(cls, name: str) -> EnvironmentLoop:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
         thread.start()
         return cls(loop, thread)
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """End the loop's own thread once it is in no call."""
         if self.thread is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)

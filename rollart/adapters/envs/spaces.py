@@ -28,12 +28,12 @@ def space_kind(space: Any) -> str:
 def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
     """The default renderer of a space: text as it is, numbers separated by spaces, parts of a tuple or a dict by their
     names. ValueError for a space without a readable default."""
-    what = space_kind(space)
-    if what == "Text":
+    kind = space_kind(space)
+    if kind == "Text":
         return str
-    if what == "Discrete":
+    if kind == "Discrete":
         return lambda value: str(int(value))
-    if what in ("MultiDiscrete", "MultiBinary", "Box"):
+    if kind in ("MultiDiscrete", "MultiBinary", "Box"):
         size = 1
         for length in space.shape:
             size *= length
@@ -42,10 +42,10 @@ def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
                 f"observations are {space}: {size} numbers (rule: at most {MOST_NUMBERS}, or give `render`)"
             )
         return lambda value: _numbers(value, digits)
-    if what == "Tuple":
+    if kind == "Tuple":
         parts = [default_renderer(part, digits=digits) for part in space.spaces]
         return lambda value: " ".join(f"{i}:{part(v)}" for i, (part, v) in enumerate(zip(parts, value, strict=True)))
-    if what == "Dict":
+    if kind == "Dict":
         named = {name: default_renderer(part, digits=digits) for name, part in space.spaces.items()}
         return lambda value: " ".join(f"{name}:{part(value[name])}" for name, part in named.items())
     raise ValueError(f"observations are {space} (rule: such a space needs a `render`, package.module:function)")
@@ -68,13 +68,13 @@ def action_words(space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
 def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
     """The default parser of a space: one of `words` for a Discrete space, any text for a Text space. ValueError for
     other spaces."""
-    what = space_kind(space)
-    if what == "Discrete":
+    kind = space_kind(space)
+    if kind == "Discrete":
         assert words is not None
         first = int(getattr(space, "start", 0))
         numbers = {word: first + i for i, word in enumerate(words)}
         return lambda text: _looked_up(numbers, text.strip())
-    if what == "Text":
+    if kind == "Text":
         return lambda text: _contained(space, text.strip())
     raise ValueError(f"actions are {space} (rule: such a space needs a `parse`, package.module:function)")
 

@@ -65,42 +65,44 @@ class VerifiersText:
         self._parse = PARSERS[tools]
         self._success_at, self._max_tokens = success_at, max_tokens
         self._row: Mapping[str, Any] = {}
-        self._talk: Conversation | None = None
+        self._conversation: Conversation | None = None
         self._task: asyncio.Task[Any] | None = None
         self._shown: Sequence[Mapping[str, Any]] = ()
 
     async def reset(self, seed: int) -> Observation:
         await self.close()
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
-        self._talk = Conversation()
-        rollout = self._loaded.env.rollout(self._row, policy_client(self._talk, self._parse), "policy", {})
+        self._conversation = Conversation()
+        rollout = self._loaded.env.rollout(self._row, policy_client(self._conversation, self._parse), "policy", {})
         # The environment's own program: it runs from this reset until close, across the caller's calls.
-        self._task = asyncio.get_running_loop().create_task(_run_rollout(rollout, self._talk), name="verifiers rollout")
-        asked = await self._talk.asked()
-        if asked is None:
+        self._task = asyncio.get_running_loop().create_task(
+            _run_rollout(rollout, self._conversation), name="verifiers rollout"
+        )
+        request = await self._conversation.next_request()
+        if request is None:
             await self._state()
             raise RuntimeError(f"{self._loaded.name} was over before it asked for an answer")
-        self._shown = asked.messages
-        return Observation(self._render(asked.messages, asked.tools, True), max_tokens=self._max_tokens)
+        self._shown = request.messages
+        return Observation(self._render(request.messages, request.tools, True), max_tokens=self._max_tokens)
 
     async def step(self, action: str) -> Step:
-        if self._talk is None:
+        if self._conversation is None:
             raise RuntimeError("step before reset")
-        self._talk.answer(action)
-        asked = await self._talk.asked()
-        if asked is None:
-            return await self._ended()
-        new = _new_messages(self._shown, asked.messages, self._loaded.name)
-        self._shown = asked.messages
-        return Step(Observation(self._render(new, asked.tools, False), max_tokens=self._max_tokens))
+        self._conversation.answer(action)
+        request = await self._conversation.next_request()
+        if request is None:
+            return await self._final_step()
+        new = _new_messages(self._shown, request.messages, self._loaded.name)
+        self._shown = request.messages
+        return Step(Observation(self._render(new, request.tools, False), max_tokens=self._max_tokens))
 
     async def close(self) -> None:
-        task, self._task, self._talk = self._task, None, None
+        task, self._task, self._conversation = self._task, None, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _ended(self) -> Step:
+    async def _final_step(self) -> Step:
         state = await self._state()
         reward = await self._loaded.score(state)
         return self._loaded.step(state, self._row, reward, success_at=self._success_at)
@@ -127,20 +129,20 @@ async def episode(
     from openai import AsyncOpenAI
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    own: VerifiersEnvironment = load_verifiers_environment(env, env_args or {})
-    row = own.row(random.Random(seed), held_out=held_out_seed(seed))
+    environment: VerifiersEnvironment = load_verifiers_environment(env, env_args or {})
+    row = environment.row(random.Random(seed), held_out=held_out_seed(seed))
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
-        state = await own.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
-    own.check(state)
-    return own.step(state, row, await own.score(state), success_at=success_at)
+        state = await environment.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
+    environment.check(state)
+    return environment.step(state, row, await environment.score(state), success_at=success_at)
 
 
-async def _run_rollout(rollout: Any, talk: Conversation) -> Any:
+async def _run_rollout(rollout: Any, conversation: Conversation) -> Any:
     """The rollout's state. Its end also ends the wait for its next request."""
     try:
         return await rollout
     finally:
-        talk.over()
+        conversation.end()
 
 
 def _new_messages(

@@ -23,12 +23,12 @@ class ModelRequest:
 
 
 class Conversation:
-    """Connects an environment's rollout, which calls `ask`, with the episode's player, who calls `asked` and `answer`
-    in turn. One request at a time: a second concurrent one is the environment's error, since the player could not
-    answer it."""
+    """Connects an environment's rollout, which calls `ask`, with the episode's player, who calls `next_request` and
+    `answer` in turn. One request at a time: a second concurrent one is the environment's error, since the player could
+    not answer it."""
 
     def __init__(self) -> None:
-        self._line: asyncio.Queue[ModelRequest | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[ModelRequest | None] = asyncio.Queue()
         self._answer: asyncio.Future[str] | None = None
 
     async def ask(self, request: ModelRequest) -> str:
@@ -36,28 +36,28 @@ class Conversation:
         if self._answer is not None:
             raise RuntimeError("it asks for two answers at a time (play it as a harness)")
         self._answer = asyncio.get_running_loop().create_future()
-        self._line.put_nowait(request)
+        self._requests.put_nowait(request)
         try:
             return await self._answer
         finally:
             self._answer = None
 
-    async def asked(self) -> ModelRequest | None:
+    async def next_request(self) -> ModelRequest | None:
         """The next request; None once the rollout is over."""
-        return await self._line.get()
+        return await self._requests.get()
 
     def answer(self, text: str) -> None:
         if self._answer is None or self._answer.done():
             raise RuntimeError("step after the episode's end")
         self._answer.set_result(text)
 
-    def over(self) -> None:
-        self._line.put_nowait(None)
+    def end(self) -> None:
+        self._requests.put_nowait(None)
 
 
-def policy_client(talk: Conversation, parse: AnswerParser) -> Any:
+def policy_client(conversation: Conversation, parse: AnswerParser) -> Any:
     """A verifiers client for one episode."""
-    return _client_class()(talk, parse)
+    return _client_class()(conversation, parse)
 
 
 @functools.cache
@@ -69,8 +69,8 @@ def _client_class() -> Any:
     class Policy(Client):  # type: ignore[misc]
         """Answers with the policy's text."""
 
-        def __init__(self, talk: Conversation, parse: AnswerParser) -> None:
-            super().__init__(talk)
+        def __init__(self, conversation: Conversation, parse: AnswerParser) -> None:
+            super().__init__(conversation)
             self._parse = parse
 
         def setup_client(self, config: Any) -> Any:

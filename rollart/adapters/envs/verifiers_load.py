@@ -156,7 +156,7 @@ def _record_reward_errors(rubric: Any) -> None:
     for inner in getattr(rubric, "rubrics", ()):
         _record_reward_errors(inner)
     rubric.funcs[:] = [
-        function if hasattr(function, "_told") else _recording_errors(function) for function in rubric.funcs
+        function if hasattr(function, "_records_errors") else _recording_errors(function) for function in rubric.funcs
     ]
 
 
@@ -173,7 +173,7 @@ def _recording_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         return _await_recording_errors(name, answer) if inspect.isawaitable(answer) else answer
 
     called.__name__ = name
-    called._told = True  # type: ignore[attr-defined]
+    called._records_errors = True  # type: ignore[attr-defined]
     return called
 
 

@@ -45,12 +45,12 @@ def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 def _chatml(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], first: bool) -> str:
     """ChatML. The policy's own answer ended with `<|im_end|>`, so the continuation begins with the rest of that
     line."""
-    said = [dict(m) for m in messages]
+    shown = [dict(m) for m in messages]
     if first and tools:
-        if not said or said[0].get("role") != "system":
-            said.insert(0, {"role": "system", "content": ""})
-        said[0]["content"] = f"{text_of(said[0].get('content'))}\n\n{_tools(tools)}".strip()
-    turns = "".join(f"<|im_start|>{m.get('role')}\n{_body(m)}<|im_end|>\n" for m in said)
+        if not shown or shown[0].get("role") != "system":
+            shown.insert(0, {"role": "system", "content": ""})
+        shown[0]["content"] = f"{text_of(shown[0].get('content'))}\n\n{_tools(tools)}".strip()
+    turns = "".join(f"<|im_start|>{m.get('role')}\n{_body(m)}<|im_end|>\n" for m in shown)
     return f"{'' if first else chr(10)}{turns}<|im_start|>assistant\n"
 
 
@@ -59,8 +59,8 @@ def _body(message: Mapping[str, Any]) -> str:
     if message.get("role") == "tool":
         return f"<tool_response>\n{text}\n</tool_response>"
     for call in message.get("tool_calls") or ():
-        said = {"name": call["name"], "arguments": json.loads(call["arguments"])}
-        text = f"{text}\n<tool_call>\n{json.dumps(said)}\n</tool_call>".lstrip()
+        function = {"name": call["name"], "arguments": json.loads(call["arguments"])}
+        text = f"{text}\n<tool_call>\n{json.dumps(function)}\n</tool_call>".lstrip()
     return text
 
 

@@ -21,7 +21,7 @@ class IdleEnvironment:
     """An environment that plays no episode, and its loop. It took `make_s` seconds to make and has played `played`
     episodes."""
 
-    seat: EnvironmentLoop
+    env_loop: EnvironmentLoop
     environment: Environment
     make_s: float = 0.0
     played: int = 0
@@ -59,13 +59,13 @@ class WarmPool:
     """
 
     name: str
-    maker: DomainFactory
-    seat: Callable[[str], EnvironmentLoop]
+    factory: DomainFactory
+    new_loop: Callable[[str], EnvironmentLoop]
     size: int = 0
     reuse: int = 1
-    kept: deque[IdleEnvironment] = field(default_factory=deque)
+    idle: deque[IdleEnvironment] = field(default_factory=deque)
     making: int = 0
-    out: int = 0
+    in_use: int = 0
     """Episodes whose environment may come back."""
     failing: bool = False
     tasks: asyncio.TaskGroup | None = None
@@ -77,33 +77,33 @@ class WarmPool:
 
     def fill(self) -> None:
         """Make environments until the pool is full."""
-        while self.tasks is not None and not self.failing and self._have() < self.size:
+        while self.tasks is not None and not self.failing and self._committed() < self.size:
             self.making += 1
             self.tasks.create_task(self._make())
 
     def take(self) -> IdleEnvironment | None:
         """The environment that has been idle longest; None if there is none."""
-        if not self.kept:
+        if not self.idle:
             return None
-        kept = self.kept.popleft()
-        self.began(kept.environment)
-        return kept
+        idle = self.idle.popleft()
+        self.mark_in_use(idle.environment)
+        return idle
 
-    def began(self, environment: Environment) -> None:
+    def mark_in_use(self, environment: Environment) -> None:
         """An episode uses this environment, from the pool or not."""
         self.failing = False
-        if self._comes_back(environment):
-            self.out += 1
+        if self._is_reusable(environment):
+            self.in_use += 1
         self.fill()
 
-    def give_back(self, kept: IdleEnvironment, *, well: bool) -> bool:
+    def give_back(self, idle: IdleEnvironment, *, healthy: bool) -> bool:
         """The episode of this environment is over. True if the pool keeps it; else the caller closes it."""
-        if not self._comes_back(kept.environment):
+        if not self._is_reusable(idle.environment):
             return False
-        self.out -= 1
-        keep = well and self.tasks is not None and kept.played < self.reuse
-        if keep and len(self.kept) + self.making < self.size:
-            self.kept.append(kept)
+        self.in_use -= 1
+        keep = healthy and self.tasks is not None and idle.played < self.reuse
+        if keep and len(self.idle) + self.making < self.size:
+            self.idle.append(idle)
             return True
         self.fill()
         return False
@@ -111,35 +111,35 @@ class WarmPool:
     async def close(self) -> None:
         """Stop making environments and close the idle ones."""
         self.tasks = None
-        while self.kept:
-            kept = self.kept.popleft()
+        while self.idle:
+            idle = self.idle.popleft()
             with contextlib.suppress(Exception):
                 await run_on_loop(
-                    kept.seat.loop, run_timed(f"close of {self.name}", asyncio.Lock(), kept.environment.close)
+                    idle.env_loop.loop, run_timed(f"close of {self.name}", asyncio.Lock(), idle.environment.close)
                 )
-            kept.seat.leave()
+            idle.env_loop.stop()
 
-    def _have(self) -> int:
-        return len(self.kept) + self.making + self.out
+    def _committed(self) -> int:
+        return len(self.idle) + self.making + self.in_use
 
-    def _comes_back(self, environment: Environment) -> bool:
+    def _is_reusable(self, environment: Environment) -> bool:
         return self.reuse > 1 and self.size > 0 and reusable(environment)
 
     async def _make(self) -> None:
-        make = self.maker.make
-        seat = self.seat(f"{self.name} ahead")
+        make = self.factory.make
+        env_loop = self.new_loop(f"{self.name} ahead")
         try:
             if make is None:
                 raise AssertionError("a domain that cannot be made has no pool")
             work = run_timed(f"make of {self.name}", asyncio.Lock(), lambda: start_environment(make))
-            told, value, seconds = await run_on_loop(seat.loop, work)
+            status, value, seconds = await run_on_loop(env_loop.loop, work)
         except BaseException:
-            seat.leave()
+            env_loop.stop()
             raise
         finally:
             self.making -= 1
-        if told is not CallStatus.OK:
+        if status is not CallStatus.OK:
             self.failing = True
-            seat.leave()
+            env_loop.stop()
             return
-        self.kept.append(IdleEnvironment(seat, value, seconds))
+        self.idle.append(IdleEnvironment(env_loop, value, seconds))

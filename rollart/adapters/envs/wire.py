@@ -93,19 +93,19 @@ class HostResponse:
 
     id: int
     episode: str
-    told: CallStatus
+    status: CallStatus
     value: Any = None
     env_s: float = 0.0
 
     def to_json(self) -> list[Any]:
-        return [self.id, self.episode, str(self.told), pack(self.value), self.env_s]
+        return [self.id, self.episode, str(self.status), pack(self.value), self.env_s]
 
     @classmethod
     def from_json(cls, frame: Any) -> HostResponse:
         """ValueError for a frame that is not a response."""
         match frame:
-            case [int(number), str(episode), str(told), value, int() | float() as env_s]:
-                return cls(number, episode, CallStatus(told), unpack(value), float(env_s))
+            case [int(number), str(episode), str(status), value, int() | float() as env_s]:
+                return cls(number, episode, CallStatus(status), unpack(value), float(env_s))
         raise ValueError("a frame that is no answer")
 
 
