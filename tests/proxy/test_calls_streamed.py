@@ -70,14 +70,14 @@ class Saying:
         answer = asyncio.run(self.session.answer(ask, created=0, streamed=tell))
         if not ask.stream:
             return http.Response(200, json=api.body(ask, answer))
-        sent = b"".join(_events(api.Events(ask, answer), drawn, answer))
+        sent = b"".join(_events(api.EventWriter(ask, answer), drawn, answer))
         return http.Response(200, content=sent, headers={"content-type": "text/event-stream"})
 
 
 def _events(events: Any, drawn: list[tuple[ResponseHeader, OutputDelta]], answer: PolicyResponse) -> Iterator[bytes]:
     yield from events.begin()
     for _, delta in drawn:
-        yield from events.drawn(delta)
+        yield from events.add(delta)
     yield from events.end(answer)
 
 

@@ -55,9 +55,9 @@ def say(capture: SessionCapture, form: ChatFormat, prompt: PromptInput, text: st
 def test_the_tokens_that_were_sampled_are_sent_again_as_they_are(form: ChatFormat) -> None:
     capture = SessionCapture(form)
     first = say(capture, form, PromptInput((user("hi"),)), "world")
-    assert first.planned.begun is TurnRelation.START
+    assert first.planned.relation is TurnRelation.START
     second = capture.plan(PromptInput((user("hi"), Message("assistant", "world"), user("world"))))
-    assert (second.begun, second.after) == (TurnRelation.EXTENDS, 0)
+    assert (second.relation, second.after) == (TurnRelation.EXTENDS, 0)
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert second.token_ids != form.encode(second.text), "encoded again they would be others: world is one token"
     assert form.text(second.token_ids) == second.text
@@ -79,7 +79,7 @@ def test_white_space_around_an_answer_and_ids_of_calls_may_change(form: ChatForm
     say(capture, form, PromptInput((user("hi"),), TOOLS), f"well {CALL}")
     told = Message("assistant", "well\n", (ToolCall("weather", {"city": "Oslo"}, "another-id"),))
     planned = capture.plan(PromptInput((user("hi"), told, Message("tool", "sun", call_id="another-id")), TOOLS))
-    assert planned.begun is TurnRelation.EXTENDS
+    assert planned.relation is TurnRelation.EXTENDS
     assert planned.shown == form.encode("<|tool|>sun<|end|><|answer|>")
 
 
@@ -87,7 +87,7 @@ def test_an_answer_that_was_cut_off_is_ended_by_tokens_that_are_shown(form: Chat
     capture = SessionCapture(form)
     turn = say(capture, form, PromptInput((user("hi"),)), "wor", end=False)
     planned = capture.plan(PromptInput((user("hi"), Message("assistant", "wor"), user("go on"))))
-    assert planned.begun is TurnRelation.EXTENDS
+    assert planned.relation is TurnRelation.EXTENDS
     assert planned.shown[0] == form.stop_ids[0]
     assert planned.token_ids == turn.token_ids + planned.shown
 
@@ -105,7 +105,7 @@ def test_what_goes_on_from_nothing_is_a_branch_of_its_own(form: ChatFormat, mess
     capture = SessionCapture(form)
     say(capture, form, PromptInput((user("hi"),)), "world")
     planned = capture.plan(PromptInput(messages))
-    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
+    assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
     assert "no captured turn" in planned.reason
     assert planned.token_ids == planned.shown == form.encode(planned.text)
 
@@ -114,7 +114,7 @@ def test_other_tools_are_another_conversation(form: ChatFormat) -> None:
     capture = SessionCapture(form)
     say(capture, form, PromptInput((user("hi"),)), "world")
     planned = capture.plan(PromptInput((user("hi"), Message("assistant", "world"), user("x")), TOOLS))
-    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
+    assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
     assert "what was shown before" in planned.reason
 
 
@@ -127,13 +127,13 @@ def test_a_template_that_drops_earlier_thoughts_starts_a_branch_and_says_so(dire
     thought = Message("assistant", "<think>hm</think>world")
     say(capture, form, PromptInput((user("hi"),)), thought.content)
     planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
-    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
+    assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
     assert "once more follows" in planned.reason
     always = ChatFormat(directory, template=TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]"))
     capture = SessionCapture(always)
     say(capture, always, PromptInput((user("hi"),)), thought.content)
     planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
-    assert (planned.begun, planned.after) == (TurnRelation.DIVERGED, None)
+    assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
     assert "than it was said" in planned.reason
 
 
@@ -143,7 +143,7 @@ def test_two_that_go_on_from_one_turn_share_its_tokens(form: ChatFormat) -> None
     history = (user("hi"), Message("assistant", "world"))
     left, right = capture.plan(PromptInput((*history, user("a")))), capture.plan(PromptInput((*history, user("b"))))
     kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in (left, right)]
-    assert [t.planned.begun for t in kept] == [TurnRelation.EXTENDS, TurnRelation.FORK]
+    assert [t.planned.relation for t in kept] == [TurnRelation.EXTENDS, TurnRelation.FORK]
     one, other = capture.branches()
     assert (one.shared, other.shared) == (0, len(first.token_ids))
     assert [t.number for t in one.turns] == [0, 1]
@@ -154,19 +154,19 @@ def test_first_turns_under_way_at_once_are_branches(form: ChatFormat) -> None:
     capture = SessionCapture(form)
     plans = [capture.plan(PromptInput((user("hi"),))) for _ in range(2)]
     kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in plans]
-    assert [t.planned.begun for t in kept] == [TurnRelation.START, TurnRelation.DIVERGED]
+    assert [t.planned.relation for t in kept] == [TurnRelation.START, TurnRelation.DIVERGED]
 
 
 def test_bare_text_and_ids_go_on_by_their_beginning(form: ChatFormat) -> None:
     capture = SessionCapture(form)
     first = say(capture, form, PromptInput(text="hi "), "world")
     planned = capture.plan(PromptInput(text="hi world, hello"))
-    assert (planned.begun, planned.after, planned.shown) == (TurnRelation.EXTENDS, 0, form.encode(", hello"))
-    assert capture.plan(PromptInput(text="hi wor")).begun is TurnRelation.DIVERGED
-    assert capture.plan(PromptInput(token_ids=first.token_ids)).begun is TurnRelation.DIVERGED, "ids go on from ids"
+    assert (planned.relation, planned.after, planned.shown) == (TurnRelation.EXTENDS, 0, form.encode(", hello"))
+    assert capture.plan(PromptInput(text="hi wor")).relation is TurnRelation.DIVERGED
+    assert capture.plan(PromptInput(token_ids=first.token_ids)).relation is TurnRelation.DIVERGED, "ids go on from ids"
     ids = say(capture, form, PromptInput(token_ids=(1, 2, 3)), "world")
     planned = capture.plan(PromptInput(token_ids=(*ids.token_ids, 7)))
-    assert (planned.begun, planned.after, planned.shown) == (TurnRelation.EXTENDS, 1, (7,))
+    assert (planned.relation, planned.after, planned.shown) == (TurnRelation.EXTENDS, 1, (7,))
 
 
 def test_a_tokenizer_without_template_shows_contents(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_tokenizer_without_template_shows_contents(tmp_path: Path) -> None:
     done = Completion((*form.encode("You"), *form.stop_ids), (0.0, 0.0), (VersionSpan(0, 0, 2),), FinishReason.STOP)
     turn = capture.keep(planned, done, Message("assistant", "You"))
     onwards = capture.plan(PromptInput((user(lake), Message("assistant", "You"), user("are on"))))
-    assert onwards.begun is TurnRelation.EXTENDS
+    assert onwards.relation is TurnRelation.EXTENDS
     assert onwards.token_ids == turn.token_ids + form.encode("are on")
 
 

@@ -410,7 +410,7 @@ def test_an_answer_that_was_cached_twice_was_not_cached_more_than_it_is(form: Ch
     ids = form.encode("hi")
     twice = Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), FinishReason.STOP, 200, 150)
     answer = PolicyResponse((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
-    assert anthropic.body(Ask_(PromptInput()), answer)["usage"]["input_tokens"] == 0
+    assert anthropic.response_body(Ask_(PromptInput()), answer)["usage"]["input_tokens"] == 0
     assert openai_chat.usage(answer)["prompt_tokens_details"]["cached_tokens"] == 100
 
 

@@ -117,7 +117,7 @@ def test_what_was_streamed_is_how_the_answer_begins(
     answer, deltas = answered(form, ask, Telling(completion, sizes), streamed=True)
     assert answer.completion == plain.completion, "captured is the same"
     assert (answer.message, answer.finish) == (plain.message, plain.finish)
-    said = [one for d in deltas for one in d.said] + list(answer.rest)
+    said = [one for d in deltas for one in d.events] + list(answer.rest)
     assert _unnamed(merge_events(said)) == _unnamed(plain.parts) == _unnamed(answer.parts)
     shown = sum((d.token_ids for d in deltas), ()), sum((d.logprobs for d in deltas), ())
     assert shown == (plain.completion.token_ids[: answer.shown], plain.completion.logprobs[: answer.shown])

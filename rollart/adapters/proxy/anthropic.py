@@ -23,7 +23,7 @@ from rollart.adapters.proxy.messages import (
 from rollart.adapters.proxy.sse import encode_event, split_events
 from rollart.adapters.proxy.unfolding import OutputDelta
 
-__all__ = ["Events", "ask", "body", "error", "failed", "prompt_of"]
+__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event", "prompt_of"]
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -37,7 +37,7 @@ ERROR_TYPES = {
 """Anthropic's error type by HTTP status; other statuses are "api_error"."""
 
 
-def ask(body: Mapping[str, Any]) -> CompletionRequest:
+def parse_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. BadRequest for options that are not supported."""
     choice = body.get("tool_choice")
     wish = choice.get("type") if isinstance(choice, Mapping) else None
@@ -68,7 +68,7 @@ def prompt_of(body: Mapping[str, Any]) -> PromptInput:
     return PromptInput(require_messages(messages, field="messages"), tools)
 
 
-def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
+def response_body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     blocks = [
         {"type": "text", "text": part}
         if isinstance(part, str)
@@ -78,8 +78,8 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     return {**_head(answer), "content": blocks, "stop_reason": STOP_REASONS[answer.finish], "usage": _usage(answer)}
 
 
-class Events:
-    """Renders one streamed response: `begin`, `drawn` per delta, `end`. Cached prompt tokens are known, and reported,
+class AnthropicEventWriter:
+    """Renders one streamed response: `begin`, `add` per delta, `end`. Cached prompt tokens are known, and reported,
     only at the end."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
@@ -98,14 +98,14 @@ class Events:
         message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
         yield _send("message_start", message=message)
 
-    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
-        for one in delta.said:
-            yield from self._one(one)
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
+        for one in delta.events:
+            yield from self._event(one)
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         for one in split_events(answer.rest):
-            yield from self._one(one)
-        yield from self._closed()
+            yield from self._event(one)
+        yield from self._close_block()
         yield _send(
             "message_delta",
             delta={"stop_reason": STOP_REASONS[answer.finish], "stop_sequence": None},
@@ -113,26 +113,26 @@ class Events:
         )
         yield _send("message_stop")
 
-    def _one(self, one: OutputEvent) -> Iterator[bytes]:
+    def _event(self, one: OutputEvent) -> Iterator[bytes]:
         if isinstance(one, TextDelta):
             if self._open != "text":
-                yield from self._opened({"type": "text", "text": ""})
+                yield from self._open_block({"type": "text", "text": ""})
             yield self._delta(type="text_delta", text=one.text)
         elif isinstance(one, ToolCallStart):
             id = self._head.call_id(one.index)
-            yield from self._opened({"type": "tool_use", "id": id, "name": one.name, "input": {}})
+            yield from self._open_block({"type": "tool_use", "id": id, "name": one.name, "input": {}})
         elif isinstance(one, ArgumentsDelta):
             yield self._delta(type="input_json_delta", partial_json=one.text)
         else:
-            yield from self._closed()
+            yield from self._close_block()
 
-    def _opened(self, block: Mapping[str, Any]) -> Iterator[bytes]:
-        yield from self._closed()
+    def _open_block(self, block: Mapping[str, Any]) -> Iterator[bytes]:
+        yield from self._close_block()
         self._open = block["type"]
         self._blocks += 1
         yield _send("content_block_start", index=self._blocks - 1, content_block=block)
 
-    def _closed(self) -> Iterator[bytes]:
+    def _close_block(self) -> Iterator[bytes]:
         if self._open:
             self._open = ""
             yield _send("content_block_stop", index=self._blocks - 1)
@@ -141,13 +141,17 @@ class Events:
         return _send("content_block_delta", index=self._blocks - 1, delta=delta)
 
 
-def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+EventWriter = AnthropicEventWriter
+"""The API's event writer, by the name that all API modules share."""
+
+
+def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
 
 
-def failed(message: str, status: int) -> bytes:
+def error_event(message: str, status: int) -> bytes:
     """The event for an error after the stream has begun."""
-    return encode_event(error(message, status), "error")
+    return encode_event(error_body(message, status), "error")
 
 
 def _send(kind: str, **fields: Any) -> bytes:
@@ -186,8 +190,8 @@ def _messages(given: Mapping[str, Any]) -> list[Message]:
             results.append(Message("tool", shown, call_id=str(block.get("tool_use_id") or "")))
         else:
             texts.append(fields.plain_text([block], "messages"))
-    said = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
-    return [*results, *said]
+    spoken = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
+    return [*results, *spoken]
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

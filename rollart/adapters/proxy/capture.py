@@ -48,7 +48,7 @@ class PlannedTurn:
     shown: tuple[int, ...]
     text: str
     after: int | None
-    begun: TurnRelation
+    relation: TurnRelation
     reason: str = ""
 
 
@@ -108,12 +108,12 @@ class SessionCapture:
         """The tokens to send to the policy. BadRequest if the template refuses the messages."""
         if prompt.chat:
             return self._plan_chat(prompt)
-        return self._plan_bare(prompt)
+        return self._plan_plain(prompt)
 
     def keep(self, planned: PlannedTurn, completion: Completion, answer: Message) -> CapturedTurn:
         """Add the response as a turn; `answer` is the message sent to the harness. Turns that were added since `plan`
         are taken into account."""
-        planned = self._settled(planned)
+        planned = self._resolved(planned)
         before = None if planned.after is None else self.turns[planned.after]
         depth = 0 if before is None else before.depth + 1
         kind = SegmentKind.PROMPT if before is None else SegmentKind.OBSERVATION
@@ -178,9 +178,11 @@ class SessionCapture:
         for turn in self._known(prompt.messages):
             delta = self._delta(turn, prompt, text)
             if delta.text is not None:
-                return self._onwards(turn, prompt, self._form.encode(delta.text), text, reason)
+                return self._continuation(turn, prompt, self._form.encode(delta.text), text, reason)
             reason = reason or delta.reason
-        return self._anew(prompt, self._form.encode(text), text, reason or "no captured turn holds its first messages")
+        return self._new_branch(
+            prompt, self._form.encode(text), text, reason or "no captured turn holds its first messages"
+        )
 
     def _known(self, messages: Sequence[Message]) -> list[CapturedTurn]:
         """Turns whose conversation is a prefix of this one, longest first; among equals, latest first."""
@@ -197,55 +199,57 @@ class SessionCapture:
             return _Continuation(None, "the template writes what was shown before in another way now")
         if not text.startswith(before):
             return _Continuation(None, "the template writes earlier answers in another way once more follows")
-        said, closing = self._parted(turn, before[len(turn.planned.text) :])
-        content, calls = self._form.parse(said) if prompt.tools else (said, ())
+        sampled_text, closing = self._split_answer(turn, before[len(turn.planned.text) :])
+        content, calls = self._form.parse(sampled_text) if prompt.tools else (sampled_text, ())
         if (content.strip(), calls) != (turn.answer.content.strip(), turn.answer.calls):
             return _Continuation(None, "the template writes the answer in another way than it was said")
         return _Continuation(closing + text[len(before) :], "")
 
-    def _parted(self, turn: CapturedTurn, written: str) -> tuple[str, str]:
+    def _split_answer(self, turn: CapturedTurn, written: str) -> tuple[str, str]:
         """Split a rendered response into the sampled text and the text that the template appends to it. An appended
         stop token that was not sampled belongs to the second part."""
         stops = [self._form.stops[turn.token_ids[-1]]] if turn.stopped else list(self._form.stops.values())
         at, stop = max(((written.rfind(stop), stop) for stop in stops), default=(-1, ""))
         if at < 0:
-            said = written.rstrip()
-            return said, written[len(said) :]
+            sampled_text = written.rstrip()
+            return sampled_text, written[len(sampled_text) :]
         return written[:at], written[at + len(stop) :] if turn.stopped else written[at:]
 
-    def _plan_bare(self, prompt: PromptInput) -> PlannedTurn:
+    def _plan_plain(self, prompt: PromptInput) -> PlannedTurn:
         """Plan a text or token-id prompt: continue the longest turn that is its exact prefix."""
         ids, text = prompt.token_ids, prompt.text or ""
         best: CapturedTurn | None = None
         for turn in self.turns:
             if turn.planned.prompt.chat or (ids is None) != (turn.planned.prompt.token_ids is None):
                 continue
-            goes_on = text.startswith(self._bare(turn)) if ids is None else ids[: len(turn.token_ids)] == turn.token_ids
+            goes_on = (
+                text.startswith(self._plain_text(turn)) if ids is None else ids[: len(turn.token_ids)] == turn.token_ids
+            )
             if goes_on and (best is None or len(turn.token_ids) >= len(best.token_ids)):
                 best = turn
         if best is not None:
-            rest = self._form.encode(text[len(self._bare(best)) :]) if ids is None else ids[len(best.token_ids) :]
-            return self._onwards(best, prompt, rest, text, "")
+            rest = self._form.encode(text[len(self._plain_text(best)) :]) if ids is None else ids[len(best.token_ids) :]
+            return self._continuation(best, prompt, rest, text, "")
         whole = self._form.encode(text) if ids is None else ids
-        return self._anew(prompt, whole, text, "no captured turn is its beginning")
+        return self._new_branch(prompt, whole, text, "no captured turn is its beginning")
 
-    def _bare(self, turn: CapturedTurn) -> str:
+    def _plain_text(self, turn: CapturedTurn) -> str:
         return turn.planned.text + turn.answer.content
 
-    def _settled(self, planned: PlannedTurn) -> PlannedTurn:
+    def _resolved(self, planned: PlannedTurn) -> PlannedTurn:
         if planned.after is not None and any(t.planned.after == planned.after for t in self.turns):
-            return replace(planned, begun=TurnRelation.FORK)
-        if planned.begun is TurnRelation.START and self.turns:
-            return replace(planned, begun=TurnRelation.DIVERGED, reason="another first turn was under way")
+            return replace(planned, relation=TurnRelation.FORK)
+        if planned.relation is TurnRelation.START and self.turns:
+            return replace(planned, relation=TurnRelation.DIVERGED, reason="another first turn was under way")
         return planned
 
-    def _onwards(
+    def _continuation(
         self, turn: CapturedTurn, prompt: PromptInput, shown: tuple[int, ...], text: str, reason: str
     ) -> PlannedTurn:
         """A continuation of `turn`. `keep` decides later whether it forks."""
         return PlannedTurn(prompt, turn.token_ids + shown, shown, text, turn.number, TurnRelation.EXTENDS, reason)
 
-    def _anew(self, prompt: PromptInput, ids: tuple[int, ...], text: str, reason: str) -> PlannedTurn:
+    def _new_branch(self, prompt: PromptInput, ids: tuple[int, ...], text: str, reason: str) -> PlannedTurn:
         if not self.turns:
             return PlannedTurn(prompt, ids, ids, text, None, TurnRelation.START)
         return PlannedTurn(prompt, ids, ids, text, None, TurnRelation.DIVERGED, reason)

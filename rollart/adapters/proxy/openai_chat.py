@@ -23,10 +23,10 @@ from rollart.adapters.proxy.messages import (
 from rollart.adapters.proxy.sse import encode_event, split_events
 from rollart.adapters.proxy.unfolding import OutputDelta
 
-__all__ = ["Events", "ask", "body", "error", "failed", "usage"]
+__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event", "usage"]
 
 
-def ask(body: Mapping[str, Any]) -> CompletionRequest:
+def parse_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"n": 1})
     choice = body.get("tool_choice")
@@ -52,7 +52,7 @@ def ask(body: Mapping[str, Any]) -> CompletionRequest:
     )
 
 
-def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
+def response_body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     """The body of a response that is not streamed. `return_token_ids` adds the ids in vLLM's format."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls:
@@ -70,8 +70,8 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     return whole
 
 
-class Events:
-    """Renders one streamed response: `begin`, `drawn` per delta, `end`. Log-probabilities and ids are sent with the
+class ChatEventWriter:
+    """Renders one streamed response: `begin`, `add` per delta, `end`. Log-probabilities and ids are sent with the
     text of their tokens. Empty content is never sent: in a response with calls it would read as missing content."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
@@ -80,8 +80,8 @@ class Events:
     def begin(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant"}, shown=self._ask.ids)
 
-    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
-        yield from self._all(delta.said, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
+        yield from self._all(delta.events, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         n, c = answer.shown, answer.completion
@@ -94,8 +94,8 @@ class Events:
             yield encode_event({**head, "choices": [], "usage": usage(answer)})
         yield encode_event("[DONE]")
 
-    def _all(self, said: Iterable[OutputEvent], drawn: Mapping[str, Any]) -> Iterator[bytes]:
-        for delta in filter(None, map(self._delta, said)):
+    def _all(self, events: Iterable[OutputEvent], drawn: Mapping[str, Any]) -> Iterator[bytes]:
+        for delta in filter(None, map(self._delta, events)):
             yield self._chunk(delta, choice=drawn)
             drawn = {}
 
@@ -129,22 +129,26 @@ class Events:
         return found | ({"token_ids": list(ids)} if self._ask.ids else {})
 
 
-def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+EventWriter = ChatEventWriter
+"""The API's event writer, by the name that all API modules share."""
+
+
+def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def failed(message: str, status: int) -> bytes:
+def error_event(message: str, status: int) -> bytes:
     """The event for an error after the stream has begun."""
-    return encode_event(error(message, status))
+    return encode_event(error_body(message, status))
 
 
 def usage(answer: PolicyResponse) -> dict[str, Any]:
-    shown, said = len(answer.prompt_ids), len(answer.completion.token_ids)
+    prompt, sampled = len(answer.prompt_ids), len(answer.completion.token_ids)
     return {
-        "prompt_tokens": shown,
-        "completion_tokens": said,
-        "total_tokens": shown + said,
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": answer.cached},
     }
 

@@ -14,17 +14,17 @@ from rollart.adapters.proxy.messages import (
     ResponseHeader,
     TextDelta,
 )
-from rollart.adapters.proxy.openai_chat import error, failed, usage
+from rollart.adapters.proxy.openai_chat import error_body, error_event, usage
 from rollart.adapters.proxy.sse import encode_event, split_events
 from rollart.adapters.proxy.unfolding import OutputDelta
 
-__all__ = ["Events", "ask", "body", "error", "failed"]
+__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event"]
 
 MAX_TOKENS = 16
 """The API's default."""
 
 
-def ask(body: Mapping[str, Any]) -> CompletionRequest:
+def parse_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"n": 1, "best_of": 1, "echo": False, "suffix": ""})
     options = body.get("stream_options") or {}
@@ -44,7 +44,7 @@ def ask(body: Mapping[str, Any]) -> CompletionRequest:
     )
 
 
-def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
+def response_body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     choice = _choice(answer.message.content, answer.finish)
     if ask.logprobs:
         choice["logprobs"] = _logprobs(answer.tokens, answer.completion.logprobs)
@@ -54,8 +54,8 @@ def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     return {**_head(answer), "choices": [choice], "usage": usage(answer)}
 
 
-class Events:
-    """Renders one streamed response: `begin`, `drawn` per delta, `end`."""
+class CompletionEventWriter:
+    """Renders one streamed response: `begin`, `add` per delta, `end`."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
@@ -63,7 +63,7 @@ class Events:
     def begin(self) -> Iterator[bytes]:
         return iter(())
 
-    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
         yield self._chunk(delta.text, None, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
@@ -84,6 +84,10 @@ class Events:
     def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = {"logprobs": _logprobs(tokens, logprobs)} if self._ask.logprobs else {}
         return found | ({"token_ids": list(ids)} if self._ask.ids else {})
+
+
+EventWriter = CompletionEventWriter
+"""The API's event writer, by the name that all API modules share."""
 
 
 def _head(head: ResponseHeader) -> dict[str, Any]:

@@ -22,17 +22,17 @@ from rollart.adapters.proxy.messages import (
     ToolCallStart,
     require_messages,
 )
-from rollart.adapters.proxy.openai_chat import error
+from rollart.adapters.proxy.openai_chat import error_body
 from rollart.adapters.proxy.sse import encode_event, split_events
 from rollart.adapters.proxy.unfolding import OutputDelta
 
-__all__ = ["Events", "ask", "body", "error", "failed"]
+__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event"]
 
 PreviousConversation = Callable[[str], Sequence[Message] | None]
 """Maps a response's id to its conversation, the response included, without system messages."""
 
 
-def ask(body: Mapping[str, Any], previous: PreviousConversation) -> CompletionRequest:
+def parse_request(body: Mapping[str, Any], previous: PreviousConversation) -> CompletionRequest:
     """Parse a request body. BadRequest for options that are not supported."""
     fields.unsupported(body, {"background": False, "conversation": None})
     messages: list[Message] = []
@@ -63,12 +63,12 @@ def ask(body: Mapping[str, Any], previous: PreviousConversation) -> CompletionRe
     )
 
 
-def body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
+def response_body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
     return _response(ask, answer, _items(answer), _status(answer))
 
 
-class Events:
-    """Renders one streamed response: `begin`, `drawn` per delta, `end`."""
+class ResponsesEventWriter:
+    """Renders one streamed response: `begin`, `add` per delta, `end`."""
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
         self._ask, self._head = ask, head
@@ -80,26 +80,26 @@ class Events:
         for kind in ("response.created", "response.in_progress"):
             yield self._send(kind, response=_response(self._ask, self._head, [], "in_progress"))
 
-    def drawn(self, delta: OutputDelta) -> Iterator[bytes]:
-        for one in delta.said:
-            yield from self._one(one)
+    def add(self, delta: OutputDelta) -> Iterator[bytes]:
+        for one in delta.events:
+            yield from self._event(one)
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         for one in split_events(answer.rest) if answer.parts else (TextDelta(""),):
-            yield from self._one(one)
-        yield from self._closed(_status(answer))
+            yield from self._event(one)
+        yield from self._close_message(_status(answer))
         done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
-        yield self._send(done, response=body(self._ask, answer))
+        yield self._send(done, response=response_body(self._ask, answer))
 
-    def _one(self, one: OutputEvent) -> Iterator[bytes]:
+    def _event(self, one: OutputEvent) -> Iterator[bytes]:
         if isinstance(one, TextDelta):
             if self._text is None:
-                yield from self._opened()
+                yield from self._open_message()
             self._text = (self._text or "") + one.text
             if one.text:
                 yield self._send("response.output_text.delta", **self._part(), delta=one.text, logprobs=[])
         elif isinstance(one, ToolCallStart):
-            yield from self._closed("completed")
+            yield from self._close_message("completed")
             item = _call_item(ToolCall(one.name, {}, self._head.call_id(one.index)), "in_progress")
             self._items += 1
             yield self._send("response.output_item.added", **self._at(), item=item)
@@ -107,22 +107,22 @@ class Events:
             id = f"fc-{self._head.call_id(one.index)}"
             yield self._send("response.function_call_arguments.delta", **self._at(), item_id=id, delta=one.text)
         else:
-            yield from self._called(one)
+            yield from self._end_call(one)
 
-    def _called(self, one: ToolCallEnd) -> Iterator[bytes]:
+    def _end_call(self, one: ToolCallEnd) -> Iterator[bytes]:
         item = _call_item(replace(one.call, id=self._head.call_id(one.index)))
-        said = {"arguments": item["arguments"], "name": item["name"]}
-        yield self._send("response.function_call_arguments.done", **self._at(), item_id=item["id"], **said)
+        call = {"arguments": item["arguments"], "name": item["name"]}
+        yield self._send("response.function_call_arguments.done", **self._at(), item_id=item["id"], **call)
         yield self._send("response.output_item.done", **self._at(), item=item)
 
-    def _opened(self) -> Iterator[bytes]:
+    def _open_message(self) -> Iterator[bytes]:
         """Open a message item."""
         self._items += 1
         item = {**_message_item(self._head, self._items - 1), "status": "in_progress", "content": []}
         yield self._send("response.output_item.added", **self._at(), item=item)
         yield self._send("response.content_part.added", **self._part(), part=_part(""))
 
-    def _closed(self, status: str) -> Iterator[bytes]:
+    def _close_message(self, status: str) -> Iterator[bytes]:
         if self._text is not None:
             text, self._text = self._text, None
             yield self._send("response.output_text.done", **self._part(), text=text, logprobs=[])
@@ -142,7 +142,11 @@ class Events:
         return encode_event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
 
-def failed(message: str, status: int) -> bytes:
+EventWriter = ResponsesEventWriter
+"""The API's event writer, by the name that all API modules share."""
+
+
+def error_event(message: str, status: int) -> bytes:
     """The event for an error after the stream has begun."""
     return encode_event(
         {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 0}, "error"
@@ -186,13 +190,13 @@ def _response(
         "metadata": {},
     }
     if isinstance(head, PolicyResponse):
-        shown, said = len(head.prompt_ids), len(head.completion.token_ids)
+        prompt, sampled = len(head.prompt_ids), len(head.completion.token_ids)
         whole["usage"] = {
-            "input_tokens": shown,
+            "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": head.cached, "cache_write_tokens": 0},
-            "output_tokens": said,
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": shown + said,
+            "total_tokens": prompt + sampled,
         }
     return whole
 

@@ -96,7 +96,7 @@ def session_body(session: ProxySession) -> dict[str, Any]:
             {
                 "turn": t.number,
                 "after": t.planned.after,
-                "begun": t.planned.begun.value,
+                "begun": t.planned.relation.value,
                 "reason": t.planned.reason,
                 "answer": t.answer.for_template(),
             }
@@ -148,7 +148,7 @@ def _turn_body(turn: CapturedTurn) -> dict[str, Any]:
     return {
         "turn": turn.number,
         "after": turn.planned.after,
-        "begun": turn.planned.begun.value,
+        "begun": turn.planned.relation.value,
         "reason": turn.planned.reason,
         "segments": [segment_body(s) for s in turn.segments],
         "answer": turn.answer.for_template(),

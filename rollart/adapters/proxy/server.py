@@ -127,7 +127,7 @@ class Proxy:
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
-            return _json(api.body(ask, answer), headers={**headers, **response_headers(answer)})
+            return _json(api.response_body(ask, answer), headers={**headers, **response_headers(answer)})
         return await StreamedResponse(request, api, ask, {**headers, SESSION_HEADER: session.name}).send(
             lambda sink: session.answer(ask, created=created, streamed=sink)
         )
@@ -135,9 +135,9 @@ class Proxy:
     def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> CompletionRequest:
         ask: CompletionRequest
         if api is openai_responses:
-            ask = openai_responses.ask(body, lambda id: _previous_conversation(session, id))
+            ask = openai_responses.parse_request(body, lambda id: _previous_conversation(session, id))
         else:
-            ask = api.ask(body)
+            ask = api.parse_request(body)
         return ask
 
     async def _count(self, request: web.Request) -> web.Response:
@@ -252,19 +252,19 @@ class Proxy:
         if self._token and request.path != "/health":
             given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
-                return _json(api.error("the API key is not this proxy's", 401), status=401)
+                return _json(api.error_body("the API key is not this proxy's", 401), status=401)
         try:
             return await handler(request)
         except BadRequest as error:
-            shape = api.error(str(error), error.status, field=error.field, code=error.code)
+            shape = api.error_body(str(error), error.status, field=error.field, code=error.code)
             headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
             return _json(shape, status=error.status, headers=headers)
         except RollartError as error:
             return _error_response(api, error)
         except web.HTTPNotFound:
-            return _json(api.error(f"nothing is at {request.url}: {_base_urls_text(request)}", 404), status=404)
+            return _json(api.error_body(f"nothing is at {request.url}: {_base_urls_text(request)}", 404), status=404)
         except web.HTTPException as error:
-            return _json(api.error(error.reason, error.status), status=error.status)
+            return _json(api.error_body(error.reason, error.status), status=error.status)
 
 
 def _base_urls_text(request: web.Request) -> str:
@@ -281,7 +281,7 @@ def _error_response(api: ModuleType, error: RollartError) -> web.Response:
     retryable = getattr(error, "retryable", None)
     status = 500 if retryable is None else 503 if retryable else 400
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-    return _json(api.error(str(error), status), status=status, headers=headers)
+    return _json(api.error_body(str(error), status), status=status, headers=headers)
 
 
 def _previous_conversation(session: ProxySession, id: str) -> Any:

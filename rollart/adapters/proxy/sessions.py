@@ -111,10 +111,10 @@ class ProxySession:
             )
         head = ResponseHeader(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
-        unfolding = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
+        decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
 
         def on_piece(piece: CompletionChunk) -> None:
-            delta = unfolding.push(piece)
+            delta = decoder.push(piece)
             if delta is not None and streamed is not None:
                 streamed(head, delta)
 
@@ -131,7 +131,7 @@ class ProxySession:
             self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._captured(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), unfolding)
+        return self._captured(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), decoder)
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
         """The tokens to send to the policy. BadRequest if the messages cannot be rendered."""
@@ -175,15 +175,15 @@ class ProxySession:
         head: ResponseHeader,
         planned: PlannedTurn,
         completion: Completion,
-        unfolding: IncrementalDecoder,
+        decoder: IncrementalDecoder,
     ) -> PolicyResponse:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
-        given = unfolding.text[: unfolding.given]
-        if not text.startswith(given):  # some decoders change earlier text as more tokens follow: it is already sent
-            text = given + text[len(given) :]
-        parts, rest = _with_call_ids(head, *unfolding.finish(text))
+        emitted = decoder.text[: decoder.emitted]
+        if not text.startswith(emitted):  # some decoders change earlier text as more tokens follow: it is already sent
+            text = emitted + text[len(emitted) :]
+        parts, rest = _with_call_ids(head, *decoder.finish(text))
         content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
         calls = tuple(p for p in parts if isinstance(p, ToolCall))
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
@@ -207,7 +207,7 @@ class ProxySession:
             turn.number,
             parts,
             rest,
-            min(unfolding.shown, len(ids)),
+            min(decoder.shown, len(ids)),
         )
         if not all(c.whole for c in calls):
             self._truncated.update(dict.fromkeys((c.id for c in calls), answer))

@@ -23,9 +23,9 @@ def encode_event(data: Mapping[str, object] | str, name: str = "") -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-def split_events(said: Iterable[OutputEvent]) -> Iterator[OutputEvent]:
+def split_events(events: Iterable[OutputEvent]) -> Iterator[OutputEvent]:
     """The same events, with texts and arguments split into pieces."""
-    for one in said:
+    for one in events:
         if isinstance(one, TextDelta | ArgumentsDelta):
             for start in range(0, len(one.text), CHUNK_CHARACTERS):
                 yield replace(one, text=one.text[start : start + CHUNK_CHARACTERS])

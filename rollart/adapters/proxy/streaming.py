@@ -39,7 +39,7 @@ class StreamedResponse:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
         )
         self._deltas: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
-        self._events: Any = None
+        self._writer: Any = None
 
     async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
         """Stream a generation. BadRequest or RollartError for a failure before the first byte; a later failure is sent
@@ -80,20 +80,20 @@ class StreamedResponse:
             head, delta = item
             for chunk in self._begin_events(head):
                 await self._write(chunk)
-            for chunk in self._events.drawn(delta):
+            for chunk in self._writer.add(delta):
                 await self._write(chunk)
 
     def _ending(self, answer: PolicyResponse | None, failed: Exception | None) -> Iterator[bytes]:
         if answer is None:
-            yield self._api.failed(str(failed), 503)
+            yield self._api.error_event(str(failed), 503)
         else:
             yield from self._begin_events(answer)
-            yield from self._events.end(answer)
+            yield from self._writer.end(answer)
 
     def _begin_events(self, head: ResponseHeader) -> Iterator[bytes]:
-        if self._events is None:
-            self._events = self._api.Events(self._ask, head)
-            yield from self._events.begin()
+        if self._writer is None:
+            self._writer = self._api.EventWriter(self._ask, head)
+            yield from self._writer.begin()
 
     async def _write(self, chunk: bytes) -> None:
         if not self._answer.prepared:

@@ -23,7 +23,7 @@ MAX_CHARACTER_TOKENS = 64
 class OutputDelta:
     """The next output events, and the tokens that became final with them."""
 
-    said: tuple[OutputEvent, ...]
+    events: tuple[OutputEvent, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tokens: tuple[str, ...]
@@ -31,12 +31,12 @@ class OutputDelta:
 
     @property
     def text(self) -> str:
-        return "".join(one.text for one in self.said if isinstance(one, TextDelta))
+        return "".join(one.text for one in self.events if isinstance(one, TextDelta))
 
 
 class IncrementalDecoder:
-    """Decodes one response: `push` its tokens, then `finish` it. Invariant: whatever tokens follow, `text[: given]` is
-    a prefix of the response's text, and the emitted events represent exactly that prefix.
+    """Decodes one response: `push` its tokens, then `finish` it. Invariant: whatever tokens follow, `text[: emitted]`
+    is a prefix of the response's text, and the emitted events represent exactly that prefix.
 
     Incomplete characters, a possible start of a stop text or tool call, and the final stop token are held back;
     `finish` emits the rest."""
@@ -44,7 +44,7 @@ class IncrementalDecoder:
     def __init__(self, form: ChatFormat, *, stops: Sequence[str], tools: bool) -> None:
         self._form, self._stops = form, [s for s in stops if s]
         self._reader = ToolCallParser(form.spelling if tools else "none")
-        self._said: list[OutputEvent] = []
+        self._events: list[OutputEvent] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._edges: list[tuple[int, int]] = []
@@ -53,40 +53,40 @@ class IncrementalDecoder:
         self._window = (0, 0)
         """The range of tokens decoded last. The next tokens are decoded together with them, since a token's text may
         depend on its predecessors."""
-        self._over = False
+        self._ended = False
         self.text = ""
-        self.given = self.shown = 0
+        self.emitted = self.shown = 0
 
     def push(self, piece: CompletionChunk) -> OutputDelta | None:
         """The output that can be emitted now; None if there is none."""
         for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
-            if not self._over:
+            if not self._ended:
                 self._read(token, logprob)
         limit = self._certain()
         ready = max((characters for characters, _ in self._edges if characters <= limit), default=0)
-        if ready <= self.given:
+        if ready <= self.emitted:
             return None
-        said = tuple(self._reader.feed(self.text[self.given : ready]))
-        self.given = ready
-        if not said:
+        events = tuple(self._reader.feed(self.text[self.emitted : ready]))
+        self.emitted = ready
+        if not events:
             return None
-        self._said += said
+        self._events += events
         settled = [tokens for characters, tokens in self._edges if characters <= self._reader.settled]
         self._edges = self._edges[len(settled) :]
         at = slice(self.shown, max(settled, default=self.shown))
         self.shown = at.stop
         ids = tuple(self._ids[at])
-        return OutputDelta(said, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
+        return OutputDelta(events, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
 
     def finish(self, text: str) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
         """All parts of the response with this final text, and the events not emitted yet. Some decoders change earlier
         text as more tokens follow; emitted text stays as it is."""
-        rest = (*self._reader.feed(text[self.given :]), *self._reader.end())
-        return merge_events((*self._said, *rest)), rest
+        rest = (*self._reader.feed(text[self.emitted :]), *self._reader.end())
+        return merge_events((*self._events, *rest)), rest
 
     def _read(self, token: int, logprob: float) -> None:
         if token in self._form.stops:
-            self._over = True
+            self._ended = True
             return
         self._ids.append(token)
         self._logprobs.append(logprob)
@@ -95,7 +95,7 @@ class IncrementalDecoder:
         if now.endswith(REPLACEMENT_CHARACTER) and len(self._ids) - end < MAX_CHARACTER_TOKENS:
             return
         if now.endswith(REPLACEMENT_CHARACTER) or not now.startswith(before):
-            self._over = True
+            self._ended = True
             return
         self.text += now[len(before) :]
         self._window = end, len(self._ids)
@@ -103,10 +103,10 @@ class IncrementalDecoder:
 
     def _certain(self) -> int:
         """Number of leading characters that are content whatever follows."""
-        found = [at for at in (self.text.find(stop, self.given) for stop in self._stops) if at >= 0]
+        found = [at for at in (self.text.find(stop, self.emitted) for stop in self._stops) if at >= 0]
         if found:
-            self._over = True
+            self._ended = True
         limit = min(found, default=len(self.text))
         for stop in self._stops:
-            limit = min(limit, len(self.text) - partial_match_length(self.text[self.given :], stop))
+            limit = min(limit, len(self.text) - partial_match_length(self.text[self.emitted :], stop))
         return limit
