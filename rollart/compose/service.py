@@ -22,9 +22,9 @@ async def serve_service(*, host: str, port: int, token: str, data: Path | None =
     the address or the directory is taken."""
     store = None if data is None else ServiceStore(data)
     try:
-        desk = None if store is None else ServiceState.recovered(store)
+        state = None if store is None else ServiceState.recovered(store)
         uploads = None if data is None else WeightUploads(data / "weights")
-        app = ServiceServer(token=token, desk=desk, store=store, uploads=uploads).app()
+        app = ServiceServer(token=token, state=state, store=store, uploads=uploads).app()
         async with serve_app(app, host=host, port=port) as url:
             yield url
     finally:

@@ -56,7 +56,7 @@ def saved(path: Path) -> str:
 def test_a_batch_goes_out_whole_and_its_version_comes_back(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path / "weights")
-        desk = bridge.desk
+        desk = bridge.state
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(bridge.publish({"version": 0}))
             await asyncio.sleep(1.0)
@@ -65,7 +65,7 @@ def test_a_batch_goes_out_whole_and_its_version_comes_back(tmp_path: Path) -> No
         assert first.result() == {"version": 0, "path": str(tmp_path / "weights" / "v000000"), "bytes": 7}
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(bridge.train(batch(0)))
-            lease, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 60.0, lease_s=60.0, key="k")
+            lease, (rows,) = await desk.lease_rows(ExperienceRequest(TASK, 1), 60.0, lease_s=60.0, key="k")
             assert [(r.values["group"], r.values["score"], r.values["batch"], r.version) for r in rows] == [
                 (0, 0.0, 1, 0),
                 (0, 1.0, 1, 0),
@@ -90,15 +90,15 @@ def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)
         await bridge.restore({"version": 4, "path": "/v4"})
-        assert await bridge.desk.weights(-1, 0.0) == (4, "/v4")
+        assert await bridge.state.weights(-1, 0.0) == (4, "/v4")
         for _ in range(2):  # the second time after a restore
             training = asyncio.ensure_future(bridge.train(batch(4)))
-            _, (rows,) = await bridge.desk.lend(ExperienceRequest(TASK, 1), 60.0, lease_s=600.0, key="after-4")
+            _, (rows,) = await bridge.state.lease_rows(ExperienceRequest(TASK, 1), 60.0, lease_s=600.0, key="after-4")
             assert len(rows) == 4
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
             await bridge.restore({"version": 4, "path": "/v4"})
-            assert bridge.desk.status()["rows"] == 0
+            assert bridge.state.status()["rows"] == 0
 
     virtual(main)
 
@@ -106,7 +106,7 @@ def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
 def test_a_version_may_be_saved_where_the_run_will_have_it(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)
-        await bridge.desk.notify(0, saved(tmp_path / "v000000"))
+        await bridge.state.notify(0, saved(tmp_path / "v000000"))
         for _ in range(2):  # the second time as after an answer that was lost
             assert (await bridge.publish({"version": 0}))["bytes"] == 7
             assert (tmp_path / "v000000" / "COMPLETE").is_file()
@@ -118,8 +118,8 @@ def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)
         with pytest.raises(RequestRefused, match="v3 is not due: no batch is on offer"):
-            await bridge.desk.notify(3, "/nowhere")
-        await bridge.desk.notify(0, "/nowhere")
+            await bridge.state.notify(3, "/nowhere")
+        await bridge.state.notify(0, "/nowhere")
         with pytest.raises(TrainerError, match="announced /nowhere for v0"):
             await bridge.publish({"version": 0})
         with pytest.raises(TrainerRefused, match="does no imitate"):
@@ -144,7 +144,7 @@ def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.
 
     async def main() -> None:
         bridge = Bridge(tmp_path / "weights")
-        await bridge.desk.notify(0, saved(tmp_path / "outside"))
+        await bridge.state.notify(0, saved(tmp_path / "outside"))
         first = asyncio.create_task(bridge.publish({"version": 0}))
         await asyncio.to_thread(here.wait, 60)
         first.cancel()
@@ -182,7 +182,7 @@ def test_a_version_is_taken_from_whoever_was_given_the_batch(tmp_path: Path) -> 
 
     async def main() -> None:
         bridge = Bridge(tmp_path)
-        desk = bridge.desk
+        desk = bridge.state
         await bridge.restore({"version": 4, "path": "/v4"})
         said: list[str] = []
         desk.changed = lambda: said.append(f"{desk.due} {desk.taken}")
@@ -195,13 +195,13 @@ def test_a_version_is_taken_from_whoever_was_given_the_batch(tmp_path: Path) -> 
             with pytest.raises(RequestRefused, match="the batch on offer makes v5"):
                 await desk.notify(6, "/v6")
             if attempt == 0:
-                _, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
+                _, (rows,) = await desk.lease_rows(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
                 slow = [rows[0].group]
                 training.cancel()
                 await asyncio.gather(training, return_exceptions=True)
                 with pytest.raises(RequestRefused, match="no batch is on offer"):
                     await desk.notify(5, "/v5", slow[0])
-        _, (rows,) = await desk.lend(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
+        _, (rows,) = await desk.lease_rows(ExperienceRequest(TASK, 1), 0.0, lease_s=60.0)
         with pytest.raises(RequestRefused, match="not made of the batch on offer"):
             await desk.notify(5, "/v5", slow[0])
         await desk.notify(5, "/v5", rows[0].group)

@@ -91,9 +91,9 @@ def test_large_values_are_on_the_disk_alone(tmp_path: Path) -> None:
         assert all(isinstance(v, SegmentLocation) for v in desk._values._rows[row].values())
         assert await desk.put(row, {"words": words}, None), "said again"
         for _ in range(2):
-            lease, ((given_,),) = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=60.0)
+            lease, ((given_,),) = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=60.0)
             assert (plain(given_.values["ids"]), given_.values["words"]) == (ids, words)
-            await desk.give_back(lease)
+            await desk.return_lease(lease)
             store.close()
             store = ServiceStore(tmp_path)
             found = ServiceState.recovered(store)

@@ -53,13 +53,13 @@ def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
         life = Life(tmp_path, staleness=1)
         desk = await life.begin()
         ids = await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first")
-        lease, ((row, *_),) = await desk.lend(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        lease, ((row, *_),) = await desk.lease_rows(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
         assert await desk.put(row.id, {"response": [1, 2]}, 0)
         await desk.notify(1, "/v1")
         desk = await life.die()
         assert await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first") == ids
         assert (desk.version, desk.path, desk.status()["rows"]) == (1, "/v1", 4)
-        again, ((same, *_),) = await desk.lend(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        again, ((same, *_),) = await desk.lease_rows(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
         assert (again, same.id, same.values["prompt"]) == (lease, row.id, "a" * 70_000)
         assert await desk.put(row.id, {"response": [1, 2]}, 0), "said again"
         assert await desk.done(lease)
@@ -122,21 +122,21 @@ def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> 
         for row in ids:
             await desk.put(row, {"response": 1}, None)
         clock = asyncio.get_running_loop()
-        dead, ((one, other),) = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
+        dead, ((one, other),) = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
         assert await desk.get(ExperienceRequest("train", 1), 0.0) == []
         assert await desk.renew(dead, 40.0)
-        lease, (rows,) = await desk.lend(ExperienceRequest("train", 1), 100.0, lease_s=30.0)
+        lease, (rows,) = await desk.lease_rows(ExperienceRequest("train", 1), 100.0, lease_s=30.0)
         assert clock.time() == 40.0
         assert [r.id for r in rows] == [one.id, other.id], "whole"
         assert not await desk.done(dead)
         assert not await desk.renew(dead, 9.0)
-        assert await desk.give_back(lease)
-        assert not await desk.give_back(lease)
-        lease, _ = await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
+        assert await desk.return_lease(lease)
+        assert not await desk.return_lease(lease)
+        lease, _ = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
         assert await desk.done(lease)
         assert await desk.get(ExperienceRequest("train", 1), 0.0) == []
         with pytest.raises(RequestRefused, match="lease_s 0"):
-            await desk.lend(ExperienceRequest("train", 1), 0.0, lease_s=0)
+            await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=0)
 
     virtual(main)
 
@@ -146,12 +146,12 @@ def test_a_request_that_is_made_again_while_it_waits_is_lent_rows_once(tmp_path:
         desk = await Life(tmp_path).begin()
         wish = ExperienceRequest("rollout", 2)
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(desk.lend(wish, 30.0, lease_s=60.0, key="k")) for _ in range(2)]
+            asked = [tasks.create_task(desk.lease_rows(wish, 30.0, lease_s=60.0, key="k")) for _ in range(2)]
             await asyncio.sleep(1.0)
             await desk.put_prompts([{"prompt": "a"}], 4)
         (first, one), (again, other) = (task.result() for task in asked)
         assert (first, one) == (again, other)
-        assert (await desk.lend(wish, 0.0, lease_s=60.0, key="other"))[0] not in ("", first), "two rows are left"
+        assert (await desk.lease_rows(wish, 0.0, lease_s=60.0, key="other"))[0] not in ("", first), "two rows are left"
         for seconds in (0.0, -1.0):
             with pytest.raises(RequestRefused, match="above 0"):
                 await desk.renew(first, seconds)
@@ -194,7 +194,7 @@ class Busy:
             self.waiting.pop(0)
 
     async def consume(self, task: str) -> None:
-        lease, batches = await self.life.desk.lend(ExperienceRequest(task, 1), 0.0, lease_s=5.0)
+        lease, batches = await self.life.desk.lease_rows(ExperienceRequest(task, 1), 0.0, lease_s=5.0)
         rows = [row for batch in batches for row in batch]
         if task == "train":
             assert len(rows) in (0, self.size)

@@ -61,8 +61,8 @@ class Bridge:
     def __init__(self, root: Path) -> None:
         """`root`: the directory of the run's versions."""
         self._root = root
-        self.desk = BridgeState(ServiceSetup(COLUMNS, {TASK: ServiceTask(COLUMNS, whole_groups=True)}, CAPACITY_ROWS))
-        self.desk.version = -1
+        self.state = BridgeState(ServiceSetup(COLUMNS, {TASK: ServiceTask(COLUMNS, whole_groups=True)}, CAPACITY_ROWS))
+        self.state.version = -1
         self.uploads = WeightUploads(root / UPLOADS_DIRECTORY, readable=(root,))
         self._groups: list[str] = []
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -73,24 +73,24 @@ class Bridge:
         for name in ("train", "stage", "publish", "restore"):
             app.router.add_post(f"/{name}", _msgpack_handler(getattr(self, name)))
         for name in ("imitate", "logprobs", "reference", "advantages", "begin", "accumulate", "finish"):
-            app.router.add_post(f"/{name}", _msgpack_handler(self._not_here(name)))
+            app.router.add_post(f"/{name}", _msgpack_handler(self._unsupported(name)))
         app.router.add_get("/health", self._health)
         return app
 
     async def train(self, body: Mapping[str, Any]) -> dict[str, Any]:
         version, rows = int(body["version"]), list(_rows(body["samples"]))
         began = asyncio.get_running_loop().time()
-        await self._clear()
-        ids = await self.desk.put_prompts([{}], len(rows))
+        await self._drop_offers()
+        ids = await self.state.put_prompts([{}], len(rows))
         self._groups.append(ids[0].rpartition(".")[0])
-        self.desk.offer(self._groups[-1], version + 1)
+        self.state.offer(self._groups[-1], version + 1)
         try:
-            await self.desk.put_all(
+            await self.state.put_all(
                 [(id, {**row, "batch": version + 1}, _first_version(row)) for id, row in zip(ids, rows, strict=True)]
             )
             await self._announced(version + 1)
         finally:
-            self.desk.over()
+            self.state.withdraw()
         seconds = asyncio.get_running_loop().time() - began
         return {"trained_tokens": sum(sum(plain(r["loss_mask"])) for r in rows), "seconds": seconds, "metrics": {}}
 
@@ -99,36 +99,36 @@ class Bridge:
 
     async def publish(self, body: Mapping[str, Any]) -> dict[str, Any]:
         version = int(body["version"])
-        given = Path(await self._announced(version))
+        announced = Path(await self._announced(version))
         # Uploaded files are never modified, so a hard link suffices.
-        copier = _link_or_copy if given.is_relative_to(self.uploads.root) else shutil.copy2
-        copy = partial(_adopt_version, given, self._root / f"v{version:06d}", version, copier)
+        copier = _link_or_copy if announced.is_relative_to(self.uploads.root) else shutil.copy2
+        copy = partial(_adopt_version, announced, self._root / f"v{version:06d}", version, copier)
         path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
         read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
 
     async def restore(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Go back to a version; the external trainer loads it when it sees the number decrease."""
-        await self._clear()
-        await self.desk.reset(int(body["version"]), str(body["path"]))
+        await self._drop_offers()
+        await self.state.reset(int(body["version"]), str(body["path"]))
         return {}
 
     async def _announced(self, version: int) -> str:
-        while self.desk.version < version:
-            await self.desk.weights(version - 1, POLL_TIMEOUT_S)
-        if self.desk.version != version:
+        while self.state.version < version:
+            await self.state.weights(version - 1, POLL_TIMEOUT_S)
+        if self.state.version != version:
             raise TrainerError(
-                f"the outside trainer announced v{self.desk.version} where v{version} was due",
+                f"the outside trainer announced v{self.state.version} where v{version} was due",
                 remedy="announce a version per batch, each one more than the last",
             )
-        return self.desk.path
+        return self.state.path
 
-    async def _clear(self) -> None:
+    async def _drop_offers(self) -> None:
         groups, self._groups = self._groups, []
         for group in groups:
-            await self.desk.drop(group, "over")
+            await self.state.drop(group, "over")
 
-    def _not_here(self, name: str) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
+    def _unsupported(self, name: str) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
         async def refuse(body: Mapping[str, Any]) -> dict[str, Any]:
             raise TrainerRefused(
                 f"an outside trainer (trainer.external) does no {name}",
@@ -138,7 +138,7 @@ class Bridge:
         return refuse
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "version": self.desk.version, "queued": 0, "stream": False})
+        return web.json_response({"status": "ok", "version": self.state.version, "queued": 0, "stream": False})
 
 
 def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
@@ -170,30 +170,32 @@ def _first_version(row: Mapping[str, Any]) -> int | None:
     return min((v for v in plain(row["versions"]) if v >= 0), default=None)
 
 
-def _link_or_copy(given: str, path: str) -> None:
+def _link_or_copy(source: str, path: str) -> None:
     try:
-        os.link(given, path)
+        os.link(source, path)
     except OSError:  # a file system without hard links
-        shutil.copy2(given, path)
+        shutil.copy2(source, path)
 
 
-def _adopt_version(given: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2) -> Path:
+def _adopt_version(
+    announced: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2
+) -> Path:
     """Turn an announced directory into a complete version of the run. TrainerError if it holds no weights."""
-    if not (given / REQUIRED_FILE).is_file() or not any(given.glob("*.safetensors")):
+    if not (announced / REQUIRED_FILE).is_file() or not any(announced.glob("*.safetensors")):
         raise TrainerError(
-            f"the outside trainer announced {given} for v{version}: no {REQUIRED_FILE} with *.safetensors is there",
+            f"the outside trainer announced {announced} for v{version}: no {REQUIRED_FILE} with *.safetensors is there",
             remedy="save_pretrained there before weight_sync_notify",
         )
     aside = path.with_name(f".outside-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"), copy_function=copier)
+        shutil.copytree(announced, aside, ignore=shutil.ignore_patterns("COMPLETE"), copy_function=copier)
         marker = {"schema": 1, "version": version, "files": {}, "stamp": secrets.token_hex(32)}
         (aside / "COMPLETE").write_text(json.dumps(marker))
         shutil.rmtree(path, ignore_errors=True)  # only now: `path` may be the announced directory
         aside.rename(path)
     except OSError as error:
-        raise TrainerError(f"cannot copy {given} to {path}: {error}") from None
+        raise TrainerError(f"cannot copy {announced} to {path}: {error}") from None
     return path
 
 
@@ -224,9 +226,9 @@ async def _serve(config: Path, listen: str, token: str, host: str, port: int) ->
     bridge = Bridge(Path(json.loads(config.read_text())["weights_root"]))
     outside_host, outside_port = host_and_port(listen)
     ours = await _start_site(bridge.app(), host, port)
-    service = ServiceServer(desk=bridge.desk, token=token, uploads=bridge.uploads)
+    service = ServiceServer(state=bridge.state, token=token, uploads=bridge.uploads)
     theirs = await _start_site(service.app(), outside_host, outside_port)
-    TrainerStatusFile(config.with_name("service.json"), bridge.desk, theirs, listen)
+    TrainerStatusFile(config.with_name("service.json"), bridge.state, theirs, listen)
     print(f"ready {ours}", flush=True)
     await asyncio.Event().wait()
 

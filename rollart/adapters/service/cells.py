@@ -31,7 +31,7 @@ class RowValues:
     def put(self, row: str, values: Mapping[str, Any]) -> None:
         self._rows.setdefault(row, {}).update(values)
 
-    def same(self, row: str, values: Mapping[str, Any]) -> bool:
+    def holds(self, row: str, values: Mapping[str, Any]) -> bool:
         """True if the row already has all of these values."""
         held = self._rows.get(row)
         return (
@@ -40,16 +40,16 @@ class RowValues:
             and all(c in held and self._read(held[c]) == pack(v) for c, v in values.items())
         )
 
-    def given(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
+    def select(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
         held = self._rows[row]
         return {c: self._read(held[c]) for c in columns if c in held}
 
-    def settle(self) -> None:
+    def drop_written(self) -> None:
         """Drop values from memory that are on disk by now."""
         if self._store is not None:
-            for row, column, place in self._store.placed():
+            for row, column, location in self._store.written_locations():
                 if row in self._rows and column in self._rows[row]:
-                    self._rows[row][column] = place
+                    self._rows[row][column] = location
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, SegmentLocation):

@@ -1,6 +1,6 @@
 """The state behind the service: the sample table, the opaque payloads of its rows, and the current weights.
 
-Only `get`, `lend`, `room` and `weights` wait for a change of state; every other call awaits at most the disk.
+Only `get`, `lease_rows`, `room` and `weights` wait for a change of state; every other call awaits at most the disk.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ServiceState:
         self._sampled: dict[str, int] = {}
         """Policy version by row, for rows that were sampled."""
         self._groups = 0
-        self._waiting = ChangeNotifier()
+        self._changes = ChangeNotifier()
         self._store = store
-        self._loans = RowLeases()
+        self._leases = RowLeases()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
         """Row ids by the key of the request that put the prompts."""
         with refuse_value_errors():
@@ -69,40 +69,40 @@ class ServiceState:
     def recovered(cls, store: ServiceStore) -> ServiceState | None:
         """The state at the last answered call; leases start again with their full time. None before the first
         setup."""
-        kept = store.load()
-        if "setup" not in kept.meta:
+        stored = store.load()
+        if "setup" not in stored.meta:
             return None
-        desk = cls(decode_setup(kept.meta["setup"]), store)
-        desk.version, desk.path = kept.meta.get("weights", (0, ""))
-        desk._groups = kept.meta.get("groups", 0)
-        desk.counts.update(kept.meta.get("counts", {}))
+        state = cls(decode_setup(stored.meta["setup"]), store)
+        state.version, state.path = stored.meta.get("weights", (0, ""))
+        state._groups = stored.meta.get("groups", 0)
+        state.counts.update(stored.meta.get("counts", {}))
         now = asyncio.get_running_loop().time()
-        for loan in kept.loans:
-            desk._loans.put(replace(loan, until=now + loan.seconds))
+        for lease in stored.loans:
+            state._leases.put(replace(lease, until=now + lease.seconds))
         # Group by group, in order of arrival: each fits once the earlier groups have their former progress.
-        for _, group in itertools.groupby(kept.rows, key=lambda held: held.row.group):
-            desk._recover(list(group), kept)
-        for name, answer in kept.keys.items():
+        for _, group in itertools.groupby(stored.rows, key=lambda held: held.row.group):
+            state._recover(list(group), stored)
+        for name, answer in stored.keys.items():
             if name.startswith(DONE_KEY_PREFIX):
-                desk._loans.was_done(name.removeprefix(DONE_KEY_PREFIX))
+                state._leases.mark_done(name.removeprefix(DONE_KEY_PREFIX))
             else:
-                desk._answered[name] = answer
-        return desk
+                state._answered[name] = answer
+        return state
 
-    def _recover(self, group: Sequence[StoredRow], kept: StoredState) -> None:
+    def _recover(self, group: Sequence[StoredRow], stored: StoredState) -> None:
         for held in group:
-            values = dict(kept.cells.get(held.row.id, {}))
+            values = dict(stored.cells.get(held.row.id, {}))
             self.table.add(held.row, *(self.setup.columns if held.freed else values))
             if not held.freed:
                 self._rows[held.row.id] = held.row
                 self._values.put(held.row.id, values)
                 if held.sampled is not None:
                     self._sampled[held.row.id] = held.sampled
-        for task, rows in kept.consumed.items():
+        for task, rows in stored.consumed.items():
             self.table.take(task, sampler_of_rows([h.row.id for h in group if h.row.id in rows]))
-        for loan in kept.loans:
-            mine = set(loan.consumed)
-            self.table.take(loan.task, sampler_of_rows([h.row.id for h in group if h.row.id in mine]), hold=True)
+        for lease in stored.loans:
+            consumed = set(lease.consumed)
+            self.table.take(lease.task, sampler_of_rows([h.row.id for h in group if h.row.id in consumed]), hold=True)
 
     async def begin(self) -> None:
         """Persist the setup."""
@@ -124,7 +124,7 @@ class ServiceState:
             raise RequestRefused(f"{size * len(prompts)} rows do not fit: there is room for {self.table.room()}", 503)
         ids: list[str] = []
         for values in prompts:
-            self._known(values)
+            self._check_columns(values)
         for values in ({column: pack(value) for column, value in prompt.items()} for prompt in prompts):
             group, self._groups = f"g{self._groups}", self._groups + 1
             for member in range(size):
@@ -145,7 +145,7 @@ class ServiceState:
             self._store.meta(groups=self._groups)
             if key:
                 self._store.key(key, ids)
-        await self._tell()
+        await self._notify_and_flush()
         return ids
 
     def answered(self, key: str) -> bool:
@@ -161,16 +161,16 @@ class ServiceState:
         """As `put`, for several rows, persisted together. On RequestRefused, the rows before the refused one stay
         written."""
         try:
-            kept = {row: self._put(row, values, version) for row, values, version in rows}
+            stored = {row: self._put(row, values, version) for row, values, version in rows}
         finally:
             self._drop_stale()
-            self._waiting.wake()
+            self._changes.wake()
         await self._flush()
-        return {row: was and row in self._values for row, was in kept.items()}
+        return {row: was and row in self._values for row, was in stored.items()}
 
     def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        self._known(values)
-        if self._values.same(row, values):
+        self._check_columns(values)
+        if self._values.holds(row, values):
             return True
         if version is not None and version > self.version:
             raise RequestRefused(f"row {row} was sampled with version {version}, the service knows {self.version}")
@@ -186,92 +186,92 @@ class ServiceState:
             self._store.cells(row, values, self._sampled.get(row))
         return True
 
-    async def get(self, wish: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
+    async def get(self, request: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
         """Take rows that are ready for the task: one batch per consumer, about equal in tokens, marked as consumed.
         Empty if too few rows are ready within `seconds`."""
-        columns = self._columns(wish)
-        sampler = sampler_of(wish, self.setup.tasks[wish.task])
+        columns = self._columns(request)
+        sampler = sampler_of(request, self.setup.tasks[request.task])
         with refuse_value_errors():
-            taken = await self._until(lambda: self.table.take(wish.task, sampler), seconds)
+            taken = await self._until(lambda: self.table.take(request.task, sampler), seconds)
         if taken is None:
             return []
-        given = [[self._given(p.row.id, columns) for p in batch] for batch in taken.batches]
-        self.counts[f"taken.{wish.task}"] += len(taken.consumed)
-        await self._settled(wish.task, taken.consumed, taken.freed)
-        return given
+        batches = [[self._experience_row(p.row.id, columns) for p in batch] for batch in taken.batches]
+        self.counts[f"taken.{request.task}"] += len(taken.consumed)
+        await self._finish_consumed(request.task, taken.consumed, taken.freed)
+        return batches
 
-    async def lend(
-        self, wish: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
+    async def lease_rows(
+        self, request: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
     ) -> tuple[str, list[list[ExperienceRow]]]:
         """As `get`, but the rows are consumed only when the consumer calls `done`: `lease_s` later they are ready for
         the task again. Returns the lease's id and its batches; the `key` of an open lease returns that lease again."""
         require_positive_lease(lease_s)
-        columns = self._columns(wish)
-        sampler = sampler_of(wish, self.setup.tasks[wish.task])
+        columns = self._columns(request)
+        sampler = sampler_of(request, self.setup.tasks[request.task])
 
-        def look() -> RowLease | None:
-            loan = self._loans.of(key) if key else None  # includes a lease granted while this request waited
-            if loan is not None and any(row in self._values for row in loan.consumed):
-                return loan
-            if loan is not None:  # all of its rows were dropped
-                self._return(loan.id)
-            return self._lent(wish.task, sampler, lease_s, key)
+        def poll() -> RowLease | None:
+            lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
+            if lease is not None and any(row in self._values for row in lease.consumed):
+                return lease
+            if lease is not None:  # all of its rows were dropped
+                self._return_lease(lease.id)
+            return self._grant_lease(request.task, sampler, lease_s, key)
 
         with refuse_value_errors():
-            loan = await self._until(look, seconds)
-        if loan is None:
+            lease = await self._until(poll, seconds)
+        if lease is None:
             return "", []
         await self._flush()
-        rows = [[self._given(row, columns) for row in batch if row in self._values] for batch in loan.batches]
-        return loan.id, rows
+        rows = [[self._experience_row(row, columns) for row in batch if row in self._values] for batch in lease.batches]
+        return lease.id, rows
 
-    async def done(self, lease: str) -> bool:
+    async def done(self, lease_id: str) -> bool:
         """Consume the rows of a lease. False if the lease had expired, so that other consumers may have its rows."""
         self._expire()
-        loan = self._loans.end(lease, done=True)
-        if loan is None:
+        lease = self._leases.end(lease_id, done=True)
+        if lease is None:
             await self._flush()
-            return self._loans.done(lease)
-        held = [row for row in loan.consumed if row in self._values]
-        self.counts[f"taken.{loan.task}"] += len(held)
+            return self._leases.done(lease_id)
+        held = [row for row in lease.consumed if row in self._values]
+        self.counts[f"taken.{lease.task}"] += len(held)
         if self._store is not None:
-            self._store.loan_over(lease)
-            self._store.key(DONE_KEY_PREFIX + lease, True)
-        await self._settled(loan.task, held, self.table.settle(loan.task, held))
+            self._store.end_lease(lease_id)
+            self._store.key(DONE_KEY_PREFIX + lease_id, True)
+        await self._finish_consumed(lease.task, held, self.table.settle(lease.task, held))
         return True
 
-    async def renew(self, lease: str, seconds: float) -> bool:
+    async def renew(self, lease_id: str, seconds: float) -> bool:
         """Extend a lease; False if it is over."""
         require_positive_lease(seconds)
         self._expire()
-        renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
-        self._waiting.wake()
+        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time()) is not None
+        self._changes.wake()
         return renewed
 
-    async def give_back(self, lease: str) -> bool:
+    async def return_lease(self, lease_id: str) -> bool:
         """Make the rows of a lease ready for its task again; False if the lease is over."""
-        found = self._return(lease)
-        await self._tell()
+        found = self._return_lease(lease_id)
+        await self._notify_and_flush()
         return found
 
-    def _lent(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
+    def _grant_lease(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
         taken = self.table.take(task, sampler, hold=True)
         if taken is None:
             return None
         batches = [[p.row.id for p in batch] for batch in taken.batches]
         now = asyncio.get_running_loop().time()
-        loan = self._loans.give(task, batches, taken.consumed, lease_s, now, key)
+        lease = self._leases.grant(task, batches, taken.consumed, lease_s, now, key)
         if self._store is not None:
-            self._store.loan(loan)
-        self._waiting.wake()  # waiting callers must consider the new lease's deadline
-        return loan
+            self._store.lease(lease)
+        self._changes.wake()  # waiting callers must consider the new lease's deadline
+        return lease
 
-    def _columns(self, wish: ExperienceRequest) -> Sequence[str]:
-        task = self.setup.tasks.get(wish.task)
+    def _columns(self, request: ExperienceRequest) -> Sequence[str]:
+        task = self.setup.tasks.get(request.task)
         if task is None:
-            raise RequestRefused(f"unknown task {wish.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
-        columns = task.columns if wish.columns is None else wish.columns
-        self._known(columns)
+            raise RequestRefused(f"unknown task {request.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
+        columns = task.columns if request.columns is None else request.columns
+        self._check_columns(columns)
         return columns
 
     async def room(self, rows: int, seconds: float) -> int:
@@ -285,7 +285,7 @@ class ServiceState:
     async def drop(self, group: str, reason: str) -> list[str]:
         """Drop a group for all tasks; returns its rows that were still held."""
         held = self._drop(group, reason)
-        await self._tell()
+        await self._notify_and_flush()
         return held
 
     def _drop(self, group: str, reason: str) -> list[str]:
@@ -311,13 +311,13 @@ class ServiceState:
         if self._store is not None:
             self._store.meta(weights=[version, path])
         self._drop_stale()
-        await self._tell()
+        await self._notify_and_flush()
         return None
 
     async def reset(self, version: int, path: str) -> None:
         """Go back to a version, whatever was published since."""
         self.version, self.path = version, path
-        await self._tell()
+        await self._notify_and_flush()
 
     async def weights(self, after: int, seconds: float) -> tuple[int, str]:
         """The current version and its path, as soon as it is above `after`, or after `seconds`."""
@@ -333,7 +333,7 @@ class ServiceState:
             "rows": len(self.table),
             "room": self.table.room(),
             "ready": ready,
-            "leases": len(self._loans.open),
+            "leases": len(self._leases.open),
             "counts": dict(sorted(self.counts.items())),
         }
 
@@ -343,66 +343,66 @@ class ServiceState:
             for group in dict.fromkeys(self._rows[r].group for r in old):
                 self._drop(group, "stale")
 
-    async def _settled(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
+    async def _finish_consumed(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
         groups = dict.fromkeys(self._rows[row].group for row in freed)
         for row in freed:
             self._forget(row)
         if self._store is not None:
             self._store.consumed(task, consumed)
             self._store.freed(freed)
-            left = {r.group for r in self._rows.values()} if groups else set()
+            remaining = {r.group for r in self._rows.values()} if groups else set()
             for group in groups:
-                if group not in left:
+                if group not in remaining:
                     self._store.group_gone(group)
-        await (self._tell() if freed else self._flush())
+        await (self._notify_and_flush() if freed else self._flush())
 
-    def _return(self, lease: str) -> bool:
-        loan = self._loans.end(lease, done=False)
-        if loan is None:
+    def _return_lease(self, lease_id: str) -> bool:
+        lease = self._leases.end(lease_id, done=False)
+        if lease is None:
             return False
-        self.table.restore(loan.task, loan.consumed)
-        self.counts[f"returned.{loan.task}"] += len(loan.consumed)
+        self.table.restore(lease.task, lease.consumed)
+        self.counts[f"returned.{lease.task}"] += len(lease.consumed)
         if self._store is not None:
-            self._store.loan_over(lease)
+            self._store.end_lease(lease_id)
         return True
 
     def _expire(self) -> None:
         """Return the rows of expired leases."""
-        for loan in self._loans.due(asyncio.get_running_loop().time()):
-            self._return(loan.id)
+        for lease in self._leases.due(asyncio.get_running_loop().time()):
+            self._return_lease(lease.id)
 
     async def _flush(self) -> None:
         if self._store is not None:
             if self._store.changed:
                 self._store.meta(counts=dict(self.counts))
             await self._store.flush()
-            self._values.settle()
+            self._values.drop_written()
 
     def _forget(self, row: str) -> None:
         self._values.forget(row)
         del self._rows[row]
         self._sampled.pop(row, None)
 
-    def _given(self, row: str, columns: Sequence[str]) -> ExperienceRow:
-        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.given(row, columns))
+    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
+        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.select(row, columns))
 
-    def _known(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
+    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
         unknown = [c for c in columns if c not in self.setup.columns]
         if unknown:
             raise RequestRefused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
 
-    async def _tell(self) -> None:
+    async def _notify_and_flush(self) -> None:
         """Wake the waiting callers, then wait for the disk. In this order, a caller that is cancelled during the
         flush, or whose flush fails, delays no other. The woken callers answer only after their own flush."""
-        self._waiting.wake()
+        self._changes.wake()
         await self._flush()
 
-    async def _until(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """The first result of `look` that is not None, polled at every change and at every lease's expiry; None after
+    async def _until(self, poll: Callable[[], T | None], seconds: float) -> T | None:
+        """The first result of `poll` that is not None, polled at every change and at every lease's expiry; None after
         `seconds`."""
 
-        def looked() -> T | None:
+        def expire_and_poll() -> T | None:
             self._expire()
-            return look()
+            return poll()
 
-        return await self._waiting.until(looked, seconds, self._loans.next_due)
+        return await self._changes.until(expire_and_poll, seconds, self._leases.next_due)

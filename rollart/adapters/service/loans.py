@@ -34,46 +34,46 @@ class RowLeases:
         self.open: dict[str, RowLease] = {}
         self._by_key: dict[str, str] = {}
         self._done: OrderedDict[str, None] = OrderedDict()
-        self._given = 0
+        self._granted = 0
 
-    def give(
+    def grant(
         self, task: str, batches: Sequence[Sequence[str]], consumed: Sequence[str], seconds: float, now: float, key: str
     ) -> RowLease:
-        self._given += 1
-        id = f"l{self._given}"
-        loan = RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, now + seconds, key)
-        self.put(loan)
-        return loan
+        self._granted += 1
+        id = f"l{self._granted}"
+        lease = RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, now + seconds, key)
+        self.put(lease)
+        return lease
 
-    def put(self, loan: RowLease) -> None:
+    def put(self, lease: RowLease) -> None:
         """Add an existing lease; later ids continue after its id."""
-        self.open[loan.id] = loan
-        self._given = max(self._given, int(loan.id[1:]))
-        if loan.key:
-            self._by_key[loan.key] = loan.id
+        self.open[lease.id] = lease
+        self._granted = max(self._granted, int(lease.id[1:]))
+        if lease.key:
+            self._by_key[lease.key] = lease.id
 
-    def of(self, key: str) -> RowLease | None:
+    def by_key(self, key: str) -> RowLease | None:
         """The open lease granted to the request with this key."""
         return self.open.get(self._by_key.get(key, ""))
 
     def renew(self, id: str, seconds: float, now: float) -> RowLease | None:
-        loan = self.open.get(id)
-        if loan is not None:
-            loan = self.open[id] = replace(loan, seconds=seconds, until=now + seconds)
-        return loan
+        lease = self.open.get(id)
+        if lease is not None:
+            lease = self.open[id] = replace(lease, seconds=seconds, until=now + seconds)
+        return lease
 
     def end(self, id: str, *, done: bool) -> RowLease | None:
         """End a lease; None if it is over already."""
-        loan = self.open.pop(id, None)
-        if loan is not None:
-            if self._by_key.get(loan.key) == id:
-                del self._by_key[loan.key]
+        lease = self.open.pop(id, None)
+        if lease is not None:
+            if self._by_key.get(lease.key) == id:
+                del self._by_key[lease.key]
             if done:
-                self.was_done(id)
-        return loan
+                self.mark_done(id)
+        return lease
 
-    def was_done(self, id: str) -> None:
-        self._given = max(self._given, int(id[1:]))
+    def mark_done(self, id: str) -> None:
+        self._granted = max(self._granted, int(id[1:]))
         self._done[id] = None
         if len(self._done) > MAX_REMEMBERED_KEYS:
             self._done.popitem(last=False)
@@ -82,7 +82,7 @@ class RowLeases:
         return id in self._done
 
     def due(self, now: float) -> list[RowLease]:
-        return [loan for loan in self.open.values() if loan.until <= now]
+        return [lease for lease in self.open.values() if lease.until <= now]
 
     def next_due(self) -> float | None:
-        return min((loan.until for loan in self.open.values()), default=None)
+        return min((lease.until for lease in self.open.values()), default=None)

@@ -18,25 +18,25 @@ __all__ = ["TrainerStatusFile", "external_trainer_token"]
 class TrainerStatusFile:
     """Maintains `service.json`: replaced atomically at every change of the offered batch."""
 
-    def __init__(self, path: Path, desk: BridgeState, url: str, listen: str) -> None:
-        self._path, self._desk = path, desk
+    def __init__(self, path: Path, state: BridgeState, url: str, listen: str) -> None:
+        self._path, self._bridge = path, state
         self._about = {"schema_version": 1, "url": url, "listen": listen}
-        desk.changed = self.write
+        state.changed = self.write
         self.write()
 
     def write(self) -> None:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         aside = self._path.with_name(f"{self._path.name}.part")
-        state = {"version": self._desk.version, "state": self._state(), "since": now}
+        state = {"version": self._bridge.version, "state": self._state_text(), "since": now}
         with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
             aside.write_text(json.dumps({**self._about, **state}))
             aside.rename(self._path)
 
-    def _state(self) -> str:
-        desk = self._desk
-        if desk.due is not None:
-            return f"batch {desk.due} {'is being trained' if desk.taken else 'waits to be taken'}"
-        return "waits for version 0" if desk.version < 0 else "no batch on offer"
+    def _state_text(self) -> str:
+        state = self._bridge
+        if state.due is not None:
+            return f"batch {state.due} {'is being trained' if state.taken else 'waits to be taken'}"
+        return "waits for version 0" if state.version < 0 else "no batch on offer"
 
 
 def external_trainer_token(variable: str, file: Path | None) -> str:

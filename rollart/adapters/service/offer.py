@@ -31,7 +31,7 @@ class BridgeState(ServiceState):
         self.offered, self.due, self.taken = group, version, False
         self.changed()
 
-    def over(self) -> None:
+    def withdraw(self) -> None:
         self.offered, self.due, self.taken = "", None, False
         self.changed()
 
@@ -39,8 +39,10 @@ class BridgeState(ServiceState):
         if version <= self.version or (version == 0 and self.version < 0):
             return
         if self.due is None or version != self.due:
-            what = "no batch is on offer" if self.due is None else f"the batch on offer makes v{self.due}"
-            raise RequestRefused(f"v{version} is not due: {what} (rule: take a batch, step, announce its version)", 409)
+            reason = "no batch is on offer" if self.due is None else f"the batch on offer makes v{self.due}"
+            raise RequestRefused(
+                f"v{version} is not due: {reason} (rule: take a batch, step, announce its version)", 409
+            )
         if not self.taken or (group and group != self.offered):
             raise RequestRefused(
                 f"v{version} was not made of the batch on offer: the run gave up the one before (rule: take it again)",
@@ -51,9 +53,9 @@ class BridgeState(ServiceState):
         await super().notify(version, path, group)
         self.changed()
 
-    def _given(self, row: str, columns: Sequence[str]) -> ExperienceRow:
-        given = super()._given(row, columns)
-        if given.group == self.offered and not self.taken:
+    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
+        experience = super()._experience_row(row, columns)
+        if experience.group == self.offered and not self.taken:
             self.taken = True
             self.changed()
-        return given
+        return experience

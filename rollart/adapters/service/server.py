@@ -42,15 +42,15 @@ class ServiceServer:
         self,
         *,
         token: str = "",
-        desk: ServiceState | None = None,
+        state: ServiceState | None = None,
         store: ServiceStore | None = None,
         uploads: WeightUploads | None = None,
     ) -> None:
-        """`desk`: the state recovered from `store`, if there was one; a state created by a later setup uses the same
+        """`state`: the state recovered from `store`, if there was one; a state created by a later setup uses the same
         store. `uploads`: receives weights from senders without a shared disk."""
         self._token = token
         self._uploads = uploads
-        self._desk = desk
+        self._state = state
         self._store = store
 
     def app(self) -> web.Application:
@@ -77,26 +77,26 @@ class ServiceServer:
 
     async def _set_up(self, request: web.Request) -> web.Response:
         setup = _setup(await _body(request))
-        if self._desk is None:
-            self._desk = ServiceState(setup, self._store)
-            await self._desk.begin()
-        elif self._desk.setup != setup:
+        if self._state is None:
+            self._state = ServiceState(setup, self._store)
+            await self._state.begin()
+        elif self._state.setup != setup:
             raise RequestRefused("the service is set up otherwise (rule: one setup for all who share it)", 409)
-        return _json(self._desk.status())
+        return _json(self._state.status())
 
     async def _put_prompts(self, request: web.Request) -> web.Response:
-        body, blob, desk = await _body(request), await _blob(request), self._at()
+        body, blob, state = await _body(request), await _blob(request), self._current_state()
         prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
         if blob is not None:
             prompts = [_columns(p, blob) for p in prompts]
         size = _whole(body, "group_size", 1)
         key = _name(body.get("key") or "")
-        if not desk.answered(key):
-            await desk.room(size * len(prompts), _seconds(body))
-        return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
+        if not state.answered(key):
+            await state.room(size * len(prompts), _seconds(body))
+        return _json({"ids": await state.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
 
     async def _put(self, request: web.Request) -> web.Response:
-        body, blob, desk = await _body(request), await _blob(request), self._at()
+        body, blob, state = await _body(request), await _blob(request), self._current_state()
         rows = []
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
@@ -104,24 +104,24 @@ class ServiceServer:
                 raise RequestRefused(f"version is {version!r} (rule: a whole number of 63 bits)")
             values = _object(entry.get("columns"), "columns") if blob is None else _columns(entry, blob)
             rows.append((str(entry.get("id")), values, version))
-        return _json({"kept": await desk.put_all(rows)})
+        return _json({"kept": await state.put_all(rows)})
 
     async def _get(self, request: web.Request) -> web.Response:
-        body, desk = await _body(request), self._at()
+        body, state = await _body(request), self._current_state()
         columns = None if body.get("columns") is None else tuple(map(str, _list(body, "columns")))
         least = None if body.get("at_least") is None else _whole(body, "at_least", 1)
-        wish = ExperienceRequest(
+        wanted = ExperienceRequest(
             str(body.get("task")), _whole(body, "count", 1), least, _whole(body, "consumers", 1), columns
         )
         lease = ""
         if body.get("lease_s") is None:
-            batches = await desk.get(wish, _seconds(body))
+            batches = await state.get(wanted, _seconds(body))
         else:
-            lease, batches = await desk.lend(
-                wish, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
+            lease, batches = await state.lease_rows(
+                wanted, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
             )
         rows = [[_row(g) for g in batch] for batch in batches]
-        answer = {"batches": rows, "version": desk.version, "lease": lease}
+        answer = {"batches": rows, "version": state.version, "lease": lease}
         if KIND in request.headers.get("Accept", ""):
             return web.Response(body=encoded(answer, [r for batch in rows for r in batch]), content_type=KIND)
         for row in (r for batch in rows for r in batch):
@@ -129,46 +129,46 @@ class ServiceServer:
         return _json(answer)
 
     async def _lease(self, request: web.Request) -> web.Response:
-        body, desk, lease = await _body(request), self._at(), request.match_info["lease"]
+        body, state, lease = await _body(request), self._current_state(), request.match_info["lease"]
         match request.match_info["what"]:
             case "done":
-                kept = await desk.done(lease)
+                kept = await state.done(lease)
             case "renew":
-                kept = await desk.renew(lease, _number(body.get("lease_s")))
+                kept = await state.renew(lease, _number(body.get("lease_s")))
             case "return":
-                kept = await desk.give_back(lease)
+                kept = await state.return_lease(lease)
             case other:
                 raise RequestRefused(f"a lease has no {other!r} (rule: done, renew, return)", 404)
         return _json({"kept": kept})
 
     async def _drop(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        rows = await self._at().drop(request.match_info["group"], str(body.get("reason") or "given up"))
+        rows = await self._current_state().drop(request.match_info["group"], str(body.get("reason") or "given up"))
         return _json({"rows": rows})
 
     async def _notify(self, request: web.Request) -> web.Response:
-        body, desk = await _body(request), self._at()
+        body, state = await _body(request), self._current_state()
         version, path, group = _whole(body, "version", 0), str(body.get("path") or ""), str(body.get("group") or "")
         if body.get("files") is not None:
-            self._permitted(desk, version, group)
+            self._check_version(state, version, group)
             files = _files(body["files"])
-            if version == desk.version and desk.path and not await self._disk().holds(version, files):
+            if version == state.version and state.path and not await self._disk().holds(version, files):
                 raise RequestRefused(f"another v{version} is announced already", 409)
             path = str(await self._disk().commit(version, files))
-        await desk.notify(version, path, group)
-        return _json({"version": desk.version, "path": desk.path})
+        await state.notify(version, path, group)
+        return _json({"version": state.version, "path": state.path})
 
     async def _begin(self, request: web.Request) -> web.Response:
         """Check if files of a version would be accepted, before they are sent."""
         body = await _body(request)
-        self._permitted(self._at(), _version(request), str(body.get("group") or ""))
+        self._check_version(self._current_state(), _version(request), str(body.get("group") or ""))
         self._disk()
         return _json({})
 
     async def _receive(self, request: web.Request) -> web.Response:
         """Receive one file of a future version; the body is the file."""
         version = _version(request)
-        self._permitted(self._at(), version, request.query.get("group", ""))
+        self._check_version(self._current_state(), version, request.query.get("group", ""))
         try:
             stored = await self._disk().receive(
                 version, request.match_info["name"], request.content.iter_chunked(BLOCK_BYTES)
@@ -177,11 +177,11 @@ class ServiceServer:
             raise RequestRefused(f"the file was cut off: {error}") from None
         return _json(asdict(stored))
 
-    def _permitted(self, desk: ServiceState, version: int, group: str) -> None:
+    def _check_version(self, state: ServiceState, version: int, group: str) -> None:
         """Refuse a version early, before its files are uploaded in vain."""
-        if version < desk.version:
-            raise RequestRefused(f"version {version} after {desk.version} (rule: versions grow)", 409)
-        desk.permit(version, group)
+        if version < state.version:
+            raise RequestRefused(f"version {version} after {state.version} (rule: versions grow)", 409)
+        state.permit(version, group)
 
     async def _files(self, request: web.Request) -> web.Response:
         files = await self._current(request)
@@ -191,13 +191,13 @@ class ServiceServer:
         name = request.match_info["name"]
         if name not in await self._current(request):
             raise RequestRefused(f"no file {name!r}", 404)
-        return web.FileResponse(Path(self._at().path) / name, chunk_size=BLOCK_BYTES)
+        return web.FileResponse(Path(self._current_state().path) / name, chunk_size=BLOCK_BYTES)
 
     async def _current(self, request: web.Request) -> Mapping[str, StoredFile]:
-        desk, version = self._at(), _version(request)
-        if version != desk.version:
-            raise RequestRefused(f"the current version is v{desk.version}, not v{version}", 409)
-        return await self._disk().listed(desk.path, version)
+        state, version = self._current_state(), _version(request)
+        if version != state.version:
+            raise RequestRefused(f"the current version is v{state.version}, not v{version}", 409)
+        return await self._disk().listed(state.path, version)
 
     def _disk(self) -> WeightUploads:
         if self._uploads is None:
@@ -206,27 +206,27 @@ class ServiceServer:
 
     async def _weights(self, request: web.Request) -> web.Response:
         after, wait = (_number(request.query.get(name, "-1")) for name in ("after", "timeout_s"))
-        version, path = await self._at().weights(int(after), min(wait, MAX_WAIT_S))
+        version, path = await self._current_state().weights(int(after), min(wait, MAX_WAIT_S))
         return _json({"version": version, "path": path})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json({"schema_version": 1, **self._at().status()})
+        return _json({"schema_version": 1, **self._current_state().status()})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    def _at(self) -> ServiceState:
-        if self._desk is None:
+    def _current_state(self) -> ServiceState:
+        if self._state is None:
             raise RequestRefused("the service is not set up (rule: PUT /v1/setup first)", 409)
-        return self._desk
+        return self._state
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        row = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if (
             self._token
             and request.path != "/health"
-            and not hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+            and not hmac.compare_digest(row.encode(errors="replace"), self._token.encode())
         ):
             return _json({"error": "the token is not this service's"}, status=401)
         try:
@@ -249,8 +249,8 @@ def _version(request: web.Request) -> int:
 
 def _files(value: object) -> dict[str, StoredFile]:
     found = {}
-    for name, told in _object(value, "files").items():
-        one = _object(told, f"file {name}")
+    for name, entry in _object(value, "files").items():
+        one = _object(entry, f"file {name}")
         found[name] = StoredFile(_whole(one, "bytes", 0), str(one.get("sha256")))
     return found
 
@@ -268,8 +268,8 @@ def _setup(body: Mapping[str, Any]) -> ServiceSetup:
     return ServiceSetup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
 
 
-def _row(given: ExperienceRow) -> dict[str, Any]:
-    return {"id": given.id, "group": given.group, "version": given.version, "columns": dict(given.values)}
+def _row(row: ExperienceRow) -> dict[str, Any]:
+    return {"id": row.id, "group": row.group, "version": row.version, "columns": dict(row.values)}
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
@@ -340,5 +340,7 @@ def _number(value: object) -> float:
 
 
 def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    told = {**(headers or {}), "X-Rollart-Columns": KIND}
-    return web.Response(body=json.dumps(value).encode(), status=status, headers=told, content_type="application/json")
+    all_headers = {**(headers or {}), "X-Rollart-Columns": KIND}
+    return web.Response(
+        body=json.dumps(value).encode(), status=status, headers=all_headers, content_type="application/json"
+    )

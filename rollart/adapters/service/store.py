@@ -94,39 +94,39 @@ class ServiceStore:
         self._segments = PayloadFiles(directory / "segments")
         self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
-        self._placed_since: deque[tuple[str, str, SegmentLocation]] = deque()
-        self._changes = self._through = 0
+        self._new_locations: deque[tuple[str, str, SegmentLocation]] = deque()
+        self._changes = self._flushed = 0
         """Number of changes made, and number of changes on disk."""
         self._writing: asyncio.Future[None] | None = None
         self._broken: StorageFailed | None = None
 
     def load(self) -> StoredState:
-        ask = self._base.execute
+        query = self._base.execute
         cells: dict[str, dict[str, Any]] = {}
-        for row, column, value, segment, place in ask("SELECT row, col, value, segment, place FROM cells"):
+        for row, column, value, segment, location in query("SELECT row, col, value, segment, place FROM cells"):
             cells.setdefault(row, {})[column] = (
-                _decode_value(value) if segment is None else SegmentLocation(segment, place)
+                _decode_value(value) if segment is None else SegmentLocation(segment, location)
             )
         consumed: dict[str, set[str]] = {}
-        for task, row in ask("SELECT task, row FROM consumed"):
+        for task, row in query("SELECT task, row FROM consumed"):
             consumed.setdefault(task, set()).add(row)
-        rows = ask("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
+        rows = query("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
         return StoredState(
-            {name: json.loads(value) for name, value in ask("SELECT name, value FROM meta")},
+            {name: json.loads(value) for name, value in query("SELECT name, value FROM meta")},
             [StoredRow(SampleRow(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
             cells,
             consumed,
-            [_decode_lease(json.loads(body)) for (body,) in ask("SELECT body FROM loans ORDER BY id")],
-            {name: json.loads(answer) for name, answer in ask("SELECT name, answer FROM keys ORDER BY seq")},
+            [_decode_lease(json.loads(body)) for (body,) in query("SELECT body FROM loans ORDER BY id")],
+            {name: json.loads(answer) for name, answer in query("SELECT name, answer FROM keys ORDER BY seq")},
         )
 
     def meta(self, **values: Any) -> None:
         for name, value in values.items():
-            self._do("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
+            self._queue("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
 
     def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
         self._last += 1
-        self._do(
+        self._queue(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
             row.id,
             self._last,
@@ -139,46 +139,46 @@ class ServiceStore:
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
         for column, value in values.items():
-            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _encode_value(value))
+            self._queue("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _encode_value(value))
         if sampled is not None:
-            self._do("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
+            self._queue("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
 
     def consumed(self, task: str, rows: Iterable[str]) -> None:
         for row in rows:
-            self._do("INSERT INTO consumed VALUES (?, ?)", task, row)
+            self._queue("INSERT INTO consumed VALUES (?, ?)", task, row)
 
     def freed(self, rows: Iterable[str]) -> None:
         """Delete the values of rows that no task needs any more. The rows themselves stay until their whole group is
         gone."""
         for row in rows:
-            self._do("UPDATE rows SET freed = 1 WHERE id = ?", row)
-            self._do("DELETE FROM cells WHERE row = ?", row)
+            self._queue("UPDATE rows SET freed = 1 WHERE id = ?", row)
+            self._queue("DELETE FROM cells WHERE row = ?", row)
 
     def group_gone(self, group: str) -> None:
         for table, column in (("cells", "row"), ("consumed", "row")):
-            self._do(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
-        self._do("DELETE FROM rows WHERE grp = ?", group)
+            self._queue(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
+        self._queue("DELETE FROM rows WHERE grp = ?", group)
 
-    def loan(self, loan: RowLease) -> None:
-        body = [loan.id, loan.task, loan.batches, loan.consumed, loan.seconds, loan.key]
-        self._do("INSERT OR REPLACE INTO loans VALUES (?, ?)", loan.id, json.dumps(body))
+    def lease(self, lease: RowLease) -> None:
+        body = [lease.id, lease.task, lease.batches, lease.consumed, lease.seconds, lease.key]
+        self._queue("INSERT OR REPLACE INTO loans VALUES (?, ?)", lease.id, json.dumps(body))
 
-    def loan_over(self, id: str) -> None:
-        self._do("DELETE FROM loans WHERE id = ?", id)
+    def end_lease(self, id: str) -> None:
+        self._queue("DELETE FROM loans WHERE id = ?", id)
 
     def key(self, name: str, answer: Any) -> None:
         """Remember the answer to the request with this key; the oldest answers are forgotten."""
-        self._do("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
-        self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
+        self._queue("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
+        self._queue("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
 
-    def placed(self) -> Iterator[tuple[str, str, SegmentLocation]]:
+    def written_locations(self) -> Iterator[tuple[str, str, SegmentLocation]]:
         """Large values written since the last call: row, column and location."""
-        while self._placed_since:
-            yield self._placed_since.popleft()
+        while self._new_locations:
+            yield self._new_locations.popleft()
 
-    def read(self, place: SegmentLocation) -> Any:
+    def read(self, location: SegmentLocation) -> Any:
         """Read a large value; valid as long as its row exists."""
-        return _decode_value(self._segments.read(place.segment, place.offset))
+        return _decode_value(self._segments.read(location.segment, location.offset))
 
     @property
     def changed(self) -> bool:
@@ -188,8 +188,8 @@ class ServiceStore:
     async def flush(self) -> None:
         """Wait until every change so far is on disk; the changes of several callers share a transaction. If a caller is
         cancelled, e.g. because its client disconnected, the write continues and the next caller waits for it."""
-        mine = self._changes
-        while self._through < mine and self._broken is None:
+        target = self._changes
+        while self._flushed < target and self._broken is None:
             if self._writing is None or self._writing.done():
                 batch, self._pending = self._pending, []
                 loop = asyncio.get_running_loop()
@@ -202,37 +202,37 @@ class ServiceStore:
         self._base.close()
         os.close(self._lock)
 
-    def _do(self, statement: str, *values: Any) -> None:
+    def _queue(self, statement: str, *values: Any) -> None:
         self._changes += 1
         self._pending.append((statement, values))
 
-    def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], through: int) -> None:
+    def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], flushed: int) -> None:
         """Runs in a thread, one call at a time."""
         try:
             self._write(batch)
-            self._through = through
+            self._flushed = flushed
         except Exception as error:  # after any failure, memory is ahead of the disk
             self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
 
     def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-        placed = [self._placed(statement, values) for statement, values in batch]
+        written_locations = [self._with_location(statement, values) for statement, values in batch]
         self._segments.sync()
         self._base.execute("BEGIN IMMEDIATE")
         try:
-            for statement, values in placed:
+            for statement, values in written_locations:
                 self._base.execute(statement, values)
             self._base.execute("COMMIT")
         except BaseException:
             if self._base.in_transaction:
                 self._base.execute("ROLLBACK")
             raise
-        large = (v for s, v in placed if s.startswith("INSERT INTO cells") and len(v) == 4)
-        self._placed_since.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
+        large = (v for s, v in written_locations if s.startswith("INSERT INTO cells") and len(v) == 4)
+        self._new_locations.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
             self._segments.keep({segment for (segment,) in used})
 
-    def _placed(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    def _with_location(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
         """Replace a large value by its location, after appending it to a segment."""
         if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
             row, column, value = values

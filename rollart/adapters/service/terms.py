@@ -82,17 +82,17 @@ def decode_setup(body: Mapping[str, Any]) -> ServiceSetup:
     return ServiceSetup(tuple(body["columns"]), tasks, body["capacity"], body["staleness"])
 
 
-def sampler_of(wish: ExperienceRequest, task: ServiceTask) -> Sampler:
-    if wish.count < 1 or wish.consumers < 1:
-        raise RequestRefused(f"count {wish.count}, consumers {wish.consumers} (rule: at least 1)")
+def sampler_of(request: ExperienceRequest, task: ServiceTask) -> Sampler:
+    if request.count < 1 or request.consumers < 1:
+        raise RequestRefused(f"count {request.count}, consumers {request.consumers} (rule: at least 1)")
     sampler: Sampler
     if task.whole_groups:
-        if wish.at_least is not None:
+        if request.at_least is not None:
             raise RequestRefused("at_least is for tasks that take single rows")
-        sampler = WholeGroups(wish.count)
+        sampler = WholeGroups(request.count)
     else:
-        sampler = Fifo(wish.count, wish.at_least)
-    return Balanced(sampler, wish.consumers) if wish.consumers > 1 else sampler
+        sampler = Fifo(request.count, request.at_least)
+    return Balanced(sampler, request.consumers) if request.consumers > 1 else sampler
 
 
 def sampler_of_rows(rows: Sequence[str]) -> Sampler:

@@ -48,13 +48,13 @@ class WeightUploads:
         """`readable`: further directories from which versions may be downloaded."""
         self.root = root
         self._readable = [path.resolve() for path in (root, *readable)]
-        self._here: dict[tuple[int, str], StoredFile] = {}
+        self._received: dict[tuple[int, str], StoredFile] = {}
         self._read: tuple[tuple[int, Path], dict[str, StoredFile]] | None = None
         self._number = itertools.count()
         self._one = asyncio.Lock()
         """Serializes `commit`: a repeated commit of the same version waits for the first."""
-        for left in root.glob("part-*"):  # their checksums were lost with the previous process
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in root.glob("part-*"):  # their checksums were lost with the previous process
+            shutil.rmtree(leftover, ignore_errors=True)
 
     async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> StoredFile:
         """Receive one file of a future version. A stream that ends early raises the transport's error."""
@@ -75,7 +75,7 @@ class WeightUploads:
             await _in_thread(lambda: part.rename(aside / name))
         finally:
             part.unlink(missing_ok=True)
-        self._here[version, name] = stored
+        self._received[version, name] = stored
         return stored
 
     async def commit(self, version: int, files: Mapping[str, StoredFile]) -> Path:
@@ -85,7 +85,7 @@ class WeightUploads:
             return await self._committed(version, files)
 
     async def _committed(self, version: int, files: Mapping[str, StoredFile]) -> Path:
-        path, told, written = self._path(version), self._sums(version), _encode_checksums(files)
+        path, sums_file, written = self._path(version), self._sums(version), _encode_checksums(files)
         if await self.holds(version, files):
             shutil.rmtree(self._part(version), ignore_errors=True)  # uploaded again because the answer was lost
             return path
@@ -93,22 +93,26 @@ class WeightUploads:
             raise RequestRefused("a version needs config.json and *.safetensors")
         for name, stored in files.items():
             _check_file_name(name)
-            here = self._here.get((version, name))
-            if here != stored or not (self._part(version) / name).is_file():
-                what = "did not arrive" if here is None else f"arrived as {here.bytes} bytes, {here.sha256[:12]}"
-                raise RequestRefused(f"{name} of v{version} {what} (rule: upload it again)", 409)
-        await _in_thread(lambda: self._make(version, path, told, written, set(files)))
-        self._here = {(v, name): s for (v, name), s in self._here.items() if v != version}
+            received = self._received.get((version, name))
+            if received != stored or not (self._part(version) / name).is_file():
+                found_text = (
+                    "did not arrive"
+                    if received is None
+                    else f"arrived as {received.bytes} bytes, {received.sha256[:12]}"
+                )
+                raise RequestRefused(f"{name} of v{version} {found_text} (rule: upload it again)", 409)
+        await _in_thread(lambda: self._make(version, path, sums_file, written, set(files)))
+        self._received = {(v, name): s for (v, name), s in self._received.items() if v != version}
         self._read = None
         return path
 
     async def holds(self, version: int, files: Mapping[str, StoredFile]) -> bool:
         """True if the stored version consists of exactly these files."""
-        told = self._sums(version)
+        sums_file = self._sums(version)
         return (
             self._path(version).is_dir()
-            and told.is_file()
-            and await _in_thread(told.read_text) == _encode_checksums(files)
+            and sums_file.is_file()
+            and await _in_thread(sums_file.read_text) == _encode_checksums(files)
         )
 
     async def listed(self, path: str, version: int) -> dict[str, StoredFile]:
@@ -133,20 +137,20 @@ class WeightUploads:
     def _part(self, version: int) -> Path:
         return self.root / f"part-{version:06d}"
 
-    def _make(self, version: int, path: Path, told: Path, written: str, names: set[str]) -> None:
+    def _make(self, version: int, path: Path, sums_file: Path, written: str, names: set[str]) -> None:
         aside = self._part(version)
         for file in aside.iterdir():
             if file.name not in names:
                 file.unlink()
         shutil.rmtree(path, ignore_errors=True)
-        told.write_text(written)
+        sums_file.write_text(written)
         aside.rename(path)
         for old in _superseded_versions(self.root, path):
             old.with_suffix(".sums").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
-        for left in self.root.glob("part-*"):
-            if _number(left) < _number(aside):
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in self.root.glob("part-*"):
+            if _number(leftover) < _number(aside):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _superseded_versions(root: Path, path: Path) -> list[Path]:

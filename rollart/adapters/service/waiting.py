@@ -23,13 +23,13 @@ class ChangeNotifier:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(self, look: Callable[[], T | None], seconds: float, due: Callable[[], float | None]) -> T | None:
-        """The first result of `look` that is not None; None after `seconds`. `look` is called at once, at every change
+    async def until(self, poll: Callable[[], T | None], seconds: float, due: Callable[[], float | None]) -> T | None:
+        """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
         and at the loop time that `due` returns."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while True:
-            found = look()
+            found = poll()
             if found is not None or loop.time() >= end:
                 return found
             next_due, changed = due(), self._changed
