@@ -123,7 +123,7 @@ def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
         with pytest.raises(TrainerError, match="announced /nowhere for v0"):
             await bridge.publish({"version": 0})
         with pytest.raises(TrainerRefused, match="does no imitate"):
-            await bridge._not_here("imitate")({})
+            await bridge._unsupported("imitate")({})
 
     virtual(main)
 

@@ -243,8 +243,8 @@ def test_a_loan_ends_once(steps: list[tuple[str, int]]) -> None:
     loans, ended = RowLeases(), Counter[str]()
     for at, (what, number) in enumerate(steps):
         if what == "give":
-            loan = loans.give("t", [["r"]], ["r"], 5.0, float(at), f"k{number}")
-            assert loans.of(f"k{number}") == loan
+            loan = loans.grant("t", [["r"]], ["r"], 5.0, float(at), f"k{number}")
+            assert loans.by_key(f"k{number}") == loan
         elif what == "renew":
             loans.renew(f"l{number}", 9.0, float(at))
         elif loans.end(f"l{number}", done=what == "done") is not None:
