@@ -180,18 +180,18 @@ def trainer_host_parts(resolved: Resolved) -> list[TrainerHostPart]:
     assignment, ranks = resolved.plan.of(Role.TRAINER)[0], trainer_ranks(resolved)
     parts = _devices_by_host(resolved, assignment)
     # One rank per device, or equal numbers on all hosts; a last host with fewer devices takes no more ranks than that.
-    most = [len(part) for part in parts]
-    here = [ranks * (n + 1) // len(parts) - ranks * n // len(parts) for n in range(len(parts))]
-    here = most if sum(most) == ranks else here
-    if any(have > room for have, room in zip(here, most, strict=True)):
+    capacities = [len(part) for part in parts]
+    ranks_by_host = [ranks * (n + 1) // len(parts) - ranks * n // len(parts) for n in range(len(parts))]
+    ranks_by_host = capacities if sum(capacities) == ranks else ranks_by_host
+    if any(have > room for have, room in zip(ranks_by_host, capacities, strict=True)):
         raise SpecError(
-            f"trainer.ranks is {ranks}, and the trainer's hosts have {', '.join(map(str, most))} devices (rule: equal "
-            "numbers of ranks, at most one per device)",
+            f"trainer.ranks is {ranks}, and the trainer's hosts have {', '.join(map(str, capacities))} devices (rule: "
+            "equal numbers of ranks, at most one per device)",
             remedy="set trainer.ranks, or trainer.threads to a multiple of the pool's devices_per_host",
         )
     names = [assignment.name, *(f"{assignment.name}-host-{number}" for number in range(1, len(parts)))]
-    firsts = [sum(here[:n]) for n in range(len(parts))]
-    return [TrainerHostPart(*one) for one in zip(names, parts, firsts, here, strict=True)]
+    firsts = [sum(ranks_by_host[:n]) for n in range(len(parts))]
+    return [TrainerHostPart(*one) for one in zip(names, parts, firsts, ranks_by_host, strict=True)]
 
 
 def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[ActorSpec]:
@@ -282,10 +282,13 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
         json.dumps(command.args),
     ]
     if assignment.role in (Role.PREFILL, Role.DECODE):
-        place = weight_store_location(resolved, directory)
-        arguments += ["--alias", str((directory / "weights" if place is None else Path(place.root)) / VLLM_MODEL_ALIAS)]
+        location = weight_store_location(resolved, directory)
+        arguments += [
+            "--alias",
+            str((directory / "weights" if location is None else Path(location.root)) / VLLM_MODEL_ALIAS),
+        ]
     module = "rollart.adapters.engines.vllm_server"
-    return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
+    return _program(resolved, directory, assignment, module, arguments, env=command.env, multi_gpu=True)
 
 
 def _visible_devices(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
@@ -331,19 +334,19 @@ def _program(
     arguments: list[str],
     *,
     env: Mapping[str, str] = MappingProxyType({}),
-    together: bool = False,
+    multi_gpu: bool = False,
     processes: int = 1,
     called: str = "",
 ) -> ActorSpec:
-    """`together`: the program can use several GPUs. `called`: the actor's name, if it is not the assignment's."""
+    """`multi_gpu`: the program can use several GPUs. `called`: the actor's name, if it is not the assignment's."""
     name, devices = called or assignment.name, len(assignment.devices)
-    pool, (room, labels) = _pool(resolved, assignment), part_resources(resolved, assignment)
+    pool, (resources, labels) = _pool(resolved, assignment), part_resources(resolved, assignment)
     kind = resource_kind(resolved, pool)
     on_ray = resolved.cluster.runtime.backend == "ray"
     threads = str(max(1, devices // processes))
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **env}
     if kind == "GPU":
-        if devices > 1 and not (together or assignment.role is Role.TRAINER):
+        if devices > 1 and not (multi_gpu or assignment.role is Role.TRAINER):
             raise SpecError(
                 f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine has no tensor "
                 "parallelism)",
@@ -356,7 +359,7 @@ def _program(
         factory="rollart.adapters.clusters.program:Program",
         args=(name, module, arguments, str(_log_path(directory, name))),
         kwargs={"env": env},
-        resources=room,
+        resources=resources,
         labels=labels,
     )
     if not on_ray:

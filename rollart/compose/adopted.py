@@ -62,9 +62,11 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     changed = _changed_section(before, resolved.to_dict())
     if changed:
         return replace(start, why_not=f"{changed} changed since it was adopted")
-    told = adopted[-1].fields
-    engines = [_AdoptedEngine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(told["engines"]))]
-    work = {domain: DomainWork(**seen) for domain, seen in json.loads(str(told["work"])).items()}
+    fields = adopted[-1].fields
+    engines = [
+        _AdoptedEngine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(fields["engines"]))
+    ]
+    work = {domain: DomainWork(**seen) for domain, seen in json.loads(str(fields["work"])).items()}
     found = _with_engines(resolved, engines, work)
     if isinstance(found, str):
         return replace(start, why_not=found)

@@ -58,6 +58,6 @@ async def probe_logprobs(trainer: HttpTrainer, sample: TrainSample) -> tuple[flo
 def write_agreement(weights: WeightsRef, sample: TrainSample, found: Sequence[float]) -> None:
     """Write the probe's log-probabilities beside the version that the trainer had when it computed them."""
     text = json.dumps({"token_ids": sample.token_ids, "logprobs": found[1:]})
-    beside = Path(weights.path) / f".{PROBE_FILE}"
-    beside.write_text(text)
-    beside.replace(Path(weights.path) / PROBE_FILE)  # engines never see a partial file
+    temporary = Path(weights.path) / f".{PROBE_FILE}"
+    temporary.write_text(text)
+    temporary.replace(Path(weights.path) / PROBE_FILE)  # engines never see a partial file

@@ -114,7 +114,7 @@ class WeightBroadcaster:
             waiting_for = f"a broadcast of v{version} to {len(self._engines)} engines"
             async with self._leases.hold("trainer", waiting_for, self._send_s, Expiry.RETRY):
                 stamp = f"v{version}-{secrets.token_hex(4)}"
-                group = await self._gathered(trainer, version, stamp)
+                group = await self._gather_group(trainer, version, stamp)
                 if group is None:
                     return
                 sent = await trainer.send(self._order(group, version, stamp, 0), bucket_bytes=self._bucket_bytes)
@@ -125,7 +125,7 @@ class WeightBroadcaster:
         except asyncio.CancelledError:  # the trainer goes on sending, and its result is lost
             self._group = None
             raise
-        if not self._received(group, version, stamp, sent):
+        if not self._record_results(group, version, stamp, sent):
             self._group = None
         seconds = asyncio.get_running_loop().time() - began
         if 0 in sent.errors:
@@ -133,14 +133,14 @@ class WeightBroadcaster:
         else:
             self._event("weights_sent", f"v{version}", bytes=sent.bytes, engines=len(group.members), seconds=seconds)
 
-    async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _BroadcastGroup | None:
+    async def _gather_group(self, trainer: HttpTrainer, version: int, stamp: str) -> _BroadcastGroup | None:
         """A group whose members have all confirmed that they take part; engines that do not confirm are left out. None
         without engines."""
         engines = list(self._engines.values())
         while engines:
             group, missing = self._group, dict[HttpEngine, str]()
             if group is None or not group.is_of(trainer, engines):
-                group, missing = await self._formed(trainer, engines)
+                group, missing = await self._form_group(trainer, engines)
             if not missing:
                 missing = await _call_all(
                     {e: e.take_part(self._order(group, version, stamp, first)) for e, first, _ in group.members}
@@ -154,7 +154,7 @@ class WeightBroadcaster:
                 engines.remove(engine)
         return None
 
-    async def _formed(
+    async def _form_group(
         self, trainer: HttpTrainer, engines: Sequence[HttpEngine]
     ) -> tuple[_BroadcastGroup, dict[HttpEngine, str]]:
         address, lanes = await trainer.meet()
@@ -184,7 +184,7 @@ class WeightBroadcaster:
             "first": first,
         }
 
-    def _received(self, group: _BroadcastGroup, version: int, stamp: str, sent: BroadcastResult) -> bool:
+    def _record_results(self, group: _BroadcastGroup, version: int, stamp: str, sent: BroadcastResult) -> bool:
         """Record the result of each engine; True if all workers of all engines have the version."""
         whole = 0 not in sent.errors
         for engine, first, workers in group.members:
@@ -208,11 +208,11 @@ class WeightBroadcaster:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
 
-async def _call_all(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
+async def _call_all(calls: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
     """Run all calls at once; the engines that failed or did not answer in time, with the reasons."""
     missing: dict[HttpEngine, str] = {}
 
-    async def one(engine: HttpEngine, call: Coroutine[Any, Any, None]) -> None:
+    async def run(engine: HttpEngine, call: Coroutine[Any, Any, None]) -> None:
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
                 await call
@@ -222,6 +222,6 @@ async def _call_all(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> di
             missing[engine] = f"it has not answered for {JOIN_TIMEOUT_S:g} s"
 
     async with asyncio.TaskGroup() as tasks:
-        for engine, call in asked.items():
-            tasks.create_task(one(engine, call), name=f"a broadcast and {engine.id}")
+        for engine, call in calls.items():
+            tasks.create_task(run(engine, call), name=f"a broadcast and {engine.id}")
     return missing

@@ -182,7 +182,7 @@ def fit_machine(
     # Beside an engine the same work takes longer: caches and memory are shared.
     beside = _average([r.train.cpu_s / _predicted_cpu_s(alone, r.train) for r in runs])
     update, token, action = (beside * weight for weight in alone)
-    trajectory, turn, said = _fit_weights(
+    trajectory, turn, sampled = _fit_weights(
         [controller_features(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
     )
     return Machine(
@@ -192,7 +192,7 @@ def fit_machine(
         action_s=action,
         trajectory_s=trajectory,
         turn_s=turn,
-        said_s=said,
+        said_s=sampled,
         function_s=_average([r.cpu.get("functions", 0.0) for r in runs]),
         publish_s=_average([r.publish_s for r in runs]),
         queue=_average([r.handover_s / (r.batch * r.cpu["controller"]) for r in runs]),

@@ -66,18 +66,18 @@ async def open_cluster(
         async with _requested_capacity(resolved, runtime):
             if spec.backend == "ray":
                 await _wait_for_nodes(resolved, runtime)
-            begun = fit_to_nodes(resolved, runtime)
-            await runtime.reserve(plan_bundles(begun), wait_s=spec.wait_s + PLACEMENT_S)
-        yield runtime, begun
+            fitted = fit_to_nodes(resolved, runtime)
+            await runtime.reserve(plan_bundles(fitted), wait_s=spec.wait_s + PLACEMENT_S)
+        yield runtime, fitted
 
 
 def plan_bundles(resolved: Resolved) -> list[BundleGroup]:
     """The bundles of the plan's parts, one group each; all are reserved before the first part starts. Attached servers
     need none."""
-    there = attached_urls(resolved)
+    attached = attached_urls(resolved)
     groups = []
     for a in resolved.plan.assignments:
-        if a.name in there:
+        if a.name in attached:
             continue
         parts = [(a.name, a)]
         if a.role is Role.TRAINER:  # it may take several hosts
@@ -102,8 +102,8 @@ async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> 
                     await asyncio.sleep(NODE_POLL_S)
     elif not runtime.reserved(spec.name):
         pools = [f"'{p.name}'" for p in resolved.cluster.pools if node_selector(resolved, p) == dict(spec.labels)]
-        room = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
-        await runtime.reserve([BundleGroup(spec.name, (room,))], wait_s=limit)
+        bundle = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
+        await runtime.reserve([BundleGroup(spec.name, (bundle,))], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
             handle = await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
@@ -126,12 +126,12 @@ async def exit_cause(program: Handle) -> str:
         return error.message
 
 
-async def record_cluster_events(runtime: Runtime, say: Callable[..., None]) -> None:
+async def record_cluster_events(runtime: Runtime, emit: Callable[..., None]) -> None:
     """Record cluster events while the runtime runs."""
     async for event in runtime.events():
         if event.kind in LEDGER_EVENTS:
             node = {"node": event.detail} if event.detail else {}
-            say(LEDGER_EVENTS[event.kind], event.subject, **node)
+            emit(LEDGER_EVENTS[event.kind], event.subject, **node)
 
 
 async def _ray_runtime(
@@ -147,14 +147,14 @@ async def _ray_runtime(
     spec = resolved.cluster.runtime
     if spec.address not in ("local", "start"):
         return RayRuntime(spec.address, env={} if spec.token is None else auth_environment(Path(spec.token)))
-    there = host_nodes(resolved) if spec.address == "local" else [Node("head", {}, {}, {})]
-    cluster = PrivateCluster(directory / "ray", there, health_s=spec.health_s, port=spec.port)
+    nodes = host_nodes(resolved) if spec.address == "local" else [Node("head", {}, {}, {})]
+    cluster = PrivateCluster(directory / "ray", nodes, health_s=spec.health_s, port=spec.port)
     stack.push_async_callback(cluster.close)
     address = await cluster.start()
     if spec.address == "start":
         now = asyncio.get_running_loop().time()
-        for who, command in join_commands(resolved, address, cluster.token):
-            progress(RunEvent(now, "join", who, {"command": command}))
+        for hosts, command in join_commands(resolved, address, cluster.token):
+            progress(RunEvent(now, "join", hosts, {"command": command}))
     return RayRuntime(address, env=auth_environment(cluster.token))
 
 
@@ -210,7 +210,7 @@ def _missing_capacity(resolved: Resolved, runtime: Runtime) -> list[str]:
         kind, labels = resource_kind(resolved, pool), node_selector(resolved, pool)
         wanted = sum(len(a.devices) for a in resolved.plan.assignments if a.pool == pool.name)
         wanted = wanted if pool.min is None else pool.min
-        there = sum(n.total.get(kind, 0.0) for n in runtime.nodes() if matches(labels, n.labels))
-        if there < wanted:
-            found.append(f"pool '{pool.name}' needs {wanted} {kind} on nodes with {labels}, there are {there:g}")
+        present = sum(n.total.get(kind, 0.0) for n in runtime.nodes() if matches(labels, n.labels))
+        if present < wanted:
+            found.append(f"pool '{pool.name}' needs {wanted} {kind} on nodes with {labels}, there are {present:g}")
     return found

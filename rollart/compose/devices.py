@@ -17,5 +17,5 @@ def free_devices(pool: Pool, taken: Collection[int], count: int) -> tuple[int, .
     hosts = [[i for i in range(s, min(s + size, pool.count)) if i not in taken] for s in starts]
     if count > size:
         hosts = [[i for host in hosts for i in host]]
-    room = [host for host in hosts if len(host) >= count]
-    return tuple(min(room, key=len)[:count]) if room else None
+    fitting = [host for host in hosts if len(host) >= count]
+    return tuple(min(fitting, key=len)[:count]) if fitting else None

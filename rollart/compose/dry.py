@@ -50,5 +50,6 @@ def _function_host_lines(resolved: Resolved) -> Iterator[str]:
     for name in initial_function_hosts(resolved):
         actor = function_actor(resolved, Path(), name, "")
         labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
-        room = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
-        yield f"{name}: function workers on a node with {labels}, {f'in {room}' if room else 'beside its other parts'}"
+        resources = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
+        where = f"in {resources}" if resources else "beside its other parts"
+        yield f"{name}: function workers on a node with {labels}, {where}"

@@ -70,9 +70,9 @@ async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> No
     """Report node events to `nodes` while the runtime runs."""
     nodes.found((n.id, node_devices(resolved, n)) for n in runtime.nodes())
     async for event in runtime.events():
-        here = {node.id: node for node in runtime.nodes()}
-        if event.kind == "node_up" and event.subject in here:
-            nodes.joined(event.subject, node_devices(resolved, here[event.subject]))
+        present = {node.id: node for node in runtime.nodes()}
+        if event.kind == "node_up" and event.subject in present:
+            nodes.joined(event.subject, node_devices(resolved, present[event.subject]))
         elif event.kind == "node_leaving":
             nodes.leaving(event.subject)
         elif event.kind == "node_down":  # a new node of the same name may be up by now; its event comes next
@@ -175,12 +175,12 @@ class FixedCountPlanner:
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         have = Counter({kind: load.healthy for kind, load in observed.load.items() if load.healthy})
-        want = self._filled(have, self._devices(observed))
+        target = self._filled(have, self._devices(observed))
         costs = MoveCosts.of(self._pools, RunningPlan((), restart_s=self._settings.restart_s))
-        moves = diff(_deployments(have), _deployments(want), costs=costs)
+        moves = diff(_deployments(have), _deployments(target), costs=costs)
         if moves:
-            now, after = self._rate(have), self._rate(want)
-            lost = sum(move.device_seconds for move in moves) / max(1, sum(k.tp * n for k, n in want.items()))
+            now, after = self._rate(have), self._rate(target)
+            lost = sum(move.device_seconds for move in moves) / max(1, sum(k.tp * n for k, n in target.items()))
             routes = await self.reprice(observed)
             return Proposal(tuple(map(fleet_move, moves)), routes, now, after, cost=now * lost)
         if self._inner is None:
@@ -188,26 +188,26 @@ class FixedCountPlanner:
         return await self._inner.replan(replace(observed, movable=False), reason)
 
     def _devices(self, observed: FleetObservation) -> dict[str, int]:
-        there = {p.name: p.count for p in self._pools} if observed.devices is None else observed.devices
-        return {p.name: min(p.count, there.get(p.name, 0)) - self._others[p.name] for p in self._pools}
+        present = {p.name: p.count for p in self._pools} if observed.devices is None else observed.devices
+        return {p.name: min(p.count, present.get(p.name, 0)) - self._others[p.name] for p in self._pools}
 
     def _filled(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
         """Serving engines; if a role has none, one reassigned from the largest role; then the missing engines."""
-        want, left = Counter(have), dict(devices)
+        engines, left = Counter(have), dict(devices)
         for kind, count in have.items():
             left[kind.pool] = left.get(kind.pool, 0) - kind.tp * count
         for role, number in self._wanted.items():
             size, engine_role = self._sizes[role], EngineRole(role)
-            while sum(n for kind, n in want.items() if kind.role is engine_role) < number:
+            while sum(n for kind, n in engines.items() if kind.role is engine_role) < number:
                 pool = max(self._serve, key=lambda name: left.get(name, 0))
                 if left.get(pool, 0) < size:
                     break
                 left[pool] -= size
-                want[EngineKind(pool, engine_role, size)] += 1
+                engines[EngineKind(pool, engine_role, size)] += 1
         for role in self._wanted:
-            if not any(n for kind, n in want.items() if kind.role == EngineRole(role)):
-                _reassign_engine(want, EngineRole(role))
-        return +want
+            if not any(n for kind, n in engines.items() if kind.role == EngineRole(role)):
+                _reassign_engine(engines, EngineRole(role))
+        return +engines
 
     def _rate(self, engines: Counter[EngineKind]) -> float:
         """Rates are unknown: engines count alike, and the rate is 0 if a role has no engine."""

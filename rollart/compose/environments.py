@@ -85,10 +85,10 @@ def environment_fleet(
     if not count:
         return None
     domains = write_domains(resolved, directory)
-    token, rooms = secrets.token_hex(16), HostAssignments(resolved, wanted or resolved)
+    token, assignments = secrets.token_hex(16), HostAssignments(resolved, wanted or resolved)
 
     async def make(name: str) -> HostProgram:
-        with rooms.given(name, fleet.where(), present_devices(resolved, runtime)) as given:
+        with assignments.assigned(name, fleet.where(), present_devices(resolved, runtime)) as given:
             actor = host_actor(resolved, directory, name, domains, token, given=given)
             program = await place_actor(resolved, runtime, actor)
         return HostProgram(name, program, runtime, _clock(resolved, name, recorder, given), token)
@@ -108,7 +108,7 @@ def environment_fleet(
             patience_s=node_wait_s(resolved),
             memory=memory_rules(spec),
         ),
-        later=max([rooms.later, *(n + 1 for n in numbers)]),
+        later=max([assignments.first_unplanned, *(n + 1 for n in numbers)]),
     )
     return fleet
 
@@ -117,7 +117,7 @@ def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
     return MemoryRules() if spec.memory_gb == "auto" else MemoryRules(spec.memory_gb * 1e9)
 
 
-async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None:
+async def watch_memory(spec: EnvironmentsSpec, emit: Callable[..., None]) -> None:
     """For environments in the controller: report when its memory has grown by a host's bound, and at each doubling."""
     rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
     bound = rules.bound(machine, 1)
@@ -125,7 +125,7 @@ async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None
         await asyncio.sleep(MEMORY_POLL_S)
         grown = resident_bytes(below=False) - before
         if grown > bound:
-            say(
+            emit(
                 "controller_memory",
                 "controller",
                 grown_gb=round(grown / 1e9, 2),
@@ -150,18 +150,18 @@ class HostAssignments:
         self._coming: set[str] = set()
 
     @property
-    def later(self) -> int:
+    def first_unplanned(self) -> int:
         """The first number that no part of the plan has."""
         return max((a.replica for a in self._plan), default=-1) + 1
 
     @contextlib.contextmanager
-    def given(
+    def assigned(
         self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
     ) -> Iterator[Assignment | None]:
         """The host's assignment while the host is being placed: one that fits on the `devices` by pool and that no host
         in `staying` has. The assignment of the host's own name comes first. None if none is free."""
-        there = self._coming.union(staying)
-        free = [a for a in self._open if self._of.get(a.name, "") not in there]
+        excluded = self._coming.union(staying)
+        free = [a for a in self._open if self._of.get(a.name, "") not in excluded]
         found = None
         if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
             found = next((a for a in free if a.name == name), free[0])
@@ -287,7 +287,7 @@ def host_actor(
 ) -> ActorSpec:
     """The actor of a host: on the planned resources, or without any, beside other parts."""
     on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
-    room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
+    reservation = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
     return ActorSpec(
         name=name,
         factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
@@ -306,8 +306,8 @@ def host_actor(
             "env": {TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             "python": resolved.cluster.environments.python,
         },
-        resources=room[0],
-        labels=room[1],
+        resources=reservation[0],
+        labels=reservation[1],
         max_restarts=-1 if on_ray else 0,
         max_concurrency=PROGRAM_CALLS if on_ray else 1000,
     )

@@ -100,7 +100,7 @@ def machine_name(resolved: Resolved, pool: str, device: int) -> str:
 
 class SimulationFaults:
     """The fault plan of one simulation. `hosts` and `resets` configure its environments. Call `begin` once the run is
-    made, and `seen` after it."""
+    made, and `losses` after it."""
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
         self._plan, self._resolved = plan, resolved
@@ -116,14 +116,14 @@ class SimulationFaults:
         self.resets = None if plan.resets is None else _reset_faults(plan.resets)
 
     @property
-    def of_hosts(self) -> bool:
+    def affects_hosts(self) -> bool:
         """True if faults may hit environment hosts, or if there are several hosts."""
         names = [h.name for h in self.hosts]
         entries: Sequence[OutageSpec | RateSpec] = [*self._plan.outages, *self._plan.rates]
         return len(names) > 1 or any(matching_names(pattern, names) for entry in entries for pattern in entry.parts)
 
     @property
-    def beside(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
+    def background_tasks(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
         return [lambda: self._faults.run()] if self._plan.outages or self._plan.rates else []
 
     def begin(
@@ -135,8 +135,8 @@ class SimulationFaults:
             assert workers is not None
             turn = functools.partial(workers.turn, name)
             subjects[name] = FaultTarget(functools.partial(turn, up=False), functools.partial(turn, up=True))
-        for place in run.places:
-            subjects[str(place.engine.id)] = engine_target(place.engine, lambda: run.control.gateway.version)
+        for placed in run.places:
+            subjects[str(placed.engine.id)] = engine_target(placed.engine, lambda: run.control.gateway.version)
         subjects[run.trained_by.name] = trainer_target(run.trainer)
         machines = self.machines
         for name in () if machines is None else machines.machines:
@@ -172,7 +172,7 @@ class SimulationFaults:
         rates = [FaultRate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
 
-    def seen(self, run: ModelledRun) -> ObservedFaults | None:
+    def losses(self, run: ModelledRun) -> ObservedFaults | None:
         """The counted losses; None for an empty fault plan."""
         plan = self._plan
         if not (plan.outages or plan.rates or plan.resets or plan.functions):
@@ -180,18 +180,18 @@ class SimulationFaults:
         outages: dict[str, int] = {}
         down_s: dict[str, float] = {}
         since: dict[str, float] = {}
-        for what in self._faults.happened:
-            if what.subject.endswith(" to go"):
+        for occurrence in self._faults.happened:
+            if occurrence.subject.endswith(" to go"):
                 continue
-            kind = _kind(what.subject)
-            if not what.up:
+            kind = _kind(occurrence.subject)
+            if not occurrence.up:
                 outages[kind] = outages.get(kind, 0) + 1
-                since[what.subject] = what.t
+                since[occurrence.subject] = occurrence.t
             else:
-                down_s[kind] = down_s.get(kind, 0.0) + what.t - since.pop(what.subject)
+                down_s[kind] = down_s.get(kind, 0.0) + occurrence.t - since.pop(occurrence.subject)
         for subject, t in since.items():
             down_s[_kind(subject)] = down_s.get(_kind(subject), 0.0) + max(0.0, run.ended - t)
-        engines = [place.engine for place in run.places]
+        engines = [placed.engine for placed in run.places]
         return ObservedFaults(
             outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines)
         )

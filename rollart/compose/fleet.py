@@ -117,7 +117,7 @@ class ClusterEngineSite:
         return {e: "" if engine.program is None else engine.program.node for e, engine in self._engines.items()}
 
     def resize(self, devices: Mapping[str, int]) -> None:
-        self._settle()
+        self._accumulate_cost()
         self._resized = True
         self._sizes = {name: min(pool.count, devices.get(name, 0)) for name, pool in self._pools.items()}
         for pool in self._pools:
@@ -153,7 +153,7 @@ class ClusterEngineSite:
                 await self._runtime.release(engine_id)
         finally:
             engine.clock.close()
-            self._settle()
+            self._accumulate_cost()
             pool = self._held.pop(engine_id).pool
             self._rebill(pool)
 
@@ -178,7 +178,7 @@ class ClusterEngineSite:
         part: EngineProgram | AttachedEngine
         if url is not None:
             if self._stored is not None:
-                host = VllmHost(name, url, self._stored.place)
+                host = VllmHost(name, url, self._stored.location)
             part = AttachedEngine(
                 name,
                 url,
@@ -195,7 +195,7 @@ class ClusterEngineSite:
             part = EngineProgram(
                 name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
             )
-        self._settle()
+        self._accumulate_cost()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)
         self._engines[part.id] = _PlacedEngine(part, program, clock, host)
@@ -212,7 +212,7 @@ class ClusterEngineSite:
     def _taken(self, pool: str) -> set[int]:
         return {device for a in self._held.values() if a.pool == pool for device in a.devices}
 
-    def _settle(self) -> None:
+    def _accumulate_cost(self) -> None:
         """Accumulate the cost at the current rate, before assignments change."""
         self._usd, self._usd_at = self.spent_usd(), asyncio.get_running_loop().time()
 

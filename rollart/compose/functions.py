@@ -97,7 +97,7 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
     other parts."""
     on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
     module, given = "rollart.adapters.clusters", _assignment(resolved, name)
-    room = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
+    reservation = ({}, node_selector(resolved, _pool(resolved))) if given is None else part_resources(resolved, given)
     unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
     return ActorSpec(
         name=name,
@@ -109,8 +109,8 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
             str(directory / "logs" / f"{name}.log"),
         ),
         kwargs={"env": {TOKEN: token}},
-        resources=room[0],
-        labels=room[1],
+        resources=reservation[0],
+        labels=reservation[1],
         max_restarts=-1 if on_ray else 0,
         max_concurrency=PROGRAM_CALLS if on_ray else 1000,
     )
@@ -176,8 +176,8 @@ def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = 
     if resolved.cluster.runtime.backend == "local":
         return 0
     pool = _pool(resolved)
-    there = pool.count if devices is None else devices.get(pool.name, 0)
-    machines = math.ceil(there / (pool.devices_per_host or pool.count))
+    present = pool.count if devices is None else devices.get(pool.name, 0)
+    machines = math.ceil(present / (pool.devices_per_host or pool.count))
     workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
     return len(_reward_assignments(resolved)) or max(1, min(machines, workers))
 

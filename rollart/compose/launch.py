@@ -97,10 +97,10 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
             os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
         os._exit(error.exit_code)
 
-    def say(holder: str, seconds: float) -> None:
+    def report_pause(holder: str, seconds: float) -> None:
         progress(RunEvent(loop.time(), "controller_held", "run", {"holder": holder, "seconds": seconds}))
 
-    watch = LoopWatchdog(loop, stop=stop, say=say, end=end, limit_s=resolved.run.leases.env_step_s)
+    watch = LoopWatchdog(loop, stop=stop, say=report_pause, end=end, limit_s=resolved.run.leases.env_step_s)
     try:
         with watch.watching():
             await _run(resolved, directory, resume, progress, began)
@@ -122,90 +122,92 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         refuse_changed(resolved, directory)
     start = resolve_start(resolved, directory) if resume else RunStart(resolved)
     resolved = start.resolved
-    async with open_run(start, directory, progress, began=began) as parts:
-        recovered = await parts.ledger.recover() if resume else None
+    async with open_run(start, directory, progress, began=began) as context:
+        recovered = await context.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
-            ending.callback(parts.ledger.stopping)
+            ending.callback(context.ledger.stopping)
             watchers = [
-                background.create_task(parts.ledger.watch(), name="ledger"),
-                background.create_task(parts.watchdog().run(), name="watchdog"),
+                background.create_task(context.ledger.watch(), name="ledger"),
+                background.create_task(context.watchdog().run(), name="watchdog"),
             ]
             if resolved.cluster.runtime.backend == "ray":
-                watchers.append(background.create_task(record_cluster_events(parts.runtime, parts.say), name="cluster"))
-            if parts.environments is None:
-                memory = watch_memory(resolved.cluster.environments, parts.say)
+                watchers.append(
+                    background.create_task(record_cluster_events(context.runtime, context.emit), name="cluster")
+                )
+            if context.environments is None:
+                memory = watch_memory(resolved.cluster.environments, context.emit)
                 watchers.append(background.create_task(memory, name="memory"))
-            parts.say("starting", "run", directory=str(directory), resume=resume)
-            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(parts)]
+            context.emit("starting", "run", directory=str(directory), resume=resume)
+            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(context)]
             if start.moved or start.why_not:
-                parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
-            artefacts = background.create_task(_produce_artefacts(resolved, directory, parts), name="artefacts")
-            await parts.trainer.start()
-            parts.trainer_clock.enter(ResourceState.IDLE)
+                context.emit("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
+            artefacts = background.create_task(_produce_artefacts(resolved, directory, context), name="artefacts")
+            await context.trainer.start()
+            context.trainer_clock.enter(ResourceState.IDLE)
             if recovered is None:
-                _refuse_lost_ledger(directory, parts)
-                weights = await parts.trainer.supervised(lambda: _first_version(resolved, parts))
+                _refuse_lost_ledger(directory, context)
+                weights = await context.trainer.supervised(lambda: _first_version(resolved, context))
                 step = 0
             else:
-                weights, recovered = await _resume(resolved, directory, parts, recovered)
+                weights, recovered = await _resume(resolved, directory, context, recovered)
                 step = recovered.step
-            parts.begin(weights)
-            if parts.nodes is not None:
+            context.begin(weights)
+            if context.nodes is not None:
                 watchers.append(
-                    background.create_task(follow_nodes(parts.runtime, resolved, parts.nodes), name="nodes")
+                    background.create_task(follow_nodes(context.runtime, resolved, context.nodes), name="nodes")
                 )
             # Concurrently with the functions: wrong credentials then fail before engines have cost much.
-            engines = background.create_task(_start_engines(parts), name="engines")
-            async with parts.open_functions(build_rewards(resolved, await artefacts)):
+            engines = background.create_task(_start_engines(context), name="engines")
+            async with context.open_functions(build_rewards(resolved, await artefacts)):
                 await engines
                 watchers += [
-                    background.create_task(one.run(), name="hosts' nodes") for one in await _start_hosts(parts)
+                    background.create_task(one.run(), name="hosts' nodes") for one in await _start_hosts(context)
                 ]
-                meter = EngineMeter(parts.control.gateway.stats, parts.ledger)
+                meter = EngineMeter(context.control.gateway.stats, context.ledger)
                 watchers.append(background.create_task(meter.run(), name="engines' counters"))
-                await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
+                await context.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
                 await meter.look()
             for watcher in watchers:
                 watcher.cancel()
-        parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
+        context.emit("finished", "run", steps=resolved.run.steps, version=context.control.gateway.version)
 
 
 async def _resume(
-    resolved: Resolved, directory: Path, parts: RunContext, recovered: Recovered
+    resolved: Resolved, directory: Path, context: RunContext, recovered: Recovered
 ) -> tuple[WeightsRef, Recovered]:
     """The version to continue from, restored by the trainer and available to engines, and the recovered state."""
-    weights, damage = await _restore_newest(directory, parts, recovered)
+    weights, damage = await _restore_newest(directory, context, recovered)
     if weights.version < recovered.version:
-        newest, samples = recovered.version, await parts.ledger.roll_back(weights.version)
-        found = await parts.ledger.recover()
+        newest, samples = recovered.version, await context.ledger.roll_back(weights.version)
+        found = await context.ledger.recover()
         assert found is not None, "it was rolled back to a committed version"
         recovered = replace(found, damaged=recovered.damaged)
-        parts.say("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
-    if isinstance(parts.weights, SharedWeightStore):  # its last push may be incomplete
-        async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
-            await parts.weights.push(weights)
+        context.emit("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
+    if isinstance(context.weights, SharedWeightStore):  # its last push may be incomplete
+        async with context.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
+            await context.weights.push(weights)
     for group, why in recovered.damaged.items():
-        parts.say("group_dropped", group, reason=str(AbortReason.INFRA_FAULT), detail=why)
-    parts.say("resumed", "run", step=recovered.step, version=weights.version, samples=len(recovered.samples))
+        context.emit("group_dropped", group, reason=str(AbortReason.INFRA_FAULT), detail=why)
+    context.emit("resumed", "run", step=recovered.step, version=weights.version, samples=len(recovered.samples))
     return weights, recovered
 
 
-async def _restore_newest(directory: Path, parts: RunContext, recovered: Recovered) -> tuple[WeightsRef, str]:
+async def _restore_newest(directory: Path, context: RunContext, recovered: Recovered) -> tuple[WeightsRef, str]:
     """The newest version that the trainer can restore, and the damage of the newest version if an older one is used.
     Errors leave the ledger unchanged."""
     damage = ""
-    older = [version for version in parts.weights.versions() if version < recovered.version]
+    older = [version for version in context.weights.versions() if version < recovered.version]
     for version in (recovered.version, *reversed(older)):
-        path = parts.weights.path(version)
+        path = context.weights.path(version)
         weights = WeightsRef(version, path, stamp=stamp_of(path))
-        if not parts.weights.complete(version):
+        if not context.weights.complete(version):
             damage = damage or f"{path} is not complete on disk"
             continue
         if recovered.stamps.get(version, weights.stamp) != weights.stamp:
             damage = damage or f"{path} holds other weights than those that were published as v{version}"
             continue
         try:
-            await parts.trainer.resume(weights)
+            await context.trainer.resume(weights)
         except VersionDamaged as error:
             damage = damage or error.message
         else:
@@ -217,10 +219,10 @@ async def _restore_newest(directory: Path, parts: RunContext, recovered: Recover
     )
 
 
-def _refuse_lost_ledger(directory: Path, parts: RunContext) -> None:
+def _refuse_lost_ledger(directory: Path, context: RunContext) -> None:
     """A run without a committed version has written version 0 at most: a later version proves that its ledger was
     lost."""
-    newest = max(parts.weights.versions(), default=0)
+    newest = max(context.weights.versions(), default=0)
     if newest > 0:
         raise StorageFailed(
             f"the ledger of {directory} knows of no version, but v{newest} of its weights is there: the ledger, or its "
@@ -229,45 +231,47 @@ def _refuse_lost_ledger(directory: Path, parts: RunContext) -> None:
         )
 
 
-async def _first_version(resolved: Resolved, parts: RunContext) -> WeightsRef:
+async def _first_version(resolved: Resolved, context: RunContext) -> WeightsRef:
     """Version 0: the initial weights, after the warm start if there is one."""
     limits = resolved.run.leases
-    if resolved.run.warm_start is not None and parts.environments is not None:
-        await parts.environments.ready()
+    if resolved.run.warm_start is not None and context.environments is not None:
+        await context.environments.ready()
     samples = await warm_start_samples(
-        resolved, parts.tokenizer, worked_example_factory(parts.environments), parts.leases
+        resolved, context.tokenizer, worked_example_factory(context.environments), context.leases
     )
     if samples and resolved.run.warm_start is not None:
-        parts.trainer_clock.enter(ResourceState.BUSY, "warm_start")
-        async with parts.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
-            report = await parts.trainer.imitate(samples, resolved.run.warm_start.batches)
-        parts.say("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
-    parts.trainer_clock.enter(ResourceState.SYNC)
-    async with parts.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
-        weights = await parts.trainer.publish(0)
-        await parts.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
-    parts.trainer_clock.enter(ResourceState.IDLE)
+        context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
+        async with context.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
+            report = await context.trainer.imitate(samples, resolved.run.warm_start.batches)
+        context.emit("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
+    context.trainer_clock.enter(ResourceState.SYNC)
+    async with context.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
+        weights = await context.trainer.publish(0)
+        await context.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
+    context.trainer_clock.enter(ResourceState.IDLE)
     return weights
 
 
-async def _produce_artefacts(resolved: Resolved, directory: Path, parts: RunContext) -> dict[str, list[str]]:
-    async with parts.leases.hold("launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN):
+async def _produce_artefacts(resolved: Resolved, directory: Path, context: RunContext) -> dict[str, list[str]]:
+    async with context.leases.hold(
+        "launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN
+    ):
         return await produce_artefacts(resolved, directory)
 
 
-def _fleets(parts: RunContext) -> list[HostFleet | FunctionFleet]:
-    return [fleet for fleet in (parts.environments, parts.functions) if fleet is not None]
+def _fleets(context: RunContext) -> list[HostFleet | FunctionFleet]:
+    return [fleet for fleet in (context.environments, context.functions) if fleet is not None]
 
 
-async def _start_hosts(parts: RunContext) -> list[CrewKeeper]:
+async def _start_hosts(context: RunContext) -> list[CrewKeeper]:
     """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
-    for fleet in _fleets(parts):
+    for fleet in _fleets(context):
         await fleet.ready()
-    return host_count_keepers(parts.wanted, parts.nodes, parts.environments, parts.functions, parts)
+    return host_count_keepers(context.wanted, context.nodes, context.environments, context.functions, context)
 
 
-async def _start_engines(parts: RunContext) -> None:
-    await parts.supervisor.begin(parts.site.parts)
+async def _start_engines(context: RunContext) -> None:
+    await context.supervisor.begin(context.site.parts)
 
 
 def _interrupted(directory: Path) -> Interrupted:

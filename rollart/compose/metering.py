@@ -36,29 +36,29 @@ class LedgerMeter:
     that are being closed, and must not disturb that.
     """
 
-    def __init__(self, books: LedgerWriter) -> None:
-        self._books = books
+    def __init__(self, ledger: LedgerWriter) -> None:
+        self._ledger = ledger
 
     def invocation(self, invocation: Invocation) -> None:
         with contextlib.suppress(StorageFailed):
-            self._books.invocation(invocation)
+            self._ledger.invocation(invocation)
 
     def worker(self, span: WorkerSpan) -> None:
         if span.t1 > span.t0:
             with contextlib.suppress(StorageFailed):
-                self._books.worker(span)
+                self._ledger.worker(span)
 
     def saving(self, saving: Saving) -> None:
         with contextlib.suppress(StorageFailed):
-            self._books.saving(saving)
+            self._ledger.saving(saving)
 
 
-def record_offload(books: LedgerWriter, offload: Offload, now: float) -> None:
+def record_offload(ledger: LedgerWriter, offload: Offload, now: float) -> None:
     """At the end of a run's life, record work, cost and savings of every pipeline stage, and the health of every
     function."""
     with contextlib.suppress(StorageFailed):
         for event in offload_events(offload, now):
-            books.event(event)
+            ledger.event(event)
 
 
 def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:

@@ -75,14 +75,14 @@ class EngineProgram:
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
         path = weights.path if self._local is None else await self._local(weights)
-        address = await self._begun(["--model", path, "--weight-version", str(weights.version)])
+        address = await self._start_program(["--model", path, "--weight-version", str(weights.version)])
         self._client = self._connect(self._id, address, version=weights.version, local=self._local)
         await self._client.started_with(weights)
         if self._broadcasts is not None:
             self._broadcasts.join(self._client)
         return self._client
 
-    async def _begun(self, arguments: list[str]) -> str:
+    async def _start_program(self, arguments: list[str]) -> str:
         """Start the program; its address."""
         if self._starting is None:
             return str(await self._program.call("start", arguments))
@@ -205,7 +205,7 @@ class TrainerProgram:
         self._broadcasts = broadcasts
         self._staged = -1
         self._agreement = agreement
-        self._said: tuple[int, tuple[float, ...]] = (-1, ())
+        self._probe_logprobs: tuple[int, tuple[float, ...]] = (-1, ())
         self._share = share
         self._program = program
         self._leases = leases
@@ -249,7 +249,7 @@ class TrainerProgram:
             raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
         self._clock.enter(ResourceState.DOWN, "trainer_restart")
         await self.close()
-        self._said, self._staged = (-1, ()), -1
+        self._probe_logprobs, self._staged = (-1, ()), -1
         self._restarted(self._restarts)
         try:
             await self._start()
@@ -261,7 +261,7 @@ class TrainerProgram:
             await self.restore(current)
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
-        report = await self._live().train(samples, version)
+        report = await self._running_client().train(samples, version)
         self._restarts = 0  # the bound is on crash loops, not on restarts in a long life
         return report
 
@@ -270,40 +270,40 @@ class TrainerProgram:
         return self._client is not None and self._client.streams
 
     async def begin(self, version: int) -> None:
-        await self._live().begin(version)
+        await self._running_client().begin(version)
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        await self._live().accumulate(samples)
+        await self._running_client().accumulate(samples)
 
     async def finish(self) -> TrainReport:
-        report = await self._live().finish()
+        report = await self._running_client().finish()
         self._restarts = 0
         return report
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
-        return await self._live().imitate(samples, batches)
+        return await self._running_client().imitate(samples, batches)
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        return await self._live().logprobs(samples)
+        return await self._running_client().logprobs(samples)
 
     async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        return await self._live().reference(samples)
+        return await self._running_client().reference(samples)
 
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        return await self._live().advantages(samples)
+        return await self._running_client().advantages(samples)
 
     async def stage(self, version: int) -> None:
         """Stage a version. The next step may begin when this returns, so the probe is scored before that."""
         await self._stage(version)
         if self._agreement is not None:
-            self._said = version, await probe_logprobs(self._live(), self._agreement)
+            self._probe_logprobs = version, await probe_logprobs(self._running_client(), self._agreement)
 
     async def publish(self, version: int) -> WeightsRef:
         weights = await self._publish(version)
         if self._agreement is not None:
-            staged, found = self._said
+            staged, found = self._probe_logprobs
             if staged != version:  # the trainer still has the published weights
-                found = await probe_logprobs(self._live(), self._agreement)
+                found = await probe_logprobs(self._running_client(), self._agreement)
             write_agreement(weights, self._agreement, found)
         if self._share is not None:
             await self._share(weights)
@@ -311,26 +311,26 @@ class TrainerProgram:
 
     async def _stage(self, version: int) -> None:
         if self._broadcasts is not None and self._broadcasts.any:
-            await self._live().stage(version, send=True)
+            await self._running_client().stage(version, send=True)
         else:
-            await self._live().stage(version)
+            await self._running_client().stage(version)
         self._staged = version
 
     async def _publish(self, version: int) -> WeightsRef:
         """Write the version to disk, and broadcast it to engines at the same time."""
-        live = self._live()
+        client = self._running_client()
         if self._broadcasts is None or not self._broadcasts.any:
-            return await live.publish(version)
+            return await client.publish(version)
         if self._staged != version:
             await self._stage(version)
         async with first_failure_only(), asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._broadcasts.send(live, version), name=f"a broadcast of v{version}")
-            return await live.publish(version)
+            tasks.create_task(self._broadcasts.send(client, version), name=f"a broadcast of v{version}")
+            return await client.publish(version)
 
     async def restore(self, weights: WeightsRef) -> None:
         self._staged = -1
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
-            await self._live().restore(weights)
+            await self._running_client().restore(weights)
 
     async def resume(self, weights: WeightsRef) -> None:
         """The restore at the start of a resumed run. If the trainer dies, hangs or cannot read, it is restarted, with
@@ -355,7 +355,7 @@ class TrainerProgram:
         if client is not None:
             await client.aclose()
 
-    def _live(self) -> HttpTrainer:
+    def _running_client(self) -> HttpTrainer:
         if self._client is None:
             raise TrainerError("the trainer is not running")
         return self._client

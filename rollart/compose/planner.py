@@ -121,17 +121,17 @@ class PlacementPlanner:
     async def reflow(self, observed: FleetObservation) -> Routes:
         """Solve the flows of the serving engines. Raises `RunFailed` if they can carry no flow at all."""
         problem = replace(self._updated(observed), fixed=self._serving(observed))
-        found = await self._elsewhere(_solve, problem)
+        found = await self._in_thread(_solve, problem)
         if isinstance(found, Infeasible):
             raise RunFailed(f"no flows for the engines that serve: {found.message}")
         self._found, self._routes = found, routes_of(problem, found)
         return self._routes
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
-        self._proposed = await self._elsewhere(self._replan, observed)
+        self._proposed = await self._in_thread(self._replan, observed)
         return None if self._proposed is None else self._proposed[0]
 
-    async def _elsewhere(self, compute: Callable[[A], R], argument: A) -> R:
+    async def _in_thread(self, compute: Callable[[A], R], argument: A) -> R:
         """Compute in a thread. `RunFailed` while the previous computation runs: a caller that gave up on it cannot stop
         it, and a second one would take more CPU time from the run."""
         if self._computing is not None and not self._computing.done():
@@ -221,19 +221,19 @@ def with_measured_work(domains: Sequence[DomainProfile], work: Mapping[str, Doma
     """The profiles, with measured work in domains with enough finished trajectories."""
     found = []
     for domain in domains:
-        seen = work.get(domain.name)
-        if seen is None or seen.finished < MIN_FINISHED:
+        measured = work.get(domain.name)
+        if measured is None or measured.finished < MIN_FINISHED:
             found.append(domain)
             continue
         environment = domain.environment
         found.append(
             replace(
                 domain,
-                turns=_rescaled(domain.turns, max(seen.turns, 1.0)),
-                first_tokens=Quantity(max(seen.first_tokens, 1.0)),
-                new_tokens=Quantity(max(seen.new_tokens, 0.0)),
-                output_tokens=_rescaled(domain.output_tokens, max(seen.output_tokens, 1.0)),
-                environment=EnvironmentCost(max(seen.wait_s, 0.0), environment.core_s, environment.reset_s),
+                turns=_rescaled(domain.turns, max(measured.turns, 1.0)),
+                first_tokens=Quantity(max(measured.first_tokens, 1.0)),
+                new_tokens=Quantity(max(measured.new_tokens, 0.0)),
+                output_tokens=_rescaled(domain.output_tokens, max(measured.output_tokens, 1.0)),
+                environment=EnvironmentCost(max(measured.wait_s, 0.0), environment.core_s, environment.reset_s),
                 source="this run",
             )
         )

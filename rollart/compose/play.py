@@ -59,13 +59,13 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     began = loop.time()
     observation = await environment.reset(seed)
     reset_s, wait_s = loop.time() - began, 0.0
-    shown: list[int] = []
-    said = 0
+    input_tokens: list[int] = []
+    output_tokens = 0
     try:
         for _ in range(domain.max_turns):
-            shown.append(len(tokenizer.encode(observation.text)))
+            input_tokens.append(len(tokenizer.encode(observation.text)))
             text, tokens = _choose_answer(domain, environment, observation.actions, seed, rng, tokenizer)
-            said += min(tokens, observation.max_tokens or domain.max_tokens)
+            output_tokens += min(tokens, observation.max_tokens or domain.max_tokens)
             began = loop.time()
             step = await environment.step(text)
             wait_s += loop.time() - began
@@ -77,10 +77,10 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     return ObservedTrajectory(
         domain=domain.name,
         t=0.0,
-        turns=len(shown),
-        first_tokens=float(shown[0]),
-        new_tokens=float(sum(shown[1:])),
-        output_tokens=float(said),
+        turns=len(input_tokens),
+        first_tokens=float(input_tokens[0]),
+        new_tokens=float(sum(input_tokens[1:])),
+        output_tokens=float(output_tokens),
         wait_s=wait_s,
         reset_s=reset_s,
     )

@@ -142,11 +142,11 @@ def _refuse_programs(resolved: Resolved) -> None:
     from rollart.compose.actors import attached_urls, engine_actor, torch_device, trainer_actors
 
     cluster, plan = resolved.cluster, resolved.plan
-    ours = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
+    engines = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
     with tempfile.TemporaryDirectory() as name:
         config = trainer_config(resolved, Path(name), Path(name))
         trainer_actors(resolved, Path(name), config)
-        for engine in ours:
+        for engine in engines:
             if engine.name not in attached_urls(resolved):
                 engine_actor(resolved, Path(name), engine)
     if resolved.run.weights.collective is not None:
@@ -160,8 +160,8 @@ def _refuse_programs(resolved: Resolved) -> None:
     if cluster.trainer.external is not None:
         _refuse_unavailable_address(cluster.trainer.external, "trainer.external")
     else:
-        ours += plan.of(Role.TRAINER)
-    for part in ours if cluster.engines.kind != "vllm" else ():
+        engines += plan.of(Role.TRAINER)
+    for part in engines if cluster.engines.kind != "vllm" else ():
         if torch_device(resolved, part) == "cuda":
             refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
 
@@ -249,11 +249,11 @@ def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iter
 
 def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFinding]:
     """Problems of `model.path`."""
-    name, place = specs.run.model.path, ("run", "model", "path")
+    name, key = specs.run.model.path, ("run", "model", "path")
     if not path.is_dir():
         why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
-        yield SpecFinding(place, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        yield SpecFinding(key, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
         return
     try:
         if specs.cluster.engines.kind != "vllm":
@@ -261,7 +261,7 @@ def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFin
         for file in weight_files(path):
             refuse_truncated(file)
     except UsageError as error:
-        yield SpecFinding(place, f"model.path: {error.message}", _remedy_with_vllm(error))
+        yield SpecFinding(key, f"model.path: {error.message}", _remedy_with_vllm(error))
 
 
 def _remedy_with_vllm(error: RollartError) -> str:
@@ -281,8 +281,8 @@ def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
 
 def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
     """Problems of the environments, in the order of the domains."""
-    asked = _check_key(specs)
-    if asked in _CHECKED:
+    key = _check_key(specs)
+    if key in _CHECKED:
         return []
     quick: set[str] = set()
     with _spec_directory_on_path(specs.base):
@@ -293,7 +293,7 @@ def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
     if not _checks_in_process(specs) and not _runs_remotely(specs):
         found += _check_on_host_interpreter(specs, quick)
     if not found:
-        _CHECKED[asked] = quick.issuperset(hosted_domains(specs.run))
+        _CHECKED[key] = quick.issuperset(hosted_domains(specs.run))
     return found
 
 
@@ -382,8 +382,8 @@ def _locate_problem(specs: Resolved | Specs, trouble: EnvironmentProblem) -> Spe
 def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
     """Problems in the hosts' own interpreter. Domains with quick environments are added to `quick`."""
     spec = specs.cluster.environments
-    python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
-    asked = {
+    python, key = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
+    request = {
         "path": import_paths(specs),
         "domains": hosted_domains(specs.run),
         "images": image_hook_config(spec),
@@ -392,38 +392,36 @@ def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iter
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as on hosts
     try:
         done = _run_check(
-            [python, "-m", PARENT_DEATH_MODULE, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env
+            [python, "-m", PARENT_DEATH_MODULE, str(os.getpid()), MODULE], json.dumps(request), spec.start_s, env
         )
     except OSError as error:
         why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
-        yield SpecFinding(blamed, why, "name an interpreter that is there")
+        yield SpecFinding(key, why, "name an interpreter that is there")
         return
     except subprocess.TimeoutExpired as late:
         yield _interrupted_check(
             specs,
             _parse_check_output(_text(late.stdout))[1],
             f"was not over within {spec.start_s:g} s (environments.start_s)",
-            blamed,
+            key,
         )
         return
     troubles, where = _parse_check_output(done.stdout, quick)
     yield from (_locate_problem(specs, trouble) for trouble in troubles)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
         code = done.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        last = next((line for line in said if line.startswith("Fatal Python error")), said[-1])[:300]
+        last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])[:300]
         if where is None:  # the check did not begin
             why = f"environments.python is '{python}', under which no host could run: {last}"
-            yield SpecFinding(
-                blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter"
-            )
+            yield SpecFinding(key, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
         else:
-            yield _interrupted_check(specs, where, f"{how}: {last}", blamed)
+            yield _interrupted_check(specs, where, f"{how}: {last}", key)
 
 
 def _run_check(
-    command: Sequence[str], said: str, seconds: float, env: Mapping[str, str]
+    command: Sequence[str], stdin: str, seconds: float, env: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its exit. Output goes to files, since a pipe would stay open as long as any process that an
     environment has started."""
@@ -435,42 +433,40 @@ def _run_check(
 
         try:
             code = subprocess.run(
-                command, input=said.encode(), stdout=out, stderr=errors, timeout=seconds, env=env
+                command, input=stdin.encode(), stdout=out, stderr=errors, timeout=seconds, env=env
             ).returncode
         except subprocess.TimeoutExpired:
             raise subprocess.TimeoutExpired(command, seconds, text(out)) from None
         return subprocess.CompletedProcess(command, code, text(out), text(errors))
 
 
-def _interrupted_check(
-    specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]
-) -> SpecFinding:
+def _interrupted_check(specs: Resolved | Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> SpecFinding:
     """The step at which the check ended or timed out."""
     index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
     if index is not None:
         return SpecFinding(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
     if where == "environments.images":
         return SpecFinding(("cluster", "environments", "images"), f"the look at {where} {how}")
-    return SpecFinding(blamed, f"the look at the environments {how}")
+    return SpecFinding(key, f"the look at the environments {how}")
 
 
-def _parse_check_output(said: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
+def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
     """The problems found, and the last step of the check; None if it did not begin."""
     troubles, where = [], None
-    for line in said.splitlines():
+    for line in output.splitlines():
         try:
-            told: dict[str, Any] = json.loads(line)
+            message: dict[str, Any] = json.loads(line)
         except ValueError:  # a truncated line
             break
-        if "trouble" in told:
-            troubles.append(EnvironmentProblem(*told["trouble"]))
-        elif "quick" in told:
+        if "trouble" in message:
+            troubles.append(EnvironmentProblem(*message["trouble"]))
+        elif "quick" in message:
             if quick is not None:
-                quick.add(told["quick"])
+                quick.add(message["quick"])
         else:
-            where = str(told["looking"])
+            where = str(message["looking"])
     return troubles, where
 
 
-def _text(said: bytes | str | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

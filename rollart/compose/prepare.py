@@ -57,21 +57,21 @@ CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
 
 
 @guard
-def import_attribute(path: str, what: str) -> Any:
-    """The object at `package.module:attribute`. `what` names its purpose in the `SpecError`."""
+def import_attribute(path: str, purpose: str) -> Any:
+    """The object at `package.module:attribute`. `purpose` appears in the `SpecError`."""
     module, _, name = path.partition(":")
     try:
         with UserCodeGuard():
             holder = importlib.import_module(module)
     except ImportError as error:
         raise SpecError(
-            f"{what} '{path}' cannot be imported: {error}",
+            f"{purpose} '{path}' cannot be imported: {error}",
             remedy="install it, or run from the directory that holds it",
         ) from None
     except Exception as error:  # a user's module may raise anything on import
-        raise SpecError(f"{what} '{path}' cannot be imported: {one_line(error)}", remedy=f"mend {module}") from None
+        raise SpecError(f"{purpose} '{path}' cannot be imported: {one_line(error)}", remedy=f"mend {module}") from None
     if not hasattr(holder, name):
-        raise SpecError(f"{what} '{path}': module {module} has no '{name}'")
+        raise SpecError(f"{purpose} '{path}': module {module} has no '{name}'")
     return getattr(holder, name)
 
 
@@ -94,13 +94,13 @@ def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
-            fresh = directory.with_name("tokenizer.new")  # the output of a killed producer is never used
-            shutil.rmtree(fresh, ignore_errors=True)
-            _write_tokenizer(model.tokenizer, fresh)
-            if not (fresh / "tokenizer.json").exists():
+            temporary = directory.with_name("tokenizer.new")  # the output of a killed producer is never used
+            shutil.rmtree(temporary, ignore_errors=True)
+            _write_tokenizer(model.tokenizer, temporary)
+            if not (temporary / "tokenizer.json").exists():
                 raise SpecError(f"model.tokenizer '{model.tokenizer}' wrote no tokenizer.json into its directory")
             shutil.rmtree(directory, ignore_errors=True)
-            fresh.rename(directory)
+            temporary.rename(directory)
         return directory
     named = model.tokenizer or model.path
     assert named is not None
@@ -241,7 +241,7 @@ async def _examples_from_hosts(
     make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
 ) -> list[tuple[str, str]]:
     """Worked examples from hosts. A request is repeated if its host ends."""
-    room = asyncio.Semaphore(CONCURRENT_EXAMPLES)
+    semaphore = asyncio.Semaphore(CONCURRENT_EXAMPLES)
 
     async def once(seed: int) -> tuple[str, str]:
         environment = make()
@@ -253,7 +253,7 @@ async def _examples_from_hosts(
             await environment.close()
 
     async def one(seed: int) -> tuple[str, str]:
-        async with room:
+        async with semaphore:
             for _ in range(EXAMPLE_TRIES - 1):
                 with contextlib.suppress(EnvironmentFault):
                     return await once(seed)
@@ -374,12 +374,12 @@ async def _produce(function: str, producer: str, directory: Path, seed: int) -> 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        _, said = await process.communicate()
+        _, stderr = await process.communicate()
     except BaseException:
         if process.returncode is None:
             process.kill()
             await process.wait()
         raise
     if process.returncode != 0:
-        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise PartDied(f"artefact of function '{function}'", f"{producer} failed: {lines[-1][:300]}")

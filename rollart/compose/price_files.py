@@ -143,9 +143,9 @@ def write_prices(path: Path, prices: PriceList, *, today: dt.date) -> None:
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".new")
-        beside.write_text("\n".join(lines) + "\n")
-        beside.replace(path)
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text("\n".join(lines) + "\n")
+        temporary.replace(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", remedy="give a path that can be written with --into") from None
 

@@ -171,7 +171,7 @@ def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -
     A device-hour price is replaced only if the price in `known` is Modal's: a rented GPU is another offer. Names with
     unknown words (a region, a surcharge) are unused.
     """
-    ours = {
+    listed = {
         _normalised_name(p.name): p.name
         for p in known.prices
         if p.unit == "device-hour" and p.source.startswith("Modal")
@@ -181,17 +181,17 @@ def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -
     for name, rate in sorted(rates.items()):
         words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in IGNORED_WORDS]
         per = next((SECONDS_PER_UNIT[word] for word in words if word in SECONDS_PER_UNIT), 0)
-        what = [word for word in words if word not in SECONDS_PER_UNIT]
+        resource = [word for word in words if word not in SECONDS_PER_UNIT]
         if not per:
             unused.append(name)
-        elif set(what) == CPU_WORDS:
+        elif set(resource) == CPU_WORDS:
             found += _busy_and_idle("core-second", rate / per, day, name)
-            if "cpu" in ours:
+            if "cpu" in listed:
                 found.append(_entry("cpu", "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
-        elif what and set(what) <= MEMORY_WORDS and "gib" in what:
+        elif resource and set(resource) <= MEMORY_WORDS and "gib" in resource:
             found += _busy_and_idle("GiB-second", rate / per, day, name)
-        elif what[:1] == ["gpu"] and _normalised_name("".join(what[1:])) in ours:
-            device = ours[_normalised_name("".join(what[1:]))]
+        elif resource[:1] == ["gpu"] and _normalised_name("".join(resource[1:])) in listed:
+            device = listed[_normalised_name("".join(resource[1:]))]
             found.append(_entry(device, "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
         else:
             unused.append(name)

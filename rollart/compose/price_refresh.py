@@ -99,9 +99,9 @@ def _modal_rates(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
     from serverless.deploy.modal_app import ModalDeployer
 
     async def main() -> Mapping[str, Decimal]:
-        async with deployer("modal", given, root=root) as place:
-            assert isinstance(place, ModalDeployer)
-            return await place.rates()
+        async with deployer("modal", given, root=root) as modal:
+            assert isinstance(modal, ModalDeployer)
+            return await modal.rates()
 
     with translated_errors("prices of Modal: "):
         return asyncio.run(main())

@@ -72,22 +72,22 @@ def canonical_provider(name: str) -> str:
 
 
 @contextlib.contextmanager
-def translated_errors(what: str = "") -> Iterator[None]:
-    """Translate errors of the function layer into the product's, by who has to fix them. `what` is the message's
+def translated_errors(prefix: str = "") -> Iterator[None]:
+    """Translate errors of the function layer into the product's, by who has to fix them. `prefix` is the message's
     prefix."""
     try:
         yield
     except ServerlessError as error:
-        raise _translate(error, what) from None
+        raise _translate(error, prefix) from None
     except OSError as error:
         if error.filename is None:
             raise
         raise StorageFailed(
-            f"{what}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
+            f"{prefix}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
         ) from None
 
 
-def _translate(error: ServerlessError, what: str) -> RollartError:
+def _translate(error: ServerlessError, prefix: str) -> RollartError:
     kind: type[RollartError] = RunFailed
     if isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
         kind = ProviderError
@@ -95,7 +95,7 @@ def _translate(error: ServerlessError, what: str) -> RollartError:
         kind = SpecError
     elif isinstance(error, PackageError | UnknownFunction):
         kind = UsageError
-    return kind(what + error.message, remedy=error.remedy)
+    return kind(prefix + error.message, remedy=error.remedy)
 
 
 def packages_in(source: str, *, name: str | None = None, base: Path | None = None) -> list[Package]:
@@ -243,15 +243,15 @@ def backend(
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
 
 
-async def attach_function(place: Backend, provider: str, function: str, *, root: Path) -> None:
+async def attach_function(backend: Backend, provider: str, function: str, *, root: Path) -> None:
     """Route calls of a function to its current version, which for `local` is below `root`."""
     from serverless.backends.base import AttachableBackend
     from serverless.deploy.local import LocalDeployer
 
     if provider == "local":
-        await place.deploy(LocalDeployer(root).package(function))
-    elif isinstance(place, AttachableBackend):
-        await place.attach(function)
+        await backend.deploy(LocalDeployer(root).package(function))
+    elif isinstance(backend, AttachableBackend):
+        await backend.attach(function)
     else:
         raise UsageError(f"'{function}' cannot be called by its name on '{provider}'", remedy="give its file")
 

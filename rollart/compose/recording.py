@@ -75,13 +75,13 @@ def read_recording(directory: Path) -> RecordedRun:
         rows, trained = reader.finished(), reader.trained()
         done = reader.events("step")
         if not rows or not trained or not done:
-            what = "no trajectory has finished" if not rows else "nothing was trained"
-            raise UsageError(f"{directory}: {what} (rule: a training step at least)", remedy="name another run")
+            problem = "no trajectory has finished" if not rows else "nothing was trained"
+            raise UsageError(f"{directory}: {problem} (rule: a training step at least)", remedy="name another run")
         intervals, calls = reader.intervals(), reader.calls()
         usd = math.fsum(line.usd for line in cost_lines(collect(reader, directory.name)))
         lives, facts = len(reader.events("starting")), reader.facts()
     began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
-    seen = loop_figures(
+    figures = loop_figures(
         intervals,
         began,
         done[-1].t,
@@ -101,10 +101,10 @@ def read_recording(directory: Path) -> RecordedRun:
             done,
             began,
             [row.tokens for row in trained],
-            seen,
+            figures,
             math.fsum(row.engine_seconds for row in rows) / len(rows),
         ),
-        seen,
+        figures,
         max(lives, 1),
         samples / len(trained),
     )
@@ -142,7 +142,7 @@ def _recorded_timings(
     done: Sequence[RunEvent],
     began: float,
     tokens: Sequence[int],
-    seen: RunTotals,
+    figures: RunTotals,
     engine_s: float,
 ) -> RecordedTimings:
     busy = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.BUSY]

@@ -97,7 +97,7 @@ def make_scaler(
     """The run's scaler, not open yet. `live`: number of live trajectories. Every change is an event of kind
     `function_scaled`, a change that a provider refused one of kind `function_scaling_failed`."""
 
-    def tell(scaled: ScalingDecision) -> None:
+    def emit(scaled: ScalingDecision) -> None:
         fields: dict[str, str | int | float | bool | None] = {
             "provider": scaled.provider,
             "from": scaled.before,
@@ -118,7 +118,7 @@ def make_scaler(
         prices=scaling_prices(resolved, live),
         waiting=offload.waiting_for,
         route=route,
-        tell=tell,
+        tell=emit,
         remember=directory / PROVISIONED_FILE,
     )
     settings = scaling_settings(resolved.cluster.functions.scaling)

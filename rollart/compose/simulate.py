@@ -151,7 +151,7 @@ async def _main(
             nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
             run = ModelledRun(
                 [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
-                world.places(),
+                world.engines(),
                 world.trainer(),
                 world.trained_by(),
                 rewarder,
@@ -163,7 +163,7 @@ async def _main(
                 nodes=nodes,
                 on_step=on_step,
                 help=world.help,
-                beside=trouble.beside,
+                beside=trouble.background_tasks,
                 hosts=hosts,
                 keepers=None if nodes is None else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
                 restart_s=trainer_start_s(resolved),
@@ -172,7 +172,7 @@ async def _main(
             await run.run()
         moved = tuple(world.transfer.moved.values())
         return SimulationResult(
-            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.seen(run)
+            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.losses(run)
         )
 
 
@@ -183,7 +183,7 @@ class _ModelledCluster:
         if resolved.problem is None:
             raise _unknown_speed(resolved)
         self._resolved = resolved
-        self._seen = None if replay is None else replay.machine
+        self._recorded = None if replay is None else replay.machine
         self._pace = 1.0 if replay is None else replay.pace
         self._performance = resolved.problem.performance
         self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
@@ -219,7 +219,7 @@ class _ModelledCluster:
 
     def links(self) -> dict[str, SharedLink]:
         """Links by their names in fault plans. Empty for recorded publishes, which use no links."""
-        if self._seen is not None:
+        if self._recorded is not None:
             return {}
         found = {f"{LINK}weights": self.transfer.pushed_over}
         for a in self._resolved.plan.assignments:
@@ -238,8 +238,8 @@ class _ModelledCluster:
             self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
         return self._pulls[engine]
 
-    def places(self) -> list[PlacedEngine]:
-        return [self._place(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
+    def engines(self) -> list[PlacedEngine]:
+        return [self._make_engine(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
 
     def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
         """Devices of the plan's engines and idle devices, for a run with elastic engines."""
@@ -267,12 +267,12 @@ class _ModelledCluster:
         self._made += 1
         assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
         self._pool_of[assignment.name] = kind.pool
-        return self._place(assignment)
+        return self._make_engine(assignment)
 
     def trainer(self) -> ModelledTrainer:
         training = self._resolved.run.training
         penalised = training.loss.kl > 0
-        if (seen := self._seen) is not None:
+        if (seen := self._recorded) is not None:
             return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=training.stream, penalised=penalised)
         spec, device = self._resolved.run.placement.train, self._devices[self._train.pool]
         if spec.seconds_per_token is not None or device.tflops_bf16 is None:
@@ -296,10 +296,10 @@ class _ModelledCluster:
         train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
         return training_mfu(problem, pool, train)
 
-    def help(self, seat: EnginePlacement) -> float:
+    def help(self, placement: EnginePlacement) -> float:
         """Training speed of an engine's devices relative to the trainer's."""
         own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
-        return (self._devices[seat.pool].tflops_bf16 or 0.0) * seat.tp / own if own else 0.0
+        return (self._devices[placement.pool].tflops_bf16 or 0.0) * placement.tp / own if own else 0.0
 
     def trained_by(self) -> BilledDevices:
         return self._billed(self._train)
@@ -314,14 +314,14 @@ class _ModelledCluster:
             if count and pool not in rented
         ]
 
-    def _place(self, assignment: Assignment) -> PlacedEngine:
+    def _make_engine(self, assignment: Assignment) -> PlacedEngine:
         tp = len(assignment.devices)
         limits = EngineLimits(slots=self._resolved.cluster.engines.max_slots)
         name, steps = assignment.name, self._steps(assignment.pool, tp)
 
         async def load(weights: WeightsRef) -> None:
-            if self._seen is not None:
-                await asyncio.sleep(self._seen.load_s)
+            if self._recorded is not None:
+                await asyncio.sleep(self._recorded.load_s)
             else:
                 await self.transfer.load(name, weights)
 
@@ -358,8 +358,8 @@ class _ModelledCluster:
 
 
 def _unknown_speed(resolved: Resolved) -> SpecError:
-    said = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
-    why = said[0].removeprefix("no plan: ") if said else "nothing says how fast its devices are"
+    notes = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
+    why = notes[0].removeprefix("no plan: ") if notes else "nothing says how fast its devices are"
     return SpecError(
         f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
         remedy="name another --cluster; or say how fast its CPUs are (devices: [{name: cpu, tflops_bf16: …, "

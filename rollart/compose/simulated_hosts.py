@@ -27,29 +27,29 @@ def simulated_environment_hosts(
 ) -> ModelledHosts | None:
     """None if environments live in the controller and faults cannot hit them. `wanted`: the run with its whole plan.
     Hosts that exist only in a fault plan are on no machine."""
-    spec, some = resolved.cluster.environments, host_count(resolved)
-    if not some and not trouble.of_hosts:
+    spec, count = resolved.cluster.environments, host_count(resolved)
+    if not count and not trouble.affects_hosts:
         return None
     limits = HostLimits(
-        per_host=spec.per_worker if some else UNLIMITED_EPISODES,
+        per_host=spec.per_worker if count else UNLIMITED_EPISODES,
         health_s=math.inf,
         start_s=START_S,
         call_s=resolved.run.leases.env_step_s,
         pull_s=spec.pull_s,
     )
     hosts = ModelledHosts(trouble.hosts, {}, limits)
-    if some and trouble.machines is not None:
+    if count and trouble.machines is not None:
         _on_machines(hosts, trouble.machines, resolved, wanted)
     return hosts
 
 
 def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
     """Place hosts as in a real run: on the cores of their assignment, or without any, beside other parts."""
-    rooms, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
+    assignments, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
     beside = cpu_pool(resolved, resolved.cluster.environments.pool).name
 
     async def room(name: str) -> HostReservation:
-        with rooms.given(name, hosts.fleet.where(), machines.there()) as given:
+        with assignments.assigned(name, hosts.fleet.where(), machines.there()) as given:
             if given is None:
                 found = HostReservation(machines, beside, 0)
             else:
@@ -65,4 +65,4 @@ def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Res
                 raise UsageError(f"no machine of pool '{found.pool}' had room for {name} within {limit:g} s") from None
         return found
 
-    hosts.room, hosts.count, hosts.later = room, host_count(resolved), rooms.later
+    hosts.room, hosts.count, hosts.later = room, host_count(resolved), assignments.first_unplanned

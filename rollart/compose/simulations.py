@@ -92,10 +92,10 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told: list[int] = []
+    received: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        received.append(number)
         interrupt = signal.getsignal(signal.SIGINT)
         if not callable(interrupt):  # ignored in a shell's background job
             sys.exit(128 + number)
@@ -105,8 +105,8 @@ def _terminable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if told:
-            raise SystemExit(128 + told[0]) from None
+        if received:
+            raise SystemExit(128 + received[0]) from None
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -120,10 +120,10 @@ def _run_in_processes(
 ) -> list[SimulationFigures]:
     by_task: dict[int, SimulationFigures] = {}
     spawn = multiprocessing.get_context("spawn")
-    told: Queue[TaskProgress | None] = spawn.Queue()
-    watcher = threading.Thread(target=_forward_progress, args=(told, on_progress), name="progress", daemon=True)
+    queue: Queue[TaskProgress | None] = spawn.Queue()
+    watcher = threading.Thread(target=_forward_progress, args=(queue, on_progress), name="progress", daemon=True)
     watcher.start()
-    with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(told,)) as pool:
+    with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(queue,)) as pool:
         try:
             futures = {pool.submit(_run_task, *one, n): n for n, one in enumerate(placed)}
             for future in as_completed(futures):
@@ -137,8 +137,8 @@ def _run_in_processes(
                 child.kill()
             raise
         finally:
-            told.cancel_join_thread()
-            told.put(None)
+            queue.cancel_join_thread()
+            queue.put(None)
             watcher.join(JOIN_S)  # a process killed during a write leaves the queue half read
     return [by_task[n] for n in range(len(placed))]
 
@@ -150,22 +150,22 @@ _progress_queue: Queue[TaskProgress | None] | None = None
 """In a simulation's process: the queue for progress."""
 
 
-def _init_worker(told: Queue[TaskProgress | None]) -> None:
+def _init_worker(queue: Queue[TaskProgress | None]) -> None:
     global _progress_queue
     # An interrupt at the terminal reaches every process; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told.cancel_join_thread()
-    _progress_queue = told
+    queue.cancel_join_thread()
+    _progress_queue = queue
 
 
-def _forward_progress(told: Queue[TaskProgress | None], on_progress: ProgressWatcher) -> None:
-    while (said := told.get()) is not None:
-        on_progress(said)
+def _forward_progress(queue: Queue[TaskProgress | None], on_progress: ProgressWatcher) -> None:
+    while (progress := queue.get()) is not None:
+        on_progress(progress)
 
 
-def _report_progress(said: TaskProgress) -> None:
+def _report_progress(progress: TaskProgress) -> None:
     if _progress_queue is not None:
-        _progress_queue.put(said)
+        _progress_queue.put(progress)
 
 
 def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -> SimulationFigures:

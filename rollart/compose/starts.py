@@ -69,22 +69,22 @@ class StartWatcher:
     async def watch(self, program: Handle) -> None:
         """Runs until cancelled. `PartDied` for a start that exceeds its limits, with its last log line."""
         loop = asyncio.get_running_loop()
-        began = news = loop.time()
+        began = last_output = loop.time()
         last, size = began + DEADLINE_SHARE * self._limits.most_s, 0
         while True:
             await asyncio.sleep(max(0.0, min(LOG_POLL_S, last - loop.time())))
             grown, line = await program.call("said")
             now = loop.time()
             if grown != size:
-                size, news = grown, now
+                size, last_output = grown, now
             took = now - began
-            told = {"seconds": round(took, 1), "said": line}
-            self._recorder.event(RunEvent(now, STARTING_EVENT, program.name, told))
-            if (took > self._limits.seconds and now - news > LOG_SILENCE_S) or now >= last:
+            fields = {"seconds": round(took, 1), "said": line}
+            self._recorder.event(RunEvent(now, STARTING_EVENT, program.name, fields))
+            if (took > self._limits.seconds and now - last_output > LOG_SILENCE_S) or now >= last:
                 raise PartDied(
                     program.name,
-                    f"was not ready after {took:.0f} s, and has said nothing new for {now - news:.0f} s; its last "
-                    f"line: {line or 'none'}",
+                    f"was not ready after {took:.0f} s, and has said nothing new for {now - last_output:.0f} s; its "
+                    f"last line: {line or 'none'}",
                     remedy="see its log; leases.engine_start_s gives it longer",
                 )
 

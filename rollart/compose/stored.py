@@ -30,13 +30,13 @@ STORE_NAME_FILE = "weight-store"
 def run_id(directory: Path, file: Path) -> str:
     """The run's id in a shared provider account or store, kept in `file`. The file is written atomically: an empty one
     would be the id of every run that was killed at that moment."""
-    known = file.read_text().strip() if file.exists() else ""
-    if not known:
-        known, fresh = f"{directory.name}-{secrets.token_hex(4)}", file.with_name(f"{file.name}.new")
+    found = file.read_text().strip() if file.exists() else ""
+    if not found:
+        found, temporary = f"{directory.name}-{secrets.token_hex(4)}", file.with_name(f"{file.name}.new")
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(known)
-        fresh.replace(file)
-    return known
+        temporary.write_text(found)
+        temporary.replace(file)
+    return found
 
 
 def weight_store_location(resolved: Resolved, directory: Path) -> WeightStoreLocation | None:
@@ -52,12 +52,12 @@ def weight_store_location(resolved: Resolved, directory: Path) -> WeightStoreLoc
 
 def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: Recorder) -> DirectoryWeightStore:
     """The store that the trainer publishes into, with or without distribution."""
-    spec, place, root = resolved.run.weights.store, weight_store_location(resolved, directory), directory / "weights"
-    if spec is None or place is None:
+    spec, location, root = resolved.run.weights.store, weight_store_location(resolved, directory), directory / "weights"
+    if spec is None or location is None:
         return DirectoryWeightStore(root)
     return SharedWeightStore(
         root,
-        place,
+        location,
         leases,
         recorder,
         bucket_bytes=spec.bucket_mb * 10**6,
@@ -95,7 +95,7 @@ class SharedWeightStore(DirectoryWeightStore):
     def __init__(
         self,
         root: Path,
-        place: WeightStoreLocation,
+        location: WeightStoreLocation,
         leases: Leases,
         recorder: Recorder,
         *,
@@ -104,11 +104,11 @@ class SharedWeightStore(DirectoryWeightStore):
         pull_s: float,
     ) -> None:
         super().__init__(root)
-        self.place = place
+        self.location = location
         self._leases, self._recorder = leases, recorder
         self._ahead, self._pull_s = ahead, pull_s
-        self._objects = place.objects()
-        self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
+        self._objects = location.objects()
+        self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=location.in_flight)
         self._programs: dict[str, WeightPullProgram] = {}
         self._longest_s = 0.0
         """Seconds of the slowest bucket so far, of all hosts."""
@@ -134,8 +134,8 @@ class SharedWeightStore(DirectoryWeightStore):
         pushed: PushResult | StorageFailed
         async with first_failure_only(), asyncio.TaskGroup() as pulls:
             for program in list(self._programs.values()) if self._ahead else ():
-                early = self._early(program, weights, arrivals)
-                pulls.create_task(early, name=f"v{weights.version} to {program.name}")
+                pull = self._pull_ahead(program, weights, arrivals)
+                pulls.create_task(pull, name=f"v{weights.version} to {program.name}")
             try:
                 pushed = await self._pusher.push(weights.path, arrivals)
             except StorageFailed as error:  # the arrivals report it to hosts, which give up
@@ -166,7 +166,7 @@ class SharedWeightStore(DirectoryWeightStore):
                     raise StorageFailed("it was not pushed, or is collected")
                 async with first_failure_only(), asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self._watch(program), name=f"the pull of {program.name}")
-                    call = program.call("pull", self.place, weights.version, stamp, self._keep, coming)
+                    call = program.call("pull", self.location, weights.version, stamp, self._keep, coming)
                     path, pulled = await call
                     watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
@@ -183,12 +183,12 @@ class SharedWeightStore(DirectoryWeightStore):
             await asyncio.sleep(PULL_STALL_S / 4)
             try:
                 async with asyncio.timeout(PULL_STALL_S):
-                    seen: PullProgress | None = await program.call("pulling")
+                    progress: PullProgress | None = await program.call("pulling")
             except TimeoutError:
                 raise StorageFailed(f"its host has not answered for {PULL_STALL_S:g} s") from None
-            if seen is None or seen.buckets != buckets or not seen.open:
-                buckets, since = -1 if seen is None else seen.buckets, loop.time()
-            self._longest_s = max(self._longest_s, 0.0 if seen is None else seen.longest_s)
+            if progress is None or progress.buckets != buckets or not progress.open:
+                buckets, since = -1 if progress is None else progress.buckets, loop.time()
+            self._longest_s = max(self._longest_s, 0.0 if progress is None else progress.longest_s)
             limit = max(PULL_STALL_S, SLOWEST_BUCKET_FACTOR * self._longest_s)
             if self._longest_s and loop.time() - since > limit:
                 raise StorageFailed(
@@ -198,26 +198,28 @@ class SharedWeightStore(DirectoryWeightStore):
     async def aclose(self) -> None:
         await self._objects.aclose()
 
-    async def _early(self, program: WeightPullProgram, weights: WeightsRef, arrivals: BucketArrivals) -> None:
+    async def _pull_ahead(self, program: WeightPullProgram, weights: WeightsRef, arrivals: BucketArrivals) -> None:
         """Pull ahead of the engine, bucket by bucket as they are pushed."""
         manifest = arrivals.manifest.encode()
         try:
             async with first_failure_only(), asyncio.TaskGroup() as tasks:
-                telling = tasks.create_task(self._tell(program, manifest, arrivals), name=f"buckets for {program.name}")
+                forwarding = tasks.create_task(
+                    self._forward_arrivals(program, manifest, arrivals), name=f"buckets for {program.name}"
+                )
                 await self._pull(program, weights, manifest)
-                telling.cancel()
+                forwarding.cancel()
         except EngineError as error:  # not fatal: the engine pulls again when it loads
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
 
-    async def _tell(self, program: WeightPullProgram, manifest: bytes, arrivals: BucketArrivals) -> None:
-        told: set[str] = set()
+    async def _forward_arrivals(self, program: WeightPullProgram, manifest: bytes, arrivals: BucketArrivals) -> None:
+        announced: set[str] = set()
         over = False
         while not over:
-            await arrivals.more(len(told))
-            fresh, over = arrivals.there - told, arrivals.over
-            told |= fresh
+            await arrivals.more(len(announced))
+            fresh, over = arrivals.there - announced, arrivals.over
+            announced |= fresh
             with contextlib.suppress(PartDied, StorageFailed):  # the pull itself reports it
-                await program.call("arrived", self.place, manifest, sorted(fresh), over, arrivals.whole)
+                await program.call("arrived", self.location, manifest, sorted(fresh), over, arrivals.whole)
 
     def _pulled(self, name: str, pulled: PullResult) -> None:
         if pulled.bytes:

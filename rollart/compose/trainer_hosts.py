@@ -51,7 +51,7 @@ class MultiHostTrainer:
         """`start`: the trainer's address. `PartDied` of the first host that ends before all are ready; no host is left
         running then."""
         assert method == "start"
-        await self._forget()
+        await self._cancel_watch()
         meet = str(await self._leader.call("begin", [*extra, "--meet", ":0"]))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -69,14 +69,14 @@ class MultiHostTrainer:
         return address
 
     async def aclose(self) -> None:
-        await self._forget()
+        await self._cancel_watch()
 
     async def _watch(self, address: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number, other in enumerate(self._others, 1):
-                tasks.create_task(self._tell_the_end(number, other, address))
+                tasks.create_task(self._report_exit(number, other, address))
 
-    async def _tell_the_end(self, number: int, other: Handle, address: str) -> None:
+    async def _report_exit(self, number: int, other: Handle, address: str) -> None:
         try:
             cause = str(await other.call("wait"))
         except PartDied as error:  # the actor, or its node
@@ -94,7 +94,7 @@ class MultiHostTrainer:
             for host in (self._leader, *self._others):
                 tasks.create_task(_stop_host(host))
 
-    async def _forget(self) -> None:
+    async def _cancel_watch(self) -> None:
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()

@@ -91,9 +91,9 @@ def vllm_home(python: str) -> VllmInstallation:
     try:
         return VllmInstallation(*json.loads(found.stdout.splitlines()[-1]))
     except (ValueError, TypeError, IndexError):
-        said = found.stderr.strip().splitlines() or ["it said nothing"]
+        stderr = found.stderr.strip().splitlines() or ["it said nothing"]
         raise UsageError(
-            f"{python} is no interpreter that vLLM could run under: {said[-1][:200]}",
+            f"{python} is no interpreter that vLLM could run under: {stderr[-1][:200]}",
             remedy=f"mend engines.vllm.python or {PYTHON_VARIABLE}",
         ) from None
 
@@ -113,12 +113,12 @@ def refuse_without_vllm(resolved: Resolved) -> None:
     python = vllm_python(resolved)
     if resolved.cluster.runtime.backend == "ray" and resolved.cluster.runtime.address != "local":
         return
-    home = vllm_home(python)
-    if not home.version:
+    installation = vllm_home(python)
+    if not installation.version:
         raise UsageError(f"{python} has no vLLM", remedy=f"name another with engines.vllm.python or {PYTHON_VARIABLE}")
-    if not home.plugin:
-        raise UsageError(f"{python} has vLLM {home.version} without rollart's plugin", remedy=PLUGIN_REMEDY)
-    if not home.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
+    if not installation.plugin:
+        raise UsageError(f"{python} has vLLM {installation.version} without rollart's plugin", remedy=PLUGIN_REMEDY)
+    if not installation.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
         raise UsageError(
             f"{python} has no nixl, by which prefill engines hand over to those that decode",
             remedy="pip install nixl into vLLM's environment, or plan engines that do both",
@@ -130,16 +130,16 @@ def _refuse_another_model(resolved: Resolved, url: str) -> None:
     publish into it would fail after the trainer's start."""
     try:
         served = Path(json.loads(_get(url, "/v1/models"))["data"][0]["root"])
-        theirs = json.loads((served / "config.json").read_text())
+        served_config = json.loads((served / "config.json").read_text())
     except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
         return  # a name of the Hub, or another machine's directory: the first publish compares the weights
     trained = resolved.run.model.model_copy(update={"config": None})  # plans are computed for `config`
-    ours = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
+    run_config = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
     for key in ("architectures", *ARCHITECTURE_KEYS):
-        if key in ours and key in theirs and ours[key] != theirs[key]:
+        if key in run_config and key in served_config and run_config[key] != served_config[key]:
             raise UsageError(
-                f"engines.attach: {url} serves another model ({served}): {key} is {theirs[key]!r} (rule: the run's, "
-                f"{ours[key]!r})",
+                f"engines.attach: {url} serves another model ({served}): {key} is {served_config[key]!r} (rule: "
+                f"the run's, {run_config[key]!r})",
                 remedy="start the server with the run's model, or mend engines.attach",
             )
 

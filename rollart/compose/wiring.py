@@ -104,7 +104,7 @@ class RunContext:
     functions: FunctionFleet | None
     workers: WorkerHosts | None
     current: WeightsRef | None = None
-    said: int = 0
+    emitted: int = 0
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
@@ -112,9 +112,9 @@ class RunContext:
     nodes: Nodes | None = None
     rewarder: OffloadRewarder = field(init=False)
 
-    def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+    def emit(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         """Record an event in the ledger and show it."""
-        self.said += 1
+        self.emitted += 1
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
         if kind not in SHOWN_EVENTS:  # the ledger itself shows those in the set
@@ -160,7 +160,7 @@ class RunContext:
             shares=self.site.shares,
             weights=self._current,
             start_s=engine_start_limits(self.resolved).most_s,
-            on_gone=self._gone,
+            on_gone=self._on_engine_gone,
             patience_s=node_wait_s(self.resolved),
         )
         self.fleet = EngineFleet(
@@ -177,7 +177,7 @@ class RunContext:
         """Deploy the reward functions while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
         meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
-        at = functools.partial(
+        open_backend = functools.partial(
             backend,
             meter=meter,
             root=root,
@@ -186,12 +186,14 @@ class RunContext:
             run=provider_run_id(self.directory),
         )
         for name, why in rewards.why.items():
-            self.say("reward_beside", name, why=why)
+            self.emit("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
-            self.say("rehearsal", "functions", provider=played, seed=spec.local.seed)
+            self.emit("rehearsal", "functions", provider=played, seed=spec.local.seed)
         with translated_errors("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
-                chain = [await stack.enter_async_context(at(name, spec.settings(name))) for name in spec.chain]
+                chain = [
+                    await stack.enter_async_context(open_backend(name, spec.settings(name))) for name in spec.chain
+                ]
                 offload = Offload(
                     rewards.packages,
                     chain,
@@ -232,7 +234,7 @@ class RunContext:
             self,
             progress=self._progress,
             stall_s=stall_limit_s(self.resolved),
-            check=self._look,
+            check=self._flush_clocks,
             seconds=lambda: self.ledger.seconds,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,
@@ -256,15 +258,15 @@ class RunContext:
     def _progress(self) -> int:
         """A counter that grows while work gets done: started parts, generated turns, published versions."""
         if self.current is None:
-            return self.said
+            return self.emitted
         gateway = self.control.gateway
-        return self.said + gateway.served + gateway.version + self.supervisor.waited
+        return self.emitted + gateway.served + gateway.version + self.supervisor.waited
 
     def _current(self) -> WeightsRef:
         assert self.current is not None, "engines start after the first version is published"
         return self.current
 
-    def _gone(self, engine: EngineId, cause: str) -> None:
+    def _on_engine_gone(self, engine: EngineId, cause: str) -> None:
         self.fleet.gone(engine)
         self.control.gone(engine, cause)
 
@@ -274,8 +276,8 @@ class RunContext:
 
     def _stepped(self, done: StepDone) -> None:
         if why := self.collapse.step(done.report.metrics):
-            self.say("learning_stopped", "training", step=done.step + 1, why=why)
-        self.say(
+            self.emit("learning_stopped", "training", step=done.step + 1, why=why)
+        self.emit(
             "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
         )
 
@@ -288,7 +290,7 @@ class RunContext:
         )
         self.progress(event)
 
-    async def _look(self) -> None:
+    async def _flush_clocks(self) -> None:
         """Once a second: flush open intervals, so that reports of a live run are current."""
         hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
         for clock in (*self.clocks, *self.site.clocks, *hosts):
@@ -399,7 +401,7 @@ async def open_run(
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(open_cluster(resolved, directory, progress))
         by_part = unsupervised_clocks(stack, resolved, ledger)
-        sent = weight_broadcaster(resolved, leases, ledger)
+        broadcaster = weight_broadcaster(resolved, leases, ledger)
         site = ClusterEngineSite(
             resolved,
             directory,
@@ -407,27 +409,27 @@ async def open_run(
             runtime,
             names=start.names,
             stored=stored,
-            broadcasts=sent,
+            broadcasts=broadcaster,
             began=began,
         )
         stack.push_async_callback(site.close)
-        parts_of: list[RunContext] = []
+        created: list[RunContext] = []
         trainer = TrainerProgram(
             await place_trainer(stack, resolved, runtime, directory, config),
             leases,
             ledger,
             by_part["trainer-0"],
-            current=lambda: parts_of[0].current,
+            current=lambda: created[0].current,
             start_s=trainer_start_s(resolved),
             agreement=agreement_sample(resolved),
             share=None if stored is None else stored.push,
-            broadcasts=sent,
+            broadcasts=broadcaster,
         )
         stack.push_async_callback(trainer.close)
         await site.open()
-        told = resolved, directory, runtime, leases, ledger
-        fleet = environment_fleet(*told, used=start.names, wanted=start.resolved)
-        parts = RunContext(
+        common = resolved, directory, runtime, leases, ledger
+        fleet = environment_fleet(*common, used=start.names, wanted=start.resolved)
+        context = RunContext(
             resolved,
             start.resolved,
             start.roles,
@@ -450,12 +452,12 @@ async def open_run(
             weights,
             devices_before,
             fleet,
-            *function_fleet(*told, used=start.names),
+            *function_fleet(*common, used=start.names),
         )
-        parts_of.append(parts)
+        created.append(context)
         if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
-            loop.on_pause = parts.paused
-        yield parts
+            loop.on_pause = context.paused
+        yield context
 
 
 def _owned_resources(resolved: Resolved) -> set[str]:

@@ -79,15 +79,15 @@ def run_on_all_ranks(channel: RankChannel, name: str, work: CommandHandler, body
     """Run a command on every rank, in the channel's thread. The outcome of this rank, or the first failure of
     another."""
     try:
-        channel.say(name, body)
+        channel.send_command(name, body)
         mine = run_command(work, body)
         if not mine.sound:
             return mine
-        said = channel.exchange((mine.status, mine.error, mine.remedy))
+        outcomes = channel.exchange((mine.status, mine.error, mine.remedy))
     except TrainerError as error:
         return CommandOutcome.failed(500, error.message, error.remedy, sound=False)
     if mine.status == 200:
-        for rank, (status, line, remedy) in enumerate(said):
+        for rank, (status, line, remedy) in enumerate(outcomes):
             if status != 200:
                 return CommandOutcome.failed(500, f"rank {rank}: {line}", remedy)
     return mine
@@ -104,7 +104,7 @@ def follow_rank_zero(
         try:
             enter()
             while True:
-                name, body = channel.hear()
+                name, body = channel.receive_command()
                 mine = run_command(works[name], body)
                 if not mine.sound:
                     break

@@ -37,12 +37,12 @@ def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
     """Publish this rank's GPU (its UUID) to all ranks. `UsageError`, on every rank, if two ranks have the same GPU.
     Waits for all."""
     store.set(f"gpu/{rank}", gpu)
-    said = [store.get(f"gpu/{other}").decode() for other in range(size)]
-    pair = shared_gpu(said)
+    gpus = [store.get(f"gpu/{other}").decode() for other in range(size)]
+    pair = shared_gpu(gpus)
     if pair is not None:
         a, b = pair
         raise UsageError(
-            f"ranks {a} and {b} share the GPU {said[a]} (rule: one each)",
+            f"ranks {a} and {b} share the GPU {gpus[a]} (rule: one each)",
             remedy="start each with its own --local, or with a CUDA_VISIBLE_DEVICES of its own",
         )
 

@@ -143,7 +143,7 @@ class Learner:
     def accumulate(self, batch: TrainingBatch) -> int:
         """Add the gradient of some whole groups; the number of loss tokens so far. `ValueError` for samples that cannot
         be trained on: none of them is added and the step continues. Any other error drops the step."""
-        step = self._begun()
+        step = self._open_step()
         try:
             step.add(batch)
         except ValueError:
@@ -156,7 +156,7 @@ class Learner:
     def finish(self) -> TrainReport:
         """One update with the accumulated gradient, bit for bit equal to `train` on the same samples in any order.
         Errors as for `train`; the step ends in every case."""
-        step, self._open = self._begun(), None
+        step, self._open = self._open_step(), None
         started, cpu = time.perf_counter(), time.thread_time()
         gradient, loss = step.gradient()
         self.optimizers.pop("imitation", None)
@@ -235,13 +235,13 @@ class Learner:
         anchor = self._anchor(batch) if config.kl else None
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            near = None if proximal is None else proximal[pick]
-            reference = behaviour[pick] if near is None else near
+            proximal_logprobs = None if proximal is None else proximal[pick]
+            reference = behaviour[pick] if proximal_logprobs is None else proximal_logprobs
             token = policy_loss(
-                config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=near
+                config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=proximal_logprobs
             )
             loss = token.loss - config.entropy * entropy if config.entropy else token.loss
-            told = token_statistics(
+            values = token_statistics(
                 token,
                 logprobs=logprobs.detach(),
                 entropy=entropy,
@@ -250,9 +250,9 @@ class Learner:
                 fresh=fresh[pick],
             )
             if anchor is None:
-                return loss, told
+                return loss, values
             penalty = kl_estimate(anchor[pick], logprobs)
-            return loss + config.kl * penalty, told | {"reference_kl": penalty.detach()}
+            return loss + config.kl * penalty, values | {"reference_kl": penalty.detach()}
 
         return objective
 
@@ -284,10 +284,10 @@ class Learner:
         for samples in self._portions(job.used[part]):
             micro = build_microbatch(job.batch, part[samples], job.used, policy.device)
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
-            per_token, told = job.objective(logprobs, entropy, micro.pick)
+            per_token, values = job.objective(logprobs, entropy, micro.pick)
             weighted = (per_token * scale[micro.pick]).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
-            job.meter.add(micro, told, weighted.detach())
+            job.meter.add(micro, values, weighted.detach())
             total = total + weighted.detach()
         job.meter.update(self._step(optimizer))
         return self.ranks.total(total)
@@ -305,7 +305,7 @@ class Learner:
         optimizer.step()
         return norm
 
-    def _begun(self) -> GradientAccumulation:
+    def _open_step(self) -> GradientAccumulation:
         if self._open is None:
             raise TrainerError("no step was begun", remedy="begin it again and accumulate all of its groups")
         return self._open

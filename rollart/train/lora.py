@@ -65,11 +65,11 @@ def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
     `save_pretrained`."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     out: dict[str, AdaptedTensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, tensor in state.items():
-        if ".lora_" in name or id(tensor) in seen:
+        if ".lora_" in name or id(tensor) in visited:
             continue
-        seen.add(id(tensor))
+        visited.add(id(tensor))
         holder, _, leaf = name.rpartition(".base_layer.")
         if not holder:
             out[name] = AdaptedTensor(tensor)

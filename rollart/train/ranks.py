@@ -39,8 +39,8 @@ class RankChannel:
     def leads(self) -> bool:
         return self._rank == 0
 
-    def say(self, command: str, body: bytes) -> None:
-        """On rank 0: send a command, which the others' `hear` returns. `TrainerError` if the connection fails."""
+    def send_command(self, command: str, body: bytes) -> None:
+        """On rank 0: send a command, which `receive_command` returns on the others. `TrainerError` if that fails."""
         if self._size == 1:
             return
         head = command.encode()
@@ -52,7 +52,7 @@ class RankChannel:
         except RuntimeError as error:
             raise _lost_rank_error(error) from error
 
-    def hear(self) -> tuple[str, bytes]:
+    def receive_command(self) -> tuple[str, bytes]:
         """On other ranks: the next command. `TrainerError` after rank 0 is gone."""
         size = torch.zeros(2, dtype=torch.int64)
         try:
@@ -78,10 +78,10 @@ class RankChannel:
 
     def agree(self, problem: TrainerError | None) -> None:
         """Raise on every rank if any rank has a problem: its own, else the first one, prefixed with its rank."""
-        said = self.exchange(None if problem is None else (type(problem), problem.message, problem.remedy))
+        problems = self.exchange(None if problem is None else (type(problem), problem.message, problem.remedy))
         if problem is not None:
             raise problem
-        for rank, other in enumerate(said):
+        for rank, other in enumerate(problems):
             if other is not None:
                 kind, line, remedy = other
                 raise kind(f"rank {rank}: {line}", remedy=remedy)

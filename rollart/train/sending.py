@@ -108,7 +108,7 @@ class BroadcastSender:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._served.port}"
 
-    def send(self, order: Order, what: OutgoingVersion, *, bucket: int) -> SendResult:
+    def send(self, order: Order, version: OutgoingVersion, *, bucket: int) -> SendResult:
         """Never raises for failures of members: the result lists them."""
         began = time.monotonic()
         ends = began + order.limit_s
@@ -117,25 +117,25 @@ class BroadcastSender:
         try:
             if order.backend == "nccl" and self._device.type != "cuda":
                 raise RuntimeError("weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)")
-            group = self._joined(order)
-            self._forget()
-            sent = self._stream(BroadcastKeys(self._store, order, self._rank), group, order, what, bucket)
+            group = self._join_group(order)
+            self._clear_previous()
+            sent = self._stream(BroadcastKeys(self._store, order, self._rank), group, order, version, bucket)
         except (RuntimeError, OSError) as error:
             errors[0] = error_line(error)
             self.leave()
-        answers = self._answers(order, ends, broken=bool(errors)) if self._rank == 0 else {}
-        errors |= {member: str(a["error"]) for member, a in answers.items() if "error" in a}
+        reports = self._collect_reports(order, ends, broken=bool(errors)) if self._rank == 0 else {}
+        errors |= {member: str(a["error"]) for member, a in reports.items() if "error" in a}
         if errors:  # the next broadcast forms a new group
             self.leave()
-        held = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in answers.items() if "error" not in a}
-        return SendResult(sent, time.monotonic() - began, held, errors)
+        received = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in reports.items() if "error" not in a}
+        return SendResult(sent, time.monotonic() - began, received, errors)
 
     def leave(self, *, wait_s: float = 0.0) -> None:
         group, self._group, self._name = self._group, None, ""
         if group is not None:
             group.close(wait_s=wait_s)
 
-    def _joined(self, order: Order) -> Group:
+    def _join_group(self, order: Order) -> Group:
         if self._group is not None and self._name == order.group:
             return self._group
         self.leave()
@@ -147,7 +147,7 @@ class BroadcastSender:
         self._name = order.group
         return self._group
 
-    def _forget(self) -> None:
+    def _clear_previous(self) -> None:
         """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
         broadcast."""
         before, self._before = self._before, None
@@ -159,17 +159,17 @@ class BroadcastSender:
             for member in range(1, order.size):
                 self._store.delete_key(member_key(order, member))
 
-    def _stream(self, lane: BroadcastKeys, group: Group, order: Order, what: OutgoingVersion, bucket: int) -> int:
-        layout = what.layout(bucket)
+    def _stream(self, lane: BroadcastKeys, group: Group, order: Order, version: OutgoingVersion, bucket: int) -> int:
+        layout = version.layout(bucket)
         self._before = order, len(layout.buckets())
         lane.set("layout", layout.encode())
-        flat = [what.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
-        places = [(at, size) for *_, at, size in layout.spans()]
+        flat = [version.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
+        slots = [(at, size) for *_, at, size in layout.spans()]
         moving: deque[tuple[Any, Tensor, Tensor]] = deque()
         spare = [torch.zeros(min(layout.bucket, layout.size), dtype=torch.uint8) for _ in range(MAX_BUCKETS_AHEAD)]
         first = 0
         for number, (start, end) in enumerate(layout.buckets()):
-            while first < len(places) and sum(places[first]) <= start:
+            while first < len(slots) and sum(slots[first]) <= start:
                 first += 1
             if len(moving) == MAX_BUCKETS_AHEAD:
                 work, buffer, _ = moving.popleft()
@@ -177,7 +177,7 @@ class BroadcastSender:
                 spare.append(buffer)
             buffer = spare.pop()
             filled = buffer[: end - start]
-            _fill_bucket(filled, start, end, flat, places, first)
+            _fill_bucket(filled, start, end, flat, slots, first)
             lane.set(number, digest_of(filled))
             on_device = filled if order.backend == "gloo" else filled.to(self._device)
             work = group.broadcast(on_device, within_s=min(group.patience_s, lane.left_s()))
@@ -186,7 +186,7 @@ class BroadcastSender:
             group.finish(work, within_s=group.patience_s)
         return layout.size
 
-    def _answers(self, order: Order, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
+    def _collect_reports(self, order: Order, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
         """The members' reports by number; a missing report is an error. After a failed broadcast, only reports that
         exist already."""
         found: dict[int, dict[str, Any]] = {}
@@ -208,13 +208,13 @@ class BroadcastSender:
 
 
 def _fill_bucket(
-    into: Tensor, start: int, end: int, flat: Sequence[Tensor], places: Sequence[tuple[int, int]], first: int
+    into: Tensor, start: int, end: int, flat: Sequence[Tensor], slots: Sequence[tuple[int, int]], first: int
 ) -> None:
     """Copy bytes `start` to `end` of the lane; gaps between tensors keep their old contents."""
-    for number in range(first, len(places)):
-        at, size = places[number]
-        if at >= end:
+    for number in range(first, len(slots)):
+        offset, size = slots[number]
+        if offset >= end:
             break
-        low, high = max(at, start), min(at + size, end)
+        low, high = max(offset, start), min(offset + size, end)
         if low < high:
-            into[low - start : high - start].copy_(flat[number][low - at : high - at])
+            into[low - start : high - start].copy_(flat[number][low - offset : high - offset])

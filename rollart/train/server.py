@@ -96,7 +96,7 @@ class TrainerService:
             app.router.add_post(f"/{name}", self._post(name, SINGLE_RANK, self._columns))
         app.router.add_post("/send", self._post("send", self._ranks.wire, self._wire))
         app.router.add_post("/meet", self._post("meet", SINGLE_RANK, self._wire))
-        app.router.add_post("/lost", self.told)
+        app.router.add_post("/lost", self.report_lost)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         return app
@@ -156,8 +156,8 @@ class TrainerService:
         """Broadcast the version that was staged for sending, and release it."""
         order = Order(**body["order"])
         staged = self._outgoing.pop(order.version, None)
-        gone = TrainerError(f"version {order.version} was not staged to be sent, or the trainer was restored")
-        self._ranks.wire.agree(gone if staged is None else None)
+        error = TrainerError(f"version {order.version} was not staged to be sent, or the trainer was restored")
+        self._ranks.wire.agree(error if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
         sent = self._sender.send(order, staged, bucket=int(body["bucket"]))
         every = self._ranks.wire.exchange((sent.bytes, sent.errors.get(0, "")))
@@ -174,8 +174,8 @@ class TrainerService:
         staged = self._staged.pop(version, None)
         if staged is None and self._ranks.size == 1:
             staged = self._pool.submit(self._snapshot, version).result()
-        gone = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
-        self._ranks.disk.agree(gone if staged is None else None)
+        problem = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
+        self._ranks.disk.agree(problem if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
         path = checkpoint.write_version(
             staged,
@@ -200,7 +200,7 @@ class TrainerService:
         self._version = version
         return {}
 
-    async def told(self, request: web.Request) -> web.Response:
+    async def report_lost(self, request: web.Request) -> web.Response:
         message = msgpack.unpackb(await request.read())
         self.lost(str(message["reason"]))
         return _response(CommandOutcome(200, msgpack.packb({})))
@@ -264,10 +264,10 @@ class TrainerService:
                 outcome = working.result()
                 if outcome.sound or self._ranks.size == 1:
                     return outcome
-                await self._name_the_lost(outcome)
+                await self._await_lost_rank(outcome)
         return CommandOutcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
 
-    async def _name_the_lost(self, outcome: CommandOutcome) -> None:
+    async def _await_lost_rank(self, outcome: CommandOutcome) -> None:
         """A failure may have been caused by the loss of another rank: wait a moment for its watcher to report it."""
         try:
             async with asyncio.timeout(WATCH_INTERVAL_S):

@@ -163,37 +163,37 @@ class GradientAccumulation:
         if not len(batch.loss):
             return
         domain = self._domain(group.name)
-        apart = (config.entropy != 0 or config.kl != 0) and self._normalized(group.name)
+        separate = (config.entropy != 0 or config.kl != 0) and self._normalized(group.name)
         actions = ActionTensors(batch, policy.device)
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
         credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
         fresh = torch.from_numpy(batch.versions[batch.loss.position] == self.version).to(policy.device, policy.dtype)
         used = batch.used_lengths
-        near = self._reference.tensor(batch, policy) if config.kl else None
+        reference_logprobs = self._reference.tensor(batch, policy) if config.kl else None
         for samples in plan_microbatches(used, self._config.max_tokens_per_microbatch):
             micro = build_microbatch(batch, samples, used, policy.device)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
-            seen = logprobs.detach()
+            detached = logprobs.detach()
             # The proximal policy is the policy at the start of the step, which has a single update.
-            proximal = seen if config.kind == "decoupled" else None
+            proximal = detached if config.kind == "decoupled" else None
             mu = behaviour[micro.pick]
             token = policy_loss(
                 config, logprobs=logprobs, behaviour=mu, advantage=credit[micro.pick], proximal=proximal
             )
             main, bonus = token.loss.sum(), -config.entropy * entropy.sum()
-            penalty = None if near is None else kl_estimate(near[micro.pick], logprobs)
+            penalty = None if reference_logprobs is None else kl_estimate(reference_logprobs[micro.pick], logprobs)
             if penalty is not None:
                 bonus = bonus + config.kl * penalty.sum()
-            if (config.entropy or config.kl) and not apart:
+            if (config.entropy or config.kl) and not separate:
                 main = main + bonus
-            domain.main.add([*self._grad(main, keep=apart), main])
-            if apart:
+            domain.main.add([*self._grad(main, keep=separate), main])
+            if separate:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             reference = mu if proximal is None else proximal
-            told = token_statistics(
-                token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference, fresh=fresh[micro.pick]
+            values = token_statistics(
+                token, logprobs=detached, entropy=entropy, behaviour=mu, reference=reference, fresh=fresh[micro.pick]
             )
-            self.meter.add(micro, told if penalty is None else told | {"reference_kl": penalty.detach()})
+            self.meter.add(micro, values if penalty is None else values | {"reference_kl": penalty.detach()})
 
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)

@@ -378,7 +378,7 @@ def test_a_follower_enters_each_thread_before_it_listens(monkeypatch: pytest.Mon
     said: list[str] = []
 
     class Gone(RankChannel):
-        def hear(self) -> tuple[str, bytes]:
+        def receive_command(self) -> tuple[str, bytes]:
             said.append("hears")
             raise TrainerError("rank 0 is gone")
 
