@@ -31,12 +31,12 @@ ALIAS = "live"
 DIGEST_TAG = "rollart:digest"
 """Marks a function as one of `rollart`, and holds the digest of its package."""
 
-MARK = "rollart:"
+DESCRIPTION_PREFIX = "rollart:"
 
-TAKEN = ("Bucket", "BucketPolicy", "ControllerPolicy", "FunctionsRole")
+RESERVED_LOGICAL_NAMES = ("Bucket", "BucketPolicy", "ControllerPolicy", "FunctionsRole")
 """Logical names of a template's other resources."""
 
-PARTS = ("", "Logs", "Live")
+LOGICAL_NAME_SUFFIXES = ("", "Logs", "Live")
 """Suffixes of the logical names of a function's resources."""
 
 
@@ -58,7 +58,7 @@ class AwsFunction:
 
     @property
     def description(self) -> str:
-        return MARK + self.digest
+        return DESCRIPTION_PREFIX + self.digest
 
     @property
     def log_group(self) -> str:
@@ -75,10 +75,10 @@ def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[A
 
 
 def _check_logical_names(logical: Mapping[str, str]) -> None:
-    taken = dict.fromkeys(map(str.lower, TAKEN), "a resource of another kind")
+    taken = dict.fromkeys(map(str.lower, RESERVED_LOGICAL_NAMES), "a resource of another kind")
     for name, own in logical.items():
         us = f"function '{name}'"
-        for part in PARTS:
+        for part in LOGICAL_NAME_SUFFIXES:
             other = taken.setdefault((own + part).lower(), us)
             if other != us:
                 raise SpecError(

@@ -38,11 +38,11 @@ def cloudformation(
     role = _role(functions, role_arn)
     resources = dict(role)
     for function in functions:
-        resources |= _plain(function, _role_ref(role_arn))
+        resources |= _lambda_resources(function, _role_ref(role_arn))
     ref: Any = {"Ref": "Bucket"}
     arn = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}"}
     objects = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}/*"}
-    resources["ControllerPolicy"] = _controller(functions, arn, objects)
+    resources["ControllerPolicy"] = _controller_policy(functions, arn, objects)
     template |= {"Resources": resources, "Outputs": _outputs(functions, ref)}
     storage = {
         "AWSTemplateFormatVersion": VERSION,
@@ -63,9 +63,9 @@ def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", buck
     """`template.yaml` alone: SAM's client uploads the archives, to a bucket of its own."""
     resources = _bucket(bucket) | _role(functions, role_arn)
     for function in functions:
-        resources |= _serverless(function, _role_ref(role_arn))
+        resources |= _sam_resources(function, _role_ref(role_arn))
     arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
-    resources["ControllerPolicy"] = _controller(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
+    resources["ControllerPolicy"] = _controller_policy(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
     template = {
         "AWSTemplateFormatVersion": VERSION,
         "Transform": SAM,
@@ -155,7 +155,7 @@ def _logs(function: AwsFunction) -> dict[str, Any]:
     }
 
 
-def _plain(function: AwsFunction, role: Any) -> dict[str, Any]:
+def _lambda_resources(function: AwsFunction, role: Any) -> dict[str, Any]:
     """The function, a version that stays when the next one is deployed (for rollbacks), and the alias that a run
     calls."""
     logical = function.logical
@@ -192,7 +192,7 @@ def _plain(function: AwsFunction, role: Any) -> dict[str, Any]:
     }
 
 
-def _serverless(function: AwsFunction, role: Any) -> dict[str, Any]:
+def _sam_resources(function: AwsFunction, role: Any) -> dict[str, Any]:
     """SAM makes the version and its alias."""
     body = {
         "FunctionName": function.name,
@@ -215,7 +215,7 @@ def _serverless(function: AwsFunction, role: Any) -> dict[str, Any]:
     return {**_logs(function), logical: resource}
 
 
-def _controller(functions: Sequence[AwsFunction], bucket: Any, objects: Any) -> dict[str, Any]:
+def _controller_policy(functions: Sequence[AwsFunction], bucket: Any, objects: Any) -> dict[str, Any]:
     """The permissions of the controller and the engines: attach the policy to their role."""
     arns = [{"Fn::GetAtt": [f.logical, "Arn"]} for f in functions]
     aliases = [{"Fn::Sub": f"${{{f.logical}.Arn}}:*"} for f in functions]

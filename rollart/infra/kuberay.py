@@ -71,8 +71,8 @@ def kuberay(
             )
     meta = {"namespace": namespace, "labels": {"app.kubernetes.io/part-of": "rollart"}}
     about = f"Rendered by `rollart infra render --target kuberay` for cluster {name}: change the spec, not this."
-    staying = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
-    manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": staying}
+    permanent = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
+    manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": permanent}
     files = {
         "runs.yaml": yaml_text(*_shared_manifests(name, meta, pods.needs), about=about),
         "raycluster.yaml": yaml_text(manifest, about=about),
@@ -83,7 +83,7 @@ def kuberay(
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": f"{name}-specs", **meta},
-            "data": {_key(path): text for path, text in pods.specs.items()},
+            "data": {_config_key(path): text for path, text in pods.specs.items()},
         }
         job = {
             "apiVersion": "ray.io/v1",
@@ -119,22 +119,22 @@ def _manual_steps(name: str, namespace: str, needs: ClusterNeeds) -> list[str]:
 
 def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> list[dict[str, Any]]:
     """Volumes that all nodes mount, and the identity of the pods that call a provider."""
-    found = [_claim(f"{name}-runs", meta)]
+    found = [_volume_claim(f"{name}-runs", meta)]
     if _needs_volume(needs.shared):
-        found.append(_claim(f"{name}-weights", meta))
+        found.append(_volume_claim(f"{name}-weights", meta))
     if needs.cloud:
         found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
     found.append(_network_policy(name, meta, needs))
     if needs.service:
         port = {"name": "service", "port": needs.service, "targetPort": needs.service}
-        body = {"selector": _controller(name), "ports": [port]}
+        body = {"selector": _controller_labels(name), "ports": [port]}
         found.append(
             {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{name}-service", **meta}, "spec": body}
         )
     return found
 
 
-def _controller(name: str) -> dict[str, str]:
+def _controller_labels(name: str) -> dict[str, str]:
     """Labels that select the head, of a cluster or of a job."""
     return {CLUSTER_LABEL: name, "rollart/part": "controller"}
 
@@ -168,12 +168,12 @@ def _needs_volume(path: str) -> bool:
     return bool(path) and not any(path == at or path.startswith(f"{at}/") for at in (RUNS_AT, "/dev/shm"))
 
 
-def _key(path: str) -> str:
+def _config_key(path: str) -> str:
     """A key of a ConfigMap has no slash."""
     return path.replace("/", "__")
 
 
-def _claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _volume_claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -199,7 +199,7 @@ def _cluster(
         head["spec"]["serviceAccountName"] = name
     ports = PORTS | ({"service": needs.service} if needs.service else {})
     head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in ports.items()]
-    head["metadata"] = {"labels": _controller(name)}
+    head["metadata"] = {"labels": _controller_labels(name)}
     # No part of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
@@ -250,14 +250,14 @@ def _pod(
     """A pod has its host alone: it uses all cores, and requests the amount that the kubelet of such a host can
     allocate. With GPUs, only their number limits it."""
     if gpus:
-        wanted, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
+        requests, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
     else:
-        wanted = _allocatable(cores, memory_gb)
-        limits = {"memory": wanted["memory"]}
+        requests = _allocatable(cores, memory_gb)
+        limits = {"memory": requests["memory"]}
     body: dict[str, Any] = {
         "name": container,
         "image": image,
-        "resources": {"requests": wanted | limits, "limits": limits},
+        "resources": {"requests": requests | limits, "limits": limits},
     }
     if env:
         body["env"] = list(env)
@@ -293,5 +293,5 @@ def _mount_volumes(pod: Mapping[str, Any], name: str, pods: PodSettings, *, engi
     if engines and _needs_volume(pods.needs.local):
         mount("pulled", pods.needs.local, {"emptyDir": {}})
     if pods.specs is not None:
-        items = [{"key": _key(path), "path": path} for path in pods.specs]
+        items = [{"key": _config_key(path), "path": path} for path in pods.specs]
         mount("specs", SPECS_AT, {"configMap": {"name": f"{name}-specs", "items": items}}, readOnly=True)

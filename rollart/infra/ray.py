@@ -37,32 +37,36 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
     SpecError if only some pools have it. With `address: start` a run makes its own head."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
-    files, port, own = {}, _port(runtime), runtime.address == "start"
+    files, port, starts_head = {}, _port(runtime), runtime.address == "start"
     if port in WORKER_PORTS:
         raise SpecError(
             f"the head's port is {port} (rule: not within {WORKER_PORTS[0]} to {WORKER_PORTS[-1]}, which Ray gives to "
             "its workers; `ray start` refuses it)",
-            remedy=f"another port in runtime.{'port' if own else 'address'}, like {PORT}",
+            remedy=f"another port in runtime.{'port' if starts_head else 'address'}, like {PORT}",
         )
-    if not own:
-        files["head.sh"] = script_text(_head(runtime, port), about)
+    if not starts_head:
+        files["head.sh"] = script_text(_head_script(runtime, port), about)
     for group in groups:
-        files[f"pools/{group.name}.sh"] = script_text(_worker(group), about)
-    first = "`rollart launch`, which makes the head and says its address and its token's file," if own else "./head.sh"
+        files[f"pools/{group.name}.sh"] = script_text(_worker_script(group), about)
+    first = (
+        "`rollart launch`, which makes the head and says its address and its token's file,"
+        if starts_head
+        else "./head.sh"
+    )
     steps = [f"{first} on the head, then RAY_HEAD=its-address:{port or 'PORT'} pools/POOL.sh on every host of a pool"]
     if any(g.instance_type is not None for g in groups):
-        lacking = [g.name for g in groups if g.instance_type is None]
-        if lacking:
+        without = [g.name for g in groups if g.instance_type is None]
+        if without:
             raise SpecError(
-                f"pool '{lacking[0]}' has no label instance_type, and other pools do (rule: all or none)",
+                f"pool '{without[0]}' has no label instance_type, and other pools do (rule: all or none)",
                 remedy="add it to the pool, like `labels: {instance_type: p5.48xlarge, region: us-east-1}`",
             )
-        if own:
+        if starts_head:
             raise SpecError(
                 "runtime.address is 'start' and pools have instance_type (rule: `ray up` makes the head)",
                 remedy="render with cluster.runtime.address=auto",
             )
-        files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime, port), about=about)
+        files["cluster.yaml"] = yaml_text(_cluster_config(name, groups, pods, runtime, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return RenderedFiles(files, tuple(steps))
 
@@ -75,30 +79,39 @@ def _port(runtime: RuntimeSpec) -> int:
     return int(port) if port.isdecimal() and not scheme.startswith(CLIENT) else PORT
 
 
-def _client(runtime: RuntimeSpec) -> list[str]:
+def _client_options(runtime: RuntimeSpec) -> list[str]:
     """The option for clients outside the cluster's network."""
     return (
         [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if runtime.address.startswith(CLIENT) else []
     )
 
 
-def _head(runtime: RuntimeSpec, port: int) -> list[str]:
+def _head_script(runtime: RuntimeSpec, port: int) -> list[str]:
     """The head offers no cores to parts: no pool of a plan is on it."""
     health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
-    command = ["ray", "start", "--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client(runtime), "--block"]
-    return [*_environment(), *health, f"exec {shlex.join(command)}"]
+    command = [
+        "ray",
+        "start",
+        "--head",
+        f"--port={port}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        *_client_options(runtime),
+        "--block",
+    ]
+    return [*_environment_lines(), *health, f"exec {shlex.join(command)}"]
 
 
-def _worker(group: HostGroup) -> list[str]:
+def _worker_script(group: HostGroup) -> list[str]:
     """Parts select their nodes by label; on a GPU host they take no cores."""
     labels = ",".join(f"{key}={value}" for key, value in group.labels.items())
     cpus = 0 if group.gpus else group.cores
     command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
     where = ': "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"'
-    return [*_environment(), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
+    return [*_environment_lines(), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
 
 
-def _environment() -> list[str]:
+def _environment_lines() -> list[str]:
     """The token is a file on every host, at Ray's default path unless the user sets another."""
     lines = [f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()]
     default = 'export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"'
@@ -106,12 +119,12 @@ def _environment() -> list[str]:
     return lines
 
 
-def _launcher(
+def _cluster_config(
     name: str, groups: Sequence[HostGroup], pods: PodSettings, runtime: RuntimeSpec, port: int
 ) -> dict[str, Any]:
     region = shared_label(groups, "region", "a cluster of `ray up`")
     exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(runtime.health_s) | dict(pods.env)).items())
-    client = "".join(f"{option} " for option in _client(runtime))
+    client = "".join(f"{option} " for option in _client_options(runtime))
     head = f"{exports} ray start --head --port={port} {client}--autoscaling-config=~/ray_bootstrap_config.yaml"
     worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{port}"
     return {

@@ -78,16 +78,16 @@ def _label(function: AwsFunction) -> str:
     return f"_{label}" if label[:1].isdigit() else label
 
 
-def _bucket(resources: dict[str, dict[str, Any]], name: str, own: str) -> None:
-    at = {"bucket": "${aws_s3_bucket.weights.id}"}
+def _bucket(resources: dict[str, dict[str, Any]], name: str, bucket_name: str) -> None:
+    bucket_ref = {"bucket": "${aws_s3_bucket.weights.id}"}
     arn = "${aws_s3_bucket.weights.arn}"
-    named = {"bucket": own} if own else {"bucket_prefix": f"{name[:30]}-"}
+    named = {"bucket": bucket_name} if bucket_name else {"bucket_prefix": f"{name[:30]}-"}
     _add(resources, "aws_s3_bucket", "weights", {**named, "force_destroy": False})
     _add(
         resources,
         "aws_s3_bucket_public_access_block",
         "weights",
-        at
+        bucket_ref
         | {
             "block_public_acls": True,
             "block_public_policy": True,
@@ -99,19 +99,19 @@ def _bucket(resources: dict[str, dict[str, Any]], name: str, own: str) -> None:
         resources,
         "aws_s3_bucket_ownership_controls",
         "weights",
-        at | {"rule": {"object_ownership": "BucketOwnerEnforced"}},
+        bucket_ref | {"rule": {"object_ownership": "BucketOwnerEnforced"}},
     )
     _add(
         resources,
         "aws_s3_bucket_server_side_encryption_configuration",
         "weights",
-        at | {"rule": {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}},
+        bucket_ref | {"rule": {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}},
     )
     _add(
         resources,
         "aws_s3_bucket_lifecycle_configuration",
         "weights",
-        at
+        bucket_ref
         | {
             "rule": {
                 "id": "abort-uploads",
@@ -122,7 +122,7 @@ def _bucket(resources: dict[str, dict[str, Any]], name: str, own: str) -> None:
         },
     )
     policy = _document([transport_statement(arn, f"{arn}/*")])
-    _add(resources, "aws_s3_bucket_policy", "weights", at | {"policy": policy})
+    _add(resources, "aws_s3_bucket_policy", "weights", bucket_ref | {"policy": policy})
 
 
 def _role(resources: dict[str, dict[str, Any]], name: str, functions: Sequence[AwsFunction]) -> str:
@@ -173,15 +173,15 @@ def _function(resources: dict[str, dict[str, Any]], function: AwsFunction, role:
     if function.reserved:
         body["reserved_concurrent_executions"] = function.reserved
     _add(resources, "aws_lambda_function", label, body)
-    of = f"aws_lambda_function.{label}"
+    function_ref = f"aws_lambda_function.{label}"
     _add(
         resources,
         "aws_lambda_alias",
         label,
         {
             "name": ALIAS,
-            "function_name": f"${{{of}.function_name}}",
-            "function_version": f"${{{of}.version}}",
+            "function_name": f"${{{function_ref}.function_name}}",
+            "function_version": f"${{{function_ref}.version}}",
         },
     )
     if function.warm:
@@ -190,7 +190,7 @@ def _function(resources: dict[str, dict[str, Any]], function: AwsFunction, role:
             "aws_lambda_provisioned_concurrency_config",
             label,
             {
-                "function_name": f"${{{of}.function_name}}",
+                "function_name": f"${{{function_ref}.function_name}}",
                 "qualifier": f"${{aws_lambda_alias.{label}.name}}",
                 "provisioned_concurrent_executions": function.warm,
             },

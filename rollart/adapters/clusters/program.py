@@ -95,26 +95,26 @@ class Program:
         return None if self._process is None else self._process.pid
 
     async def pull(
-        self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
+        self, location: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
         """Pull a version of the weights from the store to this host, where the program can load it. The program need
         not run. See `HostWeightCopy.pull`."""
-        return await (await self._copy_at(place)).pull(version, stamp, keep, coming)
+        return await (await self._copy_at(location)).pull(version, stamp, keep, coming)
 
     async def arrived(
-        self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
+        self, location: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
     ) -> None:
         """`HostWeightCopy.arrived`."""
-        await (await self._copy_at(place)).arrived(manifest, digests, over=over, whole=whole)
+        await (await self._copy_at(location)).arrived(manifest, digests, over=over, whole=whole)
 
     async def pulling(self) -> PullProgress | None:
         """Progress of the current or last pull; None if there was none."""
         return None if self._copy is None else self._copy.progress
 
-    async def _copy_at(self, place: WeightStoreLocation) -> HostWeightCopy:
-        if self._copy is None or self._copy.place != place:
+    async def _copy_at(self, location: WeightStoreLocation) -> HostWeightCopy:
+        if self._copy is None or self._copy.location != location:
             await self._drop()
-            self._copy = HostWeightCopy(place)
+            self._copy = HostWeightCopy(location)
         return self._copy
 
     async def aclose(self) -> None:

@@ -16,23 +16,23 @@ __all__ = ["RewardFunctions"]
 class RewardFunctions:
     """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
 
-    def __init__(self, offload: Offload, beside: Mapping[str, InlineScorer]) -> None:
+    def __init__(self, offload: Offload, local: Mapping[str, InlineScorer]) -> None:
         self._offload = offload
-        self._beside = dict(beside)
+        self._local = dict(local)
 
     @property
     def functions(self) -> Mapping[str, Any]:
         """Names that `submit` accepts."""
-        return {**self._offload.functions, **self._beside}
+        return {**self._offload.functions, **self._local}
 
     async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
         """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
-        beside = self._beside.get(function)
-        if beside is None:
+        scorer = self._local.get(function)
+        if scorer is None:
             return await self._offload.submit(function, item, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
-                return await beside.score(item)
+                return await scorer.score(item)
         except TimeoutError:
             detail = f"no outcome of {function} in {deadline_s:g} s"
             return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)

@@ -28,23 +28,23 @@ class FunctionHostConnection:
     ) -> FunctionHostConnection:
         """Connect to a host that serves at `tcp://host:port`; it accepts workers from then on. `PartDied` if it does
         not serve, or a function cannot run there."""
-        found = cls()
+        connection = cls()
 
         def changed() -> None:
-            found._changed.set()
+            connection._changed.set()
             notify()
 
         try:
-            found._link = await hosts.join(name, address, token, weight=weight, notify=changed)
+            connection._link = await hosts.join(name, address, token, weight=weight, notify=changed)
         except HostLost as error:
             raise PartDied(name, str(error)) from None
         except BackendFailed as error:
             raise PartDied(name, error.message, remedy=error.remedy) from None
-        return found
+        return connection
 
     @property
     def id(self) -> str:
-        return self._there.name
+        return self._open_link.name
 
     @property
     def live(self) -> int:
@@ -52,34 +52,34 @@ class FunctionHostConnection:
 
     @property
     def answered(self) -> int:
-        return self._there.answered
+        return self._open_link.answered
 
     @property
     def workers(self) -> int:
-        return len(self._there.workers)
+        return len(self._open_link.workers)
 
     async def health(self) -> HostHealth:
         try:
-            await self._there.ping()
+            await self._open_link.ping()
         except HostLost as error:
             raise EnvironmentFault(self.id, str(error), incident=f"the end of {self.id}") from None
         return HostHealth(self.live)
 
     async def lost(self) -> str:
-        return await self._there.lost()
+        return await self._open_link.lost()
 
     def leave(self) -> None:
-        self._there.leave()
+        self._open_link.leave()
 
     async def emptied(self) -> None:
-        while self._there.workers or not self._there.leaving:
+        while self._open_link.workers or not self._open_link.leaving:
             self._changed.clear()
             await self._changed.wait()
 
     async def aclose(self) -> None:
-        await self._there.aclose()
+        await self._open_link.aclose()
 
     @property
-    def _there(self) -> HostLink:
+    def _open_link(self) -> HostLink:
         assert self._link is not None, "it was opened"
         return self._link

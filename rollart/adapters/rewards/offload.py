@@ -115,50 +115,58 @@ def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[O
     `Scored.steps` has one number per action token and sums to `Scored.value`, unless there is no action token.
     """
     ends = _turn_ends(trajectory)
-    pay = [0.0] * trajectory.action_token_count
+    token_credits = [0.0] * trajectory.action_token_count
     env = [rewards.env_weight * turn.env_reward for turn in trajectory.turns]
-    _pay(pay, ends, env)
+    _credit(token_credits, ends, env)
     value = sum(env)
     metrics: dict[str, float] = {"env_reward": sum(turn.env_reward for turn in trajectory.turns)}
-    excuses: list[str] = []
+    fault_reasons: list[str] = []
     for term, outcome in zip(rewards.terms, outcomes, strict=True):
         if isinstance(outcome, InfraFault):
             return outcome
         if isinstance(outcome, ModelFault):
-            excuses.append(f"{term.function}: {outcome.reason}")
+            fault_reasons.append(f"{term.function}: {outcome.reason}")
             value += term.weight * outcome.floor
             continue
-        fault = _add(pay, ends, term, outcome)
+        fault = _credit_score(token_credits, ends, term, outcome)
         if fault is not None:
             return fault
         value += term.weight * outcome.value
         metrics[term.function] = outcome.value
         metrics.update({f"{term.function}/{name}": number for name, number in outcome.metrics.items()})
-    if excuses:
-        return ModelFault(floor=value, reason="; ".join(excuses))
-    return Scored(value, metrics, tuple(pay))
+    if fault_reasons:
+        return ModelFault(floor=value, reason="; ".join(fault_reasons))
+    return Scored(value, metrics, tuple(token_credits))
 
 
-def _add(pay: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored) -> InfraFault | None:
+def _credit_score(
+    token_credits: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored
+) -> InfraFault | None:
     """Credit a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
-    rest = outcome.value
+    remainder = outcome.value
     if term.pays is CreditAssignment.STEPS:
         steps = outcome.steps
-        if steps is None or len(steps) not in (len(ends), len(pay)):
+        if steps is None or len(steps) not in (len(ends), len(token_credits)):
             got = "none" if steps is None else str(len(steps))
-            detail = f"{term.function} gave {got} step_rewards for {len(ends)} turns and {len(pay)} action tokens"
+            detail = (
+                f"{term.function} gave {got} step_rewards for {len(ends)} turns and {len(token_credits)} action tokens"
+            )
             return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
-        _pay(pay, ends if len(steps) == len(ends) else range(len(pay)), [term.weight * step for step in steps])
-        rest -= sum(steps)
-    if pay:
-        pay[-1] += term.weight * rest
+        _credit(
+            token_credits,
+            ends if len(steps) == len(ends) else range(len(token_credits)),
+            [term.weight * step for step in steps],
+        )
+        remainder -= sum(steps)
+    if token_credits:
+        token_credits[-1] += term.weight * remainder
     return None
 
 
-def _pay(pay: list[float], at: Sequence[int], amounts: Sequence[float]) -> None:
-    if pay:
-        for position, amount in zip(at, amounts, strict=True):
-            pay[position] += amount
+def _credit(token_credits: list[float], positions: Sequence[int], amounts: Sequence[float]) -> None:
+    if token_credits:
+        for position, amount in zip(positions, amounts, strict=True):
+            token_credits[position] += amount
 
 
 def _turn_ends(trajectory: Trajectory) -> list[int]:

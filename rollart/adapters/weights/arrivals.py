@@ -26,21 +26,21 @@ class BucketArrivals:
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self.there or self.over)
         if digest not in self.there:
-            raise self._torn()
+            raise self._incomplete()
 
     async def ended(self) -> None:
         """Returns once the version is in the store. `StorageFailed` if the push ended before."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.over)
         if not self.whole:
-            raise self._torn()
+            raise self._incomplete()
 
     async def more(self, than: int) -> None:
         """Returns once more than this number of buckets have arrived, or the push has ended."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.there) > than or self.over)
 
-    async def came(self, digests: set[str]) -> None:
+    async def add(self, digests: set[str]) -> None:
         async with self._changed:
             self.there |= digests
             self._changed.notify_all()
@@ -50,5 +50,5 @@ class BucketArrivals:
             self.over, self.whole = True, self.whole or whole
             self._changed.notify_all()
 
-    def _torn(self) -> StorageFailed:
+    def _incomplete(self) -> StorageFailed:
         return StorageFailed(f"version {self.manifest.version} was not pushed whole")

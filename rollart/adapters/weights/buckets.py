@@ -97,46 +97,46 @@ class BucketPusher:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         in_flight: InFlight = "auto",
-        wanted: Callable[[str], bool] = is_serving_file,
+        include: Callable[[str], bool] = is_serving_file,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
         self._objects = objects
         self._bucket = bucket_bytes
         self._depth = BucketDepth(in_flight)
-        self._wanted = wanted
-        self._turn = asyncio.Lock()
+        self._include = include
+        self._lock = asyncio.Lock()
 
     async def prepare(self, version: int, path: str) -> BucketArrivals:
         """Read a published directory and hash it. Returns the arrivals that pullers wait for meanwhile; pass them to
         `push`."""
-        return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._wanted))
+        return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._include))
 
     async def push(self, path: str, arrivals: BucketArrivals) -> PushResult:
         """Send the buckets that the store lacks, then the manifest. `StorageFailed`: the version is not in the store,
         and a later collection removes the buckets that were sent."""
         loop, manifest = asyncio.get_running_loop(), arrivals.manifest
-        async with self._turn:
+        async with self._lock:
             began = loop.time()
             try:
                 present = await self._objects.keys("buckets/")
-                lacking = self._lacking(path, manifest, present)
-                await arrivals.came({d for d in manifest.digests if bucket_key(d) in present})
-                window = TransferWindow(self._depth, max((count for *_, count in lacking), default=1))
+                missing = self._missing_buckets(path, manifest, present)
+                await arrivals.add({d for d in manifest.digests if bucket_key(d) in present})
+                window = TransferWindow(self._depth, max((count for *_, count in missing), default=1))
                 async with first_failure_only(), asyncio.TaskGroup() as group:
-                    for place in lacking:
-                        group.create_task(self._send(*place, arrivals, window))
+                    for source in missing:
+                        group.create_task(self._send(*source, arrivals, window))
                 await self._objects.put(version_key(manifest.version), manifest.encode())
                 await arrivals.end(whole=True)
             finally:
                 await arrivals.end()
-            sent = sum(count for *_, count in lacking)
+            sent = sum(count for *_, count in missing)
             return PushResult(manifest.version, manifest.size, sent, loop.time() - began)
 
     async def collect(self, keep: Sequence[int]) -> int:
         """Remove versions that are not in `keep`, and then the buckets that no version uses; the number of those. A
         version is removed before its buckets, so that a partial collection leaves no incomplete version visible."""
-        async with self._turn:
+        async with self._lock:
             names = await self._objects.keys("versions/")
             kept = {version_key(version) for version in keep} & names
             await self._objects.delete(names - kept)
@@ -147,15 +147,15 @@ class BucketPusher:
             await self._objects.delete(unused)
             return len(unused)
 
-    def _lacking(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
+    def _missing_buckets(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
         """(file, hash, offset, bytes) of each bucket that the store lacks, each once; full buckets first, so that the
         first one measures the time of a bucket."""
-        places: dict[str, tuple[Path, str, int, int]] = {}
+        sources: dict[str, tuple[Path, str, int, int]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
                 if bucket_key(digest) not in present:
-                    places.setdefault(digest, (Path(path) / file.name, digest, offset, count))
-        return sorted(places.values(), key=lambda place: -place[3])
+                    sources.setdefault(digest, (Path(path) / file.name, digest, offset, count))
+        return sorted(sources.values(), key=lambda source: -source[3])
 
     async def _send(
         self, file: Path, digest: str, offset: int, count: int, arrivals: BucketArrivals, window: TransferWindow
@@ -167,7 +167,7 @@ class BucketPusher:
                 raise StorageFailed(f"{file} changed while it was pushed")
             with bucket.moving():
                 await self._objects.put(bucket_key(digest), data)
-        await arrivals.came({digest})
+        await arrivals.add({digest})
 
 
 class BucketWeightStore:
@@ -219,31 +219,31 @@ class BucketWeightStore:
             if self.complete(version):
                 return PullResult(version, 0, 0, 0.0, loop.time() - began)
             manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(version_key(version)))
-            aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
+            staging = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
             self.progress = PullProgress(0, 0.0, 0)
             try:
-                received, spent = await self._fill(aside, manifest, arrivals)
+                received, spent = await self._fill(staging, manifest, arrivals)
                 if arrivals is not None:
                     await arrivals.ended()
-                await asyncio.to_thread(_publish_locally, aside, Path(self.path(version)), manifest)
+                await asyncio.to_thread(_publish_locally, staging, Path(self.path(version)), manifest)
             finally:
-                await asyncio.to_thread(shutil.rmtree, aside, True)
+                await asyncio.to_thread(shutil.rmtree, staging, True)
         return PullResult(version, manifest.size, received, spent, loop.time() - began)
 
-    async def _fill(self, aside: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
+    async def _fill(self, staging: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
         """Bytes received from the store, and the seconds of each of its buckets, summed."""
         loop = asyncio.get_running_loop()
-        have = await asyncio.to_thread(self._prepare, aside, manifest)
+        local = await asyncio.to_thread(self._prepare, staging, manifest)
         window = TransferWindow(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
         moved = [0, 0.0]
 
-        async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
-            if digest in have:
-                here = None
+        async def fetch(digest: str, targets: list[tuple[Path, int, int]]) -> None:
+            if digest in local:
+                local_data = None
                 with contextlib.suppress(StorageFailed):  # pruned meanwhile: the store has it
-                    here = await asyncio.to_thread(_read_checked, *have[digest], digest)
-                if here is not None:
-                    await asyncio.to_thread(_write, targets, here)
+                    local_data = await asyncio.to_thread(_read_checked, *local[digest], digest)
+                if local_data is not None:
+                    await asyncio.to_thread(_write, targets, local_data)
                     return
             if arrivals is not None:
                 await arrivals.wait(digest)
@@ -261,33 +261,33 @@ class BucketWeightStore:
                 p = self.progress
                 self.progress = PullProgress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
 
-        places: dict[str, list[tuple[Path, int, int]]] = {}
+        targets_by_digest: dict[str, list[tuple[Path, int, int]]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
-                places.setdefault(digest, []).append((aside / file.name, offset, count))
+                targets_by_digest.setdefault(digest, []).append((staging / file.name, offset, count))
         async with first_failure_only(), asyncio.TaskGroup() as group:
-            for digest, targets in sorted(places.items(), key=lambda place: -place[1][0][2]):
-                group.create_task(take(digest, targets))
+            for digest, targets in sorted(targets_by_digest.items(), key=lambda item: -item[1][0][2]):
+                group.create_task(fetch(digest, targets))
         return int(moved[0]), moved[1]
 
-    def _prepare(self, aside: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
+    def _prepare(self, staging: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
         """Create empty files of the right sizes; the location of each bucket that is already on this disk."""
         try:
             for file in manifest.files:
-                path = aside / file.name
+                path = staging / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as handle:
                     handle.truncate(file.size)
         except OSError as error:
-            raise StorageFailed(f"cannot write {aside}: {error.strerror}") from error
-        have: dict[str, tuple[Path, int, int]] = {}
+            raise StorageFailed(f"cannot write {staging}: {error.strerror}") from error
+        local: dict[str, tuple[Path, int, int]] = {}
         for version in reversed(self.versions()):
             directory = Path(self.path(version))
             with contextlib.suppress(OSError, StorageFailed):
                 for file in Manifest.decode((directory / MANIFEST).read_bytes()).files:
                     for digest, offset, count in file.spans():
-                        have.setdefault(digest, (directory / file.name, offset, count))
-        return have
+                        local.setdefault(digest, (directory / file.name, offset, count))
+        return local
 
 
 @contextlib.asynccontextmanager
@@ -302,12 +302,12 @@ async def first_failure_only() -> AsyncIterator[None]:
         raise first from None
 
 
-def _manifest(version: int, path: Path, bucket: int, wanted: Callable[[str], bool]) -> Manifest:
+def _manifest(version: int, path: Path, bucket: int, include: Callable[[str], bool]) -> Manifest:
     try:
         if not (path / MARKER).is_file():
             raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
         names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
-        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if wanted(name)), stamp_of(path))
+        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if include(name)), stamp_of(path))
     except OSError as error:
         raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
 
@@ -353,11 +353,11 @@ def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
             raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
 
 
-def _publish_locally(aside: Path, final: Path, manifest: Manifest) -> None:
+def _publish_locally(staging: Path, final: Path, manifest: Manifest) -> None:
     """Makes the version visible atomically."""
     try:
-        (aside / MANIFEST).write_bytes(manifest.encode())
-        (aside / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
-        aside.rename(final)
+        (staging / MANIFEST).write_bytes(manifest.encode())
+        (staging / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
+        staging.rename(final)
     except OSError as error:
         raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error

@@ -53,12 +53,12 @@ class HostWeightCopy:
     """Called by one engine's actor at a time. Other actors on the same host, in this process or another, share the
     directory: a pull holds its lock, and the next caller finds the version there."""
 
-    def __init__(self, place: WeightStoreLocation) -> None:
-        self.place = place
-        self._objects = place.objects()
-        self._store = BucketWeightStore(self._objects, place.root, in_flight=place.in_flight)
-        self._coming: OrderedDict[bytes, BucketArrivals] = OrderedDict()
-        self._came: bytes | None = None
+    def __init__(self, location: WeightStoreLocation) -> None:
+        self.location = location
+        self._objects = location.objects()
+        self._store = BucketWeightStore(self._objects, location.root, in_flight=location.in_flight)
+        self._pending: OrderedDict[bytes, BucketArrivals] = OrderedDict()
+        self._last_pulled: bytes | None = None
         """The last version that was pulled while its push went on: later reports about it are ignored."""
 
     @property
@@ -69,10 +69,10 @@ class HostWeightCopy:
     async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
         """These buckets of a version that is being pushed are in the store; `over`: its push has ended, `whole`:
         successfully."""
-        if manifest == self._came:
+        if manifest == self._last_pulled:
             return
-        arrivals = self._arriving(manifest)
-        await arrivals.came(set(digests))
+        arrivals = self._arrivals_of(manifest)
+        await arrivals.add(set(digests))
         if over:
             await arrivals.end(whole=whole)
 
@@ -86,17 +86,17 @@ class HostWeightCopy:
         `arrived`, and it is complete once all arrived and the push succeeded."""
         if self._store.stamp(version) == stamp:
             return self._store.path(version), PullResult(version, 0, 0, 0.0, 0.0)
-        async with _locked(Path(self.place.root)):
+        async with _locked(Path(self.location.root)):
             if self._store.stamp(version) not in (stamp, None):
                 await self._prune([v for v in self._store.versions() if v != version])
             try:
                 async with asyncio.timeout(None if coming is None else PUSH_TIMEOUT_S):
-                    pulled = await self._store.pull(version, None if coming is None else self._arriving(coming))
+                    pulled = await self._store.pull(version, None if coming is None else self._arrivals_of(coming))
             except TimeoutError:
                 raise StorageFailed(f"v{version} was not pushed within {PUSH_TIMEOUT_S:g} s") from None
             if coming is not None:  # after a failure the pull may be retried, and arrivals are not reported again
-                self._coming.pop(coming, None)
-                self._came = coming
+                self._pending.pop(coming, None)
+                self._last_pulled = coming
             if self._store.stamp(version) != stamp:
                 raise StorageFailed(f"v{version} in the store is not what was published under that number")
             newest = max(keep, default=0)
@@ -106,11 +106,11 @@ class HostWeightCopy:
     async def aclose(self) -> None:
         await self._objects.aclose()
 
-    def _arriving(self, manifest: bytes) -> BucketArrivals:
+    def _arrivals_of(self, manifest: bytes) -> BucketArrivals:
         """Reports about a push may come before its pull starts, or after."""
-        found = self._coming.setdefault(manifest, BucketArrivals(Manifest.decode(manifest)))
-        while len(self._coming) > MAX_PENDING_PUSHES:
-            self._coming.popitem(last=False)
+        found = self._pending.setdefault(manifest, BucketArrivals(Manifest.decode(manifest)))
+        while len(self._pending) > MAX_PENDING_PUSHES:
+            self._pending.popitem(last=False)
         return found
 
     async def _prune(self, keep: Sequence[int]) -> None:

@@ -78,8 +78,8 @@ class FileObjectStore:
 
     async def put(self, key: str, data: bytes) -> None:
         # A unique name until the blob is whole: another host's process may write the same blob.
-        aside = self._root / ".tmp" / f"{os.uname().nodename}-{os.getpid()}-{next(self._numbers)}"
-        await asyncio.to_thread(self._put, aside, self._root / key, data)
+        temporary = self._root / ".tmp" / f"{os.uname().nodename}-{os.getpid()}-{next(self._numbers)}"
+        await asyncio.to_thread(self._put, temporary, self._root / key, data)
 
     async def get(self, key: str) -> bytes:
         try:
@@ -93,7 +93,7 @@ class FileObjectStore:
         return str(self._root / key)
 
     async def keys(self, prefix: str) -> set[str]:
-        return {key for key in await asyncio.to_thread(self._every) if key.startswith(prefix)}
+        return {key for key in await asyncio.to_thread(self._list) if key.startswith(prefix)}
 
     async def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -105,21 +105,21 @@ class FileObjectStore:
     async def aclose(self) -> None:
         return None
 
-    def _put(self, aside: Path, final: Path, data: bytes) -> None:
+    def _put(self, temporary: Path, final: Path, data: bytes) -> None:
         try:
-            for path in (aside, final):
+            for path in (temporary, final):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as file:
+            with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            aside.rename(final)
+            temporary.rename(final)
         except OSError as error:
             with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise StorageFailed(f"cannot write {final}: {error.strerror}") from error
 
-    def _every(self) -> list[str]:
+    def _list(self) -> list[str]:
         found = []
         for directory, inner, names in os.walk(self._root):
             inner[:] = [name for name in inner if name != ".tmp"]

@@ -27,7 +27,7 @@ class S3ObjectStore:
     ) -> None:
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._place = {"region_name": region, "endpoint_url": endpoint_url}
+        self._client_options = {"region_name": region, "endpoint_url": endpoint_url}
         self._stack = contextlib.AsyncExitStack()
         self._client: Any = None
         self._opening = asyncio.Lock()
@@ -46,8 +46,8 @@ class S3ObjectStore:
     async def link(self, key: str) -> str:
         """Signed locally: no request is sent."""
         async with self._call(f"sign {key}") as client:
-            place = {"Bucket": self._bucket, "Key": self._prefix + key}
-            url: str = await client.generate_presigned_url("get_object", Params=place, ExpiresIn=LINK_S)
+            params = {"Bucket": self._bucket, "Key": self._prefix + key}
+            url: str = await client.generate_presigned_url("get_object", Params=params, ExpiresIn=LINK_S)
         return url
 
     async def keys(self, prefix: str) -> set[str]:
@@ -59,11 +59,11 @@ class S3ObjectStore:
         return found
 
     async def delete(self, keys: Iterable[str]) -> None:
-        every = sorted(keys)
-        for start in range(0, len(every), DELETED_AT_ONCE):
-            listed = [{"Key": self._prefix + key} for key in every[start : start + DELETED_AT_ONCE]]
-            async with self._call(f"remove {len(listed)} blobs") as client:
-                answer = await client.delete_objects(Bucket=self._bucket, Delete={"Objects": listed, "Quiet": True})
+        all_keys = sorted(keys)
+        for start in range(0, len(all_keys), DELETED_AT_ONCE):
+            batch = [{"Key": self._prefix + key} for key in all_keys[start : start + DELETED_AT_ONCE]]
+            async with self._call(f"remove {len(batch)} blobs") as client:
+                answer = await client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
                 for error in answer.get("Errors", ()):
                     raise StorageFailed(f"the weight store cannot remove {error['Key']}: {error['Message']}")
 
@@ -83,7 +83,9 @@ class S3ObjectStore:
             async with self._opening:  # the first calls may be concurrent
                 if self._client is None:
                     self._client = await self._stack.enter_async_context(
-                        get_session().create_client("s3", **{k: v for k, v in self._place.items() if v is not None})
+                        get_session().create_client(
+                            "s3", **{k: v for k, v in self._client_options.items() if v is not None}
+                        )
                     )
             yield self._client
         except ClientError as error:
