@@ -1,9 +1,8 @@
-"""What a model's architecture asks of hardware: parameters, KV bytes, FLOPs. From a Hugging Face `config.json`.
+"""The resource needs of a model architecture (parameters, KV bytes, FLOPs), from a Hugging Face `config.json`.
 
-`DecoderShape` answers in closed form, so that a planner can ask it millions of times. Conventions: a FLOP count has 2
-per
-multiply-add; the token at position p attends to p earlier ones (the integral p, not p + 1: at the lengths that matter
-the difference is nothing, and sums over pieces of a sequence stay exact), or to `window` where a layer has one.
+`DecoderShape` computes in closed form, so that a planner can call it millions of times. Conventions: a FLOP count has 2
+per multiply-add; the token at position p attends to p earlier ones (the integral p, not p + 1: at the lengths that
+matter the difference is nothing, and sums over pieces of a sequence stay exact), or to `window` where a layer has one.
 """
 
 from __future__ import annotations
@@ -55,11 +54,12 @@ class DecoderShape:
     weight_bytes_per_parameter: float = 2.0
     kv_bytes_per_element: float = 2.0
     notes: tuple[str, ...] = ()
-    """What was left out or taken from elsewhere than the config, in words."""
+    """Parts that were left out or not taken from the config, as text."""
 
     @property
     def active_parameters(self) -> int:
-        """What one token uses: all but the routed experts that are not chosen. Embeddings count, as in model cards."""
+        """Parameters that one token uses: all but the routed experts that are not chosen. Embeddings count, as in model
+        cards."""
         return self.parameters - self.expert_parameters + self._chosen_expert_parameters
 
     @property
@@ -69,7 +69,7 @@ class DecoderShape:
 
     @property
     def body_parameters(self) -> int:
-        """What one token is multiplied with before the output layer."""
+        """Parameters that one token is multiplied with before the output layer."""
         untied = 0 if self.tied else self.lm_head_parameters
         return self.active_parameters - self.embedding_parameters - untied
 
@@ -85,7 +85,8 @@ class DecoderShape:
         return 2 * self.kv_heads * self.head_dim
 
     def kv_bytes(self, tokens: float) -> float:
-        """KV cache of one sequence, one copy of it (`kv_copies` says how many a tp holds); windows cap their layers."""
+        """Bytes of one copy of a sequence's KV cache (`kv_copies` is the number of copies per TP size); windows cap
+        their layers."""
         kept = tokens if self.window is None else min(tokens, self.window)
         held = (self.layers - self.window_layers) * tokens + self.window_layers * kept
         return held * self.kv_elements_per_layer * self.kv_bytes_per_element
@@ -129,10 +130,10 @@ class DecoderShape:
         return 3.0 * tokens * (2.0 * (self.body_parameters + self.lm_head_parameters) + attention)
 
     def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
-        """What a training pass over `tokens` tokens keeps for its backward pass, in bf16, with attention kernels that
-        keep no scores (FlashAttention). Per layer: the inputs of both norms and their results, queries, keys, values,
-        the attention's result, and of the feed-forward part gate, up, activated gate and their product. Counted from
-        the architecture, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4.1)."""
+        """Activations that a training pass over `tokens` tokens keeps for its backward pass, in bf16, with attention
+        kernels that keep no scores (FlashAttention). Per layer: the inputs of both norms and their results, queries,
+        keys, values, the attention's result, and of the feed-forward part gate, up, activated gate and their product.
+        Counted from the architecture, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4.1)."""
         wide = self.heads * self.head_dim
         attention = 4 * self.hidden + 2 * wide + self.kv_elements_per_layer
         dense = 4 * (self.intermediate or 0)
@@ -226,9 +227,9 @@ def shape_of(
     weight_bytes_per_parameter: float = 2.0,
     kv_bytes_per_element: float = 2.0,
 ) -> DecoderShape:
-    """The shape of a model from its `config.json`. ValueError names the field that is missing or means nothing.
+    """The shape of a model from its `config.json`. ValueError names the missing or invalid field.
 
-    The precisions are what the model is served at, which a config does not say (2: bf16, 1: fp8).
+    The precisions are those of serving, which a config does not state (2: bf16, 1: fp8).
     """
     for what, value in (
         ("weight_bytes_per_parameter", weight_bytes_per_parameter),
@@ -305,7 +306,8 @@ def _text_part(config: Mapping[str, object]) -> tuple[ConfigFields, list[str]]:
 
 
 def _with_defaults(fields: ConfigFields, family: Family) -> tuple[ConfigFields, list[str]]:
-    """Fill in what published configs of the family leave out, and say so."""
+    """Fill in the fields that published configs of the family leave out; return the config and notes on the
+    defaults."""
     absent = {k: v for k, v in (family.defaults or {}).items() if k not in fields.config}
     notes = [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
     return ConfigFields({**absent, **fields.config}, fields.where), notes

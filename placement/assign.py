@@ -1,12 +1,14 @@
-"""Which part runs on which device indices. Pure: pools and demands in, a plan or the shortage out.
+"""Assignment of parts to device indices. A pure function from pools and demands to a plan or a shortage.
 
-What to run where is decided before, by the user or by `solve`. Each part goes to the eligible pool with the most free
-devices (ties: the first named), on its lowest free indices; engines and trainers to GPU pools while there is room. No
-part spans pools, and none that fits into one host spans hosts: a pool's devices are numbered host by host. Larger parts
-are placed first, which leaves no gap that sizes of powers of two could not fill; trainers and parts larger than a host
-may span hosts, come last and take what is left. Parts of a role are numbered over all demands of it, in their order.
+The user or `solve` decides beforehand how many parts run on which kind of pool. Each part goes to the eligible pool
+with the most free devices (ties: the first named), on its lowest free indices; engines and trainers to GPU pools while
+there is room. No part spans pools, and none that fits into one host spans hosts: a pool's devices are numbered host by
+host. Larger parts are placed first, which leaves no gap that sizes of powers of two could not fill; trainers and parts
+larger than a host may span hosts, come last and take what is left. Parts of a role are numbered over all demands of it,
+in their order.
 
-About linear in devices and parts: a host's free devices are always its last ones, so their number says which they are.
+The cost is about linear in devices and parts: a host's free devices are always its last ones, so that their number
+identifies them.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class _FreeDevices:
 
 
 def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
-    """Place every demand, or say which one does not fit."""
+    """Place every demand, or return the shortage of the first demand that does not fit."""
     rooms = {pool.name: _FreeDevices(pool) for pool in pools}
     number: Counter[Role] = Counter()
     first: list[int] = []
@@ -122,7 +124,8 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
 
 
 def _placement_order(pools: Sequence[Pool], demand: Demand) -> tuple[bool, int]:
-    """What must fit into one host first, the largest first; then what spans hosts. Equal ones keep their order."""
+    """Sort key: parts that must fit into one host first, the largest first; then parts that span hosts. Equal parts
+    keep their order."""
     sizes = [p.device.devices_per_host for p in pools if _eligible(p, demand)]
     hosts = [size for size in sizes if size is not None]
     if not hosts:
@@ -137,7 +140,7 @@ def _eligible(pool: Pool, demand: Demand) -> bool:
 
 
 def _choose_pool(eligible: Sequence[Pool], demand: Demand, rooms: Mapping[str, _FreeDevices]) -> Pool | None:
-    """Where the next replica goes. What runs the model belongs on GPUs, however many cores there are beside them."""
+    """The pool of the next replica. Parts that run the model go to GPUs, however many CPU cores are free."""
     fitting = [p for p in eligible if _fits(p, demand, rooms[p.name])]
     gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
     return max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)

@@ -1,8 +1,9 @@
-"""The plan beside what one would do without it: simple mappings, solved on the same model with the same hardware.
+"""Baselines for a plan: simple mappings, solved on the same model with the same hardware.
 
-Each baseline is the problem with less allowed: one device type, the same mix everywhere, a pool per domain, no
-prefill/decode split, or nothing but it. So none can beat the full plan by more than the solver's gap, and the
-difference is what the plan is worth. Constraints of the user (affinity, budget, a running plan) hold for them too.
+Each baseline is a restriction of the problem: one device type, the same mix everywhere, a pool per domain, no
+prefill/decode split, or nothing but the split. No baseline can therefore beat the full plan by more than the solver's
+gap, and the difference is the value of the plan. The user's constraints (affinity, budget, a running plan) hold for
+baselines too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["Baseline", "baselines", "best_baseline", "gain", "single_device_type
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A simpler way and its best plan, or why it has none. `name` is what a table calls it: "only H20"."""
+    """A restricted problem and its best plan, or the reason that it has none. `name` is its label in tables: "only
+    H20"."""
 
     name: str
     answer: Placement | Infeasible
@@ -66,6 +68,6 @@ def gain(placement: Placement, baseline: Placement) -> float:
 
 
 def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
-    """The best of those that have a plan (ties: the first)."""
+    """The best feasible baseline (ties: the first)."""
     feasible = [b for b in found if b.placement is not None]
     return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)

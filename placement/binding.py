@@ -1,4 +1,4 @@
-"""What limits a plan, in words, most important first."""
+"""The binding constraints of a plan as text, most important first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["devices_text", "binding_constraints"]
 
 
 MIN_BINDING_SHARE = 5e-4
-"""Share of the rate below which nothing is said to hold it back."""
+"""Constraints that hold back less than this share of the rate are not listed."""
 
 
 def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:
-    """What holds back a share of the rate, by how much: the price of a row × what is there. Of a window's places,
-    training and publishing hold back what they hold of their time."""
+    """The constraints by the share of the rate that they hold back: the price of a row × its resources. Training and
+    publishing count with their share of the holding time of a window's slots."""
     pools, t = p.problem.pools, p.tableau
     weight: dict[str, float] = {}
     used = dict.fromkeys(range(len(pools)), 0)
@@ -59,8 +59,7 @@ def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> t
 
 
 def _holding_shares(p: PlacementProgram, x: Floats, j: int, own: float) -> Iterator[tuple[str, float]]:
-    """Of the seconds for which a place is held, the shares of training, where more devices shorten it, and of
-    publishing."""
+    """The shares of a slot's holding time that are training, if more devices would shorten it, and publishing."""
     place = next(place for place in p.trainers if x[place.devices] > 0.5)
     names, size = [pool.name for pool in p.problem.pools], round(float(x[place.devices]))
     train_s = holding.training_step_s(p, place, size)
@@ -73,6 +72,6 @@ def _holding_shares(p: PlacementProgram, x: Floats, j: int, own: float) -> Itera
 
 
 def devices_text(pool: Pool, used: int) -> str:
-    """That a pool's devices bind, of which a plan uses so many."""
+    """The text for a pool whose devices bind, of which a plan uses `used`."""
     where = "" if pool.device.name == pool.name else f" of {pool.name}"
     return f"{pool.device.name} devices{where}: {used} of {pool.count}"

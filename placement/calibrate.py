@@ -1,7 +1,7 @@
 """Fit the roofline's constants to measured rows: least squares of log(predicted / measured), with rows held out.
 
 A probe of a few dozen rows (prefill lengths × decode batches, or a closed loop at several batches) takes minutes and
-replaces the priors. What the rows say nothing about stays at its prior and is named.
+replaces the priors. Constants that the rows do not identify stay at their priors and are listed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Vector = NDArray[np.float64]
 MeasurementKind = Literal["prefill", "decode", "step", "tpot", "ttft", "turn"]
 
 FREE = ("mfu", "mfu_decode", "mbu", "layer_s", "row_s", "alpha_s")
-"""The six constants of a GPU. `step_s` and `layer_s` cannot be told apart with one model: the layers get it all."""
+"""The six constants of a GPU. One model cannot distinguish `step_s` from `layer_s`: all of it is attributed to the
+layers."""
 
 FREE_EFFECTIVE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
 """For a device without datasheet figures, such as CPU cores."""
@@ -50,12 +51,13 @@ MIN_NOISE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement: `seconds` of what `kind` names, on `tp` devices of type `device`.
+    """One measurement: `seconds` of an operation of kind `kind` on `tp` devices of type `device`.
 
     prefill: `new` tokens after `cached`, alone, to the first token. decode: one step of `batch` sequences of mean
     `context`. step: one step with both: `new` after `cached` beside `batch` at `context`. tpot, ttft: `batch` clients
     in a closed loop, `new` (after `cached`) in and `output` out each; mean seconds per token after the first, or to it.
-    turn: instance-seconds per turn in such a loop (elapsed / turns). `weight` counts the row as so many.
+    turn: instance-seconds per turn in such a loop (elapsed / turns). `weight` is the number of rows that this one
+    counts as.
     """
 
     kind: MeasurementKind
@@ -205,7 +207,7 @@ def fit(
 
 
 def predict(row: Row, instance: Roofline) -> float:
-    """What the roofline says `row.seconds` should be."""
+    """The roofline's prediction of `row.seconds`."""
     match row.kind:
         case "prefill":
             return instance.prefill_s(row.new, row.cached)
@@ -235,7 +237,7 @@ def errors(
 
 @dataclass(frozen=True, slots=True)
 class _LeastSquares:
-    """One least-squares problem: which constants are free, and what they are constants of."""
+    """One least-squares problem: its free constants and the rows that they apply to."""
 
     shape: RooflineShape
     devices: Mapping[str, Device]
@@ -257,8 +259,8 @@ class _LeastSquares:
         return [predict(row, instances[row.device, row.tp]) for row in rows]
 
     def started(self, begin: Constants, rows: Sequence[Row]) -> Constants:
-        """`begin` with a first value for each free constant: an effective rate that nobody stated starts at 1.5 times
-        what the rows are known to have reached."""
+        """`begin` with a first value for each free constant: an effective rate that is not given starts at 1.5 times
+        the highest rate that the rows reached."""
         for name in ("effective_tflops", "effective_tb_per_s"):
             if name in self.free and getattr(begin, name) is None:
                 ideal = dict.fromkeys(("step_s", "layer_s", "row_s", "alpha_s", "request_s"), 0.0)
@@ -269,8 +271,8 @@ class _LeastSquares:
         return replace(begin, **{name: _clipped(name, getattr(begin, name)) for name in self.free})
 
     def solve(self, rows: Sequence[Row], begin: Constants) -> tuple[Constants, tuple[str, ...], tuple[str, ...]]:
-        """The constants that fit best; the free ones that `rows` do not identify, left as in `begin`; and those that
-        they only bound: far from `begin` at the least, with nothing to choose between values beyond.
+        """The best-fitting constants; the free constants that `rows` do not identify, left as in `begin`; and the
+        constants that `rows` only bound: the bound is far from `begin`, and values beyond it fit equally well.
 
         Three starts for the largest problem (the maxima of the roofline make local minima); then each constant whose
         posterior is hardly narrower than its prior goes back there, unless the fit is worse for it (Akaike: by more
@@ -328,12 +330,13 @@ def _devices(rows: Sequence[Row], devices: Mapping[str, Device]) -> list[Device]
 
 
 def _setting(row: Row) -> tuple[str, str, float, float, float, float, float, float]:
-    """What was measured: rows that repeat it are held out together, or the error would be that of rows seen."""
+    """The measured setting. Rows that repeat a setting are held out together; otherwise the error would be measured on
+    settings that were fitted."""
     return row.kind, row.device, row.tp, row.new, row.cached, row.batch, row.context, row.output
 
 
 def _split(ordered: Sequence[Row], holdout: float) -> tuple[list[Row], list[Row]]:
-    """Rows to fit and rows to judge by: every 1/`holdout`-th setting, none if there are too few."""
+    """Rows for the fit and held-out rows: every 1/`holdout`-th setting, none if there are too few."""
     every = round(1 / holdout) if holdout > 0 else 0
     settings = sorted({_setting(r) for r in ordered})
     aside = {s for i, s in enumerate(settings) if every and i % every == every // 2}

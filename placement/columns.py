@@ -1,7 +1,7 @@
-"""Column generation: the paths that matter, found by their prices.
+"""Column generation: selection of the useful paths by their prices.
 
-A large cluster has 100,000 paths and a plan uses a few dozen. A linear program over some of them prices all of them;
-those that would pay are added until none does, which is the optimum over all of them (Gilmore and Gomory, 1961).
+A large cluster has 100,000 paths and a plan uses a few dozen. A linear program over some paths prices all of them.
+Paths with a positive gain are added until none is left, which is the optimum over all paths (Gilmore and Gomory, 1961).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from placement.tableau import Ints
 __all__ = ["MAX_DENSE_PATHS", "solve_relaxation", "seed_columns"]
 
 MAX_DENSE_PATHS = 4000
-"""Up to this many paths all have columns: HiGHS' bound then is one of the whole problem, and its cuts count for all."""
+"""Up to this number, every path has a column: HiGHS' bound then holds for the whole problem, and its cuts for all
+paths."""
 COLUMNS_PER_ROUND = 200
 """Columns added at a time: a compromise between rounds and the time of each."""
 GAIN_TOLERANCE = 1e-7
@@ -26,13 +27,13 @@ GAIN_TOLERANCE = 1e-7
 BOUND_TOLERANCE = 1e-4
 """Relative distance to the bound at which adding columns ends."""
 STALLED_ROUNDS = 3
-"""Where no tight bound is asked for, rounds that together gain less than `near` end it too."""
+"""Without a demand for a tight bound, this many rounds that together gain less than `near` end the generation too."""
 MAX_ROUNDS = 60
-"""Never seen to be reached; the bound says how far the value is off if it is."""
+"""Not reached in any known problem; if it is, the bound gives the error of the value."""
 
 
 def seed_columns(p: PlacementProgram) -> None:
-    """Every path if they are few; else, by domain and pool, those that take the fewest device-seconds."""
+    """Add every path if they are few; otherwise, by domain and pool, the paths with the fewest device-seconds."""
     t = p.tableau
     if len(t.paths) <= MAX_DENSE_PATHS:
         p.extend(np.arange(len(t.paths)))
@@ -50,8 +51,8 @@ def solve_relaxation(
     fix: Mapping[int, float] | None = None,
     near: float = BOUND_TOLERANCE,
 ) -> MilpSolution | None:
-    """The best with fractions allowed, over all paths; adds the columns that it needs. Its bound is within `near` of
-    its value, and above that of any solution (Farley, 1990)."""
+    """The optimum with fractional instances over all paths; adds the columns that it needs. Its bound is within `near`
+    of its value, and above that of any solution (Farley, 1990)."""
     values: list[float] = []
     shut = p.shut(fix)
     for _ in range(MAX_ROUNDS):
@@ -78,7 +79,7 @@ def solve_relaxation(
 
 
 def _bound(p: PlacementProgram, answer: MilpSolution, objective: Mapping[int, float], missed: float) -> float:
-    """What the value could be at most if a trajectory of the mix can gain `missed` over the columns there are."""
+    """An upper bound on the value if a trajectory of the mix can gain `missed` over the existing columns."""
     if objective.get(p.rate) == 1.0:
         return answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
     return answer.value + missed * float(answer.x[p.rate])
@@ -99,8 +100,9 @@ def _best_by_group(gain: Floats, group: Ints, among: Ints) -> Ints:
 
 
 def _raised_duals(p: PlacementProgram, answer: MilpSolution) -> dict[RowKey, float]:
-    """Dual prices as high as the devices behind a unit allow: a unit that no column uses yet has a price of 0, which
-    would make every path through it look free. Its load takes what is missing to the price of its devices."""
+    """Dual prices raised to the price of the devices behind each unit. A unit that no column uses yet has a price of 0,
+    which would make every path through it look free; its load price is raised by the difference to the price of its
+    devices."""
     duals = dict(answer.duals)
     for u, unit in enumerate(p.tableau.units):
         full = duals["pool", unit.pool] * unit.tp

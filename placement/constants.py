@@ -1,4 +1,4 @@
-"""Constants of the roofline: what they are, what to assume without a measurement, and how far they can be trusted."""
+"""Constants of the roofline, their priors without a measurement, and their error bands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EFFECTIVE = ("effective_tflops", "effective_tb_per_s")
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What datasheets do not say about an engine on a device. Shares in (0, 1], seconds at least 0.
+    """Properties of an engine on a device that datasheets do not state. Shares in (0, 1], seconds at least 0.
 
     A step takes `step_s` + layers × `layer_s` however little it computes, and `row_s` more per sequence in it.
     """
@@ -91,8 +91,8 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConstants:
-    """What no data sheet states about training. `rollart calibrate --from RUN` fits `mfu`, and from the memory that
-    the trainer's GPUs reached `activations`."""
+    """Properties of training that no datasheet states. `rollart calibrate --from RUN` fits `mfu`, and `activations`
+    from the peak memory of the trainer's GPUs."""
 
     mfu: float = 0.40
     """Share of the dense bf16 peak while a device computes. Source: 38 to 43 % on H100 (Llama 3, arXiv 2407.21783,
@@ -165,14 +165,15 @@ EXPERT_PASSES: Mapping[str, float] = {"hopper": 330.0, "blackwell": 120.0}
 
 With a dense model's share of peak, fits to the same file (TPOT of MiniMax-M2.5 FP8 and gpt-oss-120b on vLLM) give 240
 to 420 on H100 and H200: the middle. On B200 they give 0 to 60, and times to first token some hundreds: 120 is between.
-It is far more than the traffic that is needed: unfused kernels, and what experts lose on few tokens each. Without the
-term the rows of Hopper ask for a prefill share of 0.15 to 0.30 of peak, where dense models have 0.55 to 0.59, and the
-time that 7,168 more tokens of prompt add to the first token is 0.14 to 0.52 of what was measured (dense: 0.84 to 0.98).
+It is far more than the necessary traffic: it also covers unfused kernels and the losses of experts with few tokens
+each. Without the term the rows of Hopper ask for a prefill share of 0.15 to 0.30 of peak, where dense models have 0.55
+to 0.59, and the time that 7,168 more tokens of prompt add to the first token is 0.14 to 0.52 of the measured time
+(dense: 0.84 to 0.98).
 
 It is counted in bytes, not as a smaller share of peak, because devices with less arithmetic per byte lose less: of
 DeepSeek-R1's published prefill on H100 (52.3k tokens/s per node of 8, LMSYS) and H20 (16.5k, Ant Group with SGLang)
-this gives 0.94 and 0.90, and without the term 2.2 and 1.05. The rows of H100 and H200 alone do not tell the two forms
-apart: H200's fits carry to H100 as well with a smaller share (13.0 and 15.6 %) as with this (14.2 and 15.9 %).
+this gives 0.94 and 0.90, and without the term 2.2 and 1.05. The rows of H100 and H200 alone do not distinguish the two
+forms: H200's fits carry to H100 as well with a smaller share (13.0 and 15.6 %) as with this (14.2 and 15.9 %).
 """
 
 BANDS: Mapping[str, tuple[float, float]] = {
@@ -257,7 +258,7 @@ class Calibration:
 
 
 def prior(generation: str, *, moe: bool) -> tuple[Constants, float, str | None]:
-    """Constants to assume for a generation, their relative error, and what a reader should know about them.
+    """The prior constants of a generation, their relative error, and a note for the reader.
 
     A generation that has no prior gets Hopper's, with the band and the note of an untested one.
     """

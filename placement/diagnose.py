@@ -1,5 +1,6 @@
-"""Why there is no plan, in words with numbers: what nothing can serve, what the asked rate lacks, or which constraints
-would have to give way (an elastic program: the least relative violation that makes a plan possible)."""
+"""Explanation of an infeasible problem, with numbers: a domain that nothing can serve, the shortfall to the requested
+rate, or the constraints that would have to be relaxed (an elastic program: the least relative violation that makes a
+plan possible)."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ __all__ = ["explain_infeasibility", "unservable_domain"]
 
 MAX_THROUGHPUT = Objective.MAX_THROUGHPUT
 MIN_RATE = 1e-3
-"""Share of the scale that counts as running at all."""
+"""Share of the scale from which a rate counts as positive."""
 MAX_EXTRA_INSTANCES = 4096.0
 """Instances that the elastic program may invent."""
 
 
 def unservable_domain(problem: Problem, table: Tableau) -> Infeasible | None:
-    """A domain that nothing here can serve, and why, pool by pool."""
+    """The first domain that no pool can serve, with the reason of each pool; None if all are served."""
     served = set(table.paths.domain.tolist())
     for j, domain in enumerate(problem.domains):
         if j in served:
@@ -45,7 +46,8 @@ def unservable_domain(problem: Problem, table: Tableau) -> Infeasible | None:
 
 
 def explain_infeasibility(problem: Problem, table: Tableau, again: Callable[[Problem], object]) -> Infeasible:
-    """`again` solves a problem: what is possible without the rate says what the rate lacks."""
+    """Explain why `problem` has no plan. `again` solves a problem: the best rate without the requested one gives the
+    shortfall."""
     p = build_program(problem, table)
     if Role.TRAINER in problem.roles and problem.train is not None and not p.trainers:
         return Infeasible(f"nothing can train: {'; '.join(p.refused)}", tuple(p.refused))
@@ -69,7 +71,8 @@ def explain_infeasibility(problem: Problem, table: Tableau, again: Callable[[Pro
 def _rate_shortfall(problem: Problem, rate: float, binds: tuple[str, ...], again: Callable[[Problem], object]) -> str:
     asked, budget = f"{problem.rate:g} are asked for", problem.budget_usd_per_hour
     if budget is not None:
-        # With whole instances a budget can bind while its price is 0: what more money does tells.
+        # With whole instances a budget can bind while its price is 0, so that only a solution without it shows its
+        # effect.
         free = again(dataclasses.replace(problem, budget_usd_per_hour=None, rate=None, objective=MAX_THROUGHPUT))
         if getattr(free, "rate", 0.0) > rate * (1 + 1e-3):
             return f"the budget of ${budget:g}/h allows {rate:.3g} trajectories/s, {asked}"
@@ -77,7 +80,7 @@ def _rate_shortfall(problem: Problem, rate: float, binds: tuple[str, ...], again
 
 
 def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
-    """Let inventory, budget, changes, replicas and the trainer's size give way, as little as possible."""
+    """Relax inventory, budget, changes, replicas and the trainer's size by as little as possible."""
     m, problem = p.matrix, p.problem
     slack: dict[int, float] = {}
     words: list[tuple[int, Callable[[float], str]]] = []

@@ -1,15 +1,16 @@
-"""From the plan that runs to the one that should: ordered moves, and what each of them costs.
+"""Transition from the running plan to a new one: ordered moves and the cost of each.
 
 Three kinds of move. A *flip* gives an instance another role among engine, prefill and decode: every engine can do all
-three, so only the router changes its mind and nothing is lost. A *drain* ends an instance (its trajectories go on
-elsewhere) and frees its devices; a *start* loads an instance on free ones. Another tp is a drain and a start. A trainer
-whose devices change is drained and started whole, because its ranks restore a checkpoint at the new size.
+three, so that only the router's choice changes and nothing is lost. A *drain* ends an instance (its trajectories
+continue on other engines) and frees its devices; a *start* loads an instance on free ones. Another tp is a drain and a
+start. A trainer whose devices change is drained and started whole, because its ranks restore a checkpoint at the new
+size.
 
 Order: all flips; then, pool by pool, drains and starts: first the pools that a trainer leaves, then the others with
 something to drain, then the rest. In a pool a drain comes first, then at once every start that it made room for, then
-the next drain: no more is down at a time than must be, and at no point more devices are in use than before or after,
-whichever is more. A trainer is drained after the engines and started before them, so that training pauses for as short
-as possible, and there are never two of it. Ties: the larger tp, then roles in the order of `Role`, pools by name.
+the next drain: as few devices as possible are down at a time, and at no point are more devices in use than the larger
+of the two plans uses. A trainer is drained after the engines and started before them, so that training pauses for as
+short as possible, and there are never two of it. Ties: the larger tp, then roles in the order of `Role`, pools by name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MoveKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """What moving takes: a drained device earns nothing for `drain_s` seconds, a started one for `restart_s`, a
+    """The costs of moves: a drained device earns nothing for `drain_s` seconds, a started one for `restart_s`, a
     trainer's for `restore_s` (checkpoint included). A device-hour costs `usd_per_device_hour`, by pool (absent: 0)."""
 
     drain_s: float = 0.0
@@ -58,8 +59,8 @@ class MoveCosts:
     def of(
         pools: Iterable[Pool], running: RunningPlan, *, drain_s: float = 0.0, restore_s: float | None = None
     ) -> MoveCosts:
-        """The costs that the solver reckoned with, at the pools' prices. A trainer's restore takes as long as any
-        restart where nobody states it."""
+        """The costs that the solver assumed, at the pools' prices. A trainer's restore takes as long as any restart
+        unless `restore_s` is given."""
         return MoveCosts(
             drain_s=drain_s,
             restart_s=running.restart_s,
@@ -97,7 +98,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MigrationCost:
-    """What a list of moves costs in all, and how many instances each kind of it touches."""
+    """The total cost of a list of moves, and the number of instances that each kind of move touches."""
 
     device_seconds: float
     usd: float
@@ -137,7 +138,7 @@ def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCos
 
 
 def apply_moves(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, Role, int], int]:
-    """Replicas by (pool, role, tp) once the moves are done. ValueError if one moves what is not there."""
+    """Replicas by (pool, role, tp) once the moves are done. ValueError if a move takes more instances than exist."""
     counts = _count(old)
     for move in moves:
         if move.before is not None:
@@ -151,7 +152,7 @@ def apply_moves(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[
 
 
 def total_cost(moves: Iterable[Move]) -> MigrationCost:
-    """What the moves cost together."""
+    """The total cost of the moves."""
     listed = list(moves)
     touched: Counter[MoveKind] = Counter()
     for move in listed:
@@ -202,7 +203,8 @@ def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: i
             free += key[2] * replicas
             steps.append((MoveKind.DRAIN, key, replicas))
         trains = any(key[1] is Role.TRAINER for key, _ in down)
-        # Once nothing is left to drain, all of `up` fits: `free` is what the new plan has more than what runs.
+        # Once nothing is left to drain, all of `up` fits: `free` is the surplus of the new plan's devices over the
+        # running ones.
         while up and up[0][0][2] * up[0][1] <= free and not (trains and up[0][0][1] is Role.TRAINER):
             key, replicas = up.pop(0)
             free -= key[2] * replicas
@@ -215,7 +217,7 @@ def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: i
 
 
 def _units(pool: str, counts: Counter[_Key], *, trainer_first: bool) -> list[tuple[_Key, int]]:
-    """What is drained or started in one go: an instance, or all of a trainer's, which are ranks of one job."""
+    """The units of draining and starting: one instance, or all instances of a trainer, which are ranks of one job."""
     keys = [key for key in counts if key[0] == pool]
     keys.sort(key=lambda k: ((k[1] is Role.TRAINER) is not trainer_first, -k[2], _ORDER[k[1]]))
     return [

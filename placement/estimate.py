@@ -1,8 +1,8 @@
-"""Workload profiles estimated online: what finished trajectories asked for, the recent ones counting most.
+"""Workload profiles estimated online from finished trajectories, with the largest weight on recent ones.
 
-Means are exponentially decayed sums; quantiles come from a sample of the trajectories in which each is kept with the
-probability that its weight gives it (Efraimidis & Spirakis 2006, with forward decay after Cormode et al. 2009). Both
-cost the same for a stream of any length. Pure and seeded: the same trajectories in the same order, the same profile.
+Means are exponentially decayed sums; quantiles come from a weighted reservoir sample of the trajectories (Efraimidis &
+Spirakis 2006, with forward decay after Cormode et al. 2009). Both have a constant cost per trajectory, however long the
+stream. Pure and seeded: the same trajectories in the same order, the same profile.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class ProfileEstimator:
     """Profiles of the domains of a stream of trajectories.
 
     The weight of a trajectory halves every `half_life_s` seconds, or every `half_life` trajectories of any domain that
-    come after it; with neither, all count alike. One that arrives late (a smaller `t` than the latest) counts with the
-    weight of its own time. `rewards` describes how a domain is scored (cores, memory); its seconds are measured here.
+    come after it; with neither, all count alike. A trajectory that arrives late (a smaller `t` than the latest) counts
+    with the weight of its own time. `rewards` describes how a domain is scored (cores, memory); its seconds are
+    measured here.
     """
 
     def __init__(
@@ -156,10 +157,11 @@ class ProfileEstimator:
         self._keep(known, seen, at)
 
     def profile(self, domain: str) -> DomainProfile:
-        """What a trajectory of the domain asks for. `weight` is its share of the recent trajectories, of 1 in all.
+        """The work of a trajectory of the domain. `weight` is the domain's share of the recent trajectories; shares sum
+        to 1.
 
         Means are ratios of sums, so that the profile's `total_tokens` is the mean length of the trajectories.
-        ValueError for a domain that nothing is known of.
+        ValueError for an unknown domain.
         """
         known = self._domains.get(domain)
         if known is None:
@@ -190,7 +192,7 @@ class ProfileEstimator:
         return tuple(self.profile(name) for name in self.domains)
 
     def _share(self, age: float) -> float:
-        """What is left of a weight after `age`."""
+        """The decay factor of a weight after `age`."""
         return 1.0 if self._half_life is None else 2.0 ** (-age / self._half_life)
 
     def _decay(self, known: _DomainEstimator, at: float) -> None:
@@ -224,7 +226,7 @@ class ProfileEstimator:
 
 
 def workload_drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> float:
-    """How far two mixes of work are apart: the largest relative change of anything that a plan was computed from.
+    """The distance of two workload mixes: the largest relative change of any figure that a plan was computed from.
 
     Compared per domain: turns, prompt tokens computed per trajectory, tokens generated per trajectory, seconds waited
     in the environment, and the share of the mix. The change between x and y is max / min − 1: symmetric, 0.15 for 15 %
@@ -244,7 +246,7 @@ def workload_drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> fl
 
 
 def _comparable_work(mix: Iterable[DomainProfile]) -> dict[str, tuple[float, ...]]:
-    """What is compared of each domain, its share of the mix last."""
+    """The compared figures of each domain, its share of the mix last."""
     profiles = list(mix)
     total = sum(p.weight for p in profiles)
     return {p.name: (*_domain_figures(p), p.weight / total) for p in profiles}
@@ -270,7 +272,7 @@ def _figures(seen: ObservedTrajectory) -> dict[str, float]:
 
 
 def _quantity(mean: float, drawn: Sequence[float]) -> Quantity:
-    """A mean with the median and 90th percentile of what was drawn; without them where nothing was."""
+    """A mean with the median and 90th percentile of the sample; without them if the sample is empty."""
     known = sorted(x for x in drawn if not math.isnan(x))
     if not known:
         return Quantity(mean)

@@ -1,8 +1,8 @@
-"""Why a plan is what it is, in lines that a person reads at a glance.
+"""Explanation of a plan, in short lines for a reader.
 
-How far from the best it can be, what one more device would buy, what binds, which device each domain's phases prefer
-and by how much, and when a dedicated device would beat functions. Preferences are computed for this model, this work
-and these prices; no device is good at anything by its name.
+The lines give the distance to the bound, the gain of one more device, the binding constraints, the device preference of
+each domain's phases, and the utilisation at which a dedicated device beats functions. Preferences are computed for this
+model, workload and prices; the name of a device decides nothing.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ __all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marg
 DEVICES = "devices"
 
 NO_PREFERENCE = 1.05
-"""Device types whose cost of a phase differs by less than this factor are called equal."""
+"""Device types whose costs of a phase differ by less than this factor are reported as equal."""
 
 NEGLIGIBLE_GAIN = 5e-4
-"""Relative gains below this are written as nothing: it is what the solver's gap leaves open."""
+"""Relative gains below this are reported as nothing: the solver's gap leaves as much open."""
 
 MIN_RESOLVED_GAIN = 2e-3
-"""The same for plans that are solved again: searches for the trainer's size end within 0.15 % of each other."""
+"""The same threshold for plans that are solved again: searches for the trainer's size end within 0.15 % of each
+other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """What more of something would buy: `gain` relative to the plan's objective (0.02: two per cent better).
+    """The value of more of a resource: `gain` relative to the plan's objective (0.02: two per cent better).
 
-    `what` is a pool, "in flight", a link ("a–b"), "publish", "broadcast" or "affinity"; `amount` is in `unit`:
-    devices, trajectories, GB/s or seconds.
-    `solved`: the problem was solved again with it; otherwise the gain is a dual price times the amount, the worth of a
-    small step. That of devices is of the relaxed problem, with fractions of instances: whole ones make more or less.
+    `what` is a pool, "in flight", a link ("a–b"), "publish", "broadcast" or "affinity"; `amount` is in `unit`: devices,
+    trajectories, GB/s or seconds. `solved`: the problem was solved again with the increment. Otherwise the gain is a
+    dual price times the amount, valid for a small step. The dual prices of devices come from the relaxed problem, with
+    fractional instances: whole instances gain more or less.
     """
 
     what: str
@@ -55,7 +56,7 @@ class Marginal:
 
     @property
     def pool(self) -> str | None:
-        """The pool that it is about, if it is about devices."""
+        """The pool of the devices; None for other resources."""
         return self.what if self.unit == DEVICES else None
 
     @property
@@ -65,9 +66,9 @@ class Marginal:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What a phase of a domain costs on each device type: device-seconds per trajectory, and dollars where every type
-    has a price. `best` is the cheapest per dollar (without prices: per device), `factor` how much cheaper it is than
-    the next; None and 1 where they are within 5 %. Types that cannot hold the model or a trajectory are left out."""
+    """The cost of a domain's phase on each device type: device-seconds per trajectory, and dollars where every type has
+    a price. `best` is the cheapest type per dollar (without prices: per device) and `factor` its advantage over the
+    next; None and 1 if they are within 5 %. Types that cannot hold the model or a trajectory are left out."""
 
     domain: str
     phase: str
@@ -80,7 +81,7 @@ class Affinity:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`lines` has all of it for a person; the other fields are for programs."""
+    """`lines` is the whole explanation as text; the other fields are for programs."""
 
     summary: tuple[str, ...]
     marginals: tuple[Marginal, ...]
@@ -98,8 +99,8 @@ class Explanation:
 
 
 def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> Explanation:
-    """The plan in words. `resolve`: solve again with more of each pool that serves, and what binds says what that
-    found: up to three first stages of a solution per pool."""
+    """Explain a plan. `resolve`: solve again with more devices of each serving pool, and confirm the binding
+    constraints by the result; up to three first-stage solutions per pool."""
     found = marginals(problem, placement, resolve=resolve)
     return Explanation(
         summary=_summary(placement),
@@ -112,10 +113,11 @@ def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> 
 
 
 def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -> tuple[Marginal, ...]:
-    """What more would buy, most valuable first (ties: by name). At the margin: one device of each pool, a tenth more
-    trajectories in flight, a tenth more of each link that binds; for the objective of the most throughput only, since
-    dual prices are of the rate (one of 0 is left out for devices that serve: it says nothing of whole instances). With
-    `resolve`, devices that serve are solved again instead, and so are no affinities where some were given."""
+    """The marginals of a plan, most valuable first (ties: by name). At the margin: one device of each pool, a tenth
+    more trajectories in flight, and a tenth more of each binding link. These exist only for MAX_THROUGHPUT, since dual
+    prices are prices of the rate; a price of 0 is left out for serving devices, since it means nothing for whole
+    instances. With `resolve`, the problem is solved again for serving devices instead, and without affinities where
+    some were given."""
     again = resolve and problem.fixed is None
     serving = _serving_pools(problem)
     found: list[Marginal] = []
@@ -137,10 +139,12 @@ def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -
 
 
 def _pool_marginal(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
-    """The least of one instance's devices, a host's and two hosts' that buys something; where none does, the most.
+    """The marginal of the smallest useful increment among the devices of one instance, one host and two hosts; the
+    largest increment if none gains anything.
 
-    A dual price of 0 says little about whole instances: training's size is fixed where prices are taken, and one more
-    device may be too few for one more instance. But then the most is tried first, since it mostly buys nothing."""
+    A dual price of 0 means little for whole instances: the trainer's size is fixed when prices are taken, and one more
+    device may be too few for one more instance. In that case the largest increment is tried first, since it mostly
+    gains nothing."""
     used = (d.tp for d in placement.deployments if d.pool == pool.name and d.role in ROLLOUT_ROLES)
     widest, host = max(used, default=1), pool.device.devices_per_host or DEVICES_PER_HOST
     *fewer, most = sorted({widest, max(widest, host), 2 * max(widest, host)})
@@ -160,8 +164,7 @@ def _pool_marginal(problem: Problem, placement: Placement, pool: Pool) -> Margin
 
 
 def _confirmed_constraints(problem: Problem, placement: Placement, found: tuple[Marginal, ...]) -> tuple[str, ...]:
-    """The plan's own, but for devices that were solved again: those of which more buys something are named, and no
-    others."""
+    """The plan's binding constraints. Of the devices that were solved again, only those with a gain are listed."""
     gains = {m.pool: m.gain for m in found if m.solved and m.pool is not None}
     used = {g: sum(d.devices for d in placement.deployments if d.pool == g) for g in gains}
     words = {p.name: binding.devices_text(p, used[p.name]) for p in problem.pools if p.name in gains}
@@ -171,8 +174,9 @@ def _confirmed_constraints(problem: Problem, placement: Placement, found: tuple[
 
 
 def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Affinity, ...]:
-    """Per domain and phase (prefill, decode), what each device type costs. Decode is at the batch that the memory and
-    the trajectories in flight allow: these divided over as many instances as the problem's GPUs hold."""
+    """The cost of each domain's phase (prefill, decode) on each device type. Decode is costed at the batch that the
+    memory and the trajectories in flight allow, the latter divided over as many instances as the problem's GPUs
+    hold."""
     types: dict[str, Device] = {}
     usd: dict[str, float] = {}
     for pool in _serving_pools(problem):
@@ -216,7 +220,7 @@ def _summary(placement: Placement) -> tuple[str, ...]:
 
 
 def _serving_pools(problem: Problem) -> list[Pool]:
-    """The pools that can serve: GPUs where there are any."""
+    """The pools that can serve: GPU pools if any exist."""
     gpus = [pool for pool in problem.pools if not pool.device.is_cpu]
     return gpus or list(problem.pools)
 
@@ -227,7 +231,7 @@ def _device_marginal(placement: Placement, pool: Pool) -> Marginal:
 
 
 class _Increment(NamedTuple):
-    """What there would be more of, and how to say so."""
+    """An increment of a resource and its description."""
 
     what: str
     amount: float
@@ -241,7 +245,7 @@ def _more_devices(pool: Pool, number: int) -> _Increment:
 
 
 def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
-    """A tenth more of what has no unit to count in: of trajectories in flight and of links, where they bind."""
+    """A tenth more of the resources without a natural unit: trajectories in flight and links, where they bind."""
     prices, bound = placement.prices, problem.trajectories_in_flight
     if prices.places > 0 and math.isfinite(bound):
         tenth = float(max(1, round(0.1 * bound)))
@@ -256,8 +260,8 @@ def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marg
 
 
 def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
-    """What publishing costs; what is left of that with twice the bandwidth where it has least (networks come in steps
-    of two), and with a broadcast."""
+    """The gains of no publish at all, of twice the bandwidth at the publish's bottleneck (networks come in steps of
+    two), and of a broadcast."""
     window, trainer = problem.window, next(iter(placement.of(Role.TRAINER)), None)
     if window is None or window.publish is None or trainer is None:
         return
@@ -306,8 +310,8 @@ def _percent(share: float, *, sign: bool = False) -> str:
 
 
 def _resolved_gain(asked: Problem, placement: Placement) -> float:
-    """Gain of the plan for a problem that allows more; 0 where it is too small to tell from where searches end. More
-    cannot hurt: a worse answer would only be the gap."""
+    """Gain of the plan for a problem that allows more; 0 if it is within the tolerance of the search. More cannot hurt:
+    a worse answer would only be the gap."""
     more = best_objective_value(asked) / placement.worth - 1.0 if 0 < placement.worth < math.inf else 0.0
     return more if MIN_RESOLVED_GAIN <= more < math.inf else 0.0
 
@@ -315,7 +319,8 @@ def _resolved_gain(asked: Problem, placement: Placement) -> float:
 def _instance_options(
     problem: Problem, device: Device, longest_gb: float, placement: Placement | None
 ) -> Iterator[tuple[int, InstanceModel]]:
-    """The tps at which a device type can serve the model and hold the longest turn; those the plan uses, if any."""
+    """The TP sizes at which a device type can serve the model and hold the longest turn; the sizes that the plan uses,
+    if any."""
     pools = {p.name for p in problem.pools if p.device.name == device.name}
     used = (
         ()
@@ -330,7 +335,7 @@ def _instance_options(
 
 
 def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.RepresentativeTurns) -> float:
-    """Instance-seconds of decode per trajectory, at the largest batch that there can be."""
+    """Instance-seconds of decode per trajectory, at the largest possible batch."""
     instances = sum(p.count // tp for p in _serving_pools(problem)) or 1
     batch = min(
         float(problem.max_batch),

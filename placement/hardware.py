@@ -1,7 +1,7 @@
-"""The hardware catalogue: what each type of device can do, and who says so, figure by figure.
+"""The hardware catalogue: the figures of each device type, each with its source.
 
-The data is `hardware.toml` beside this module. A figure that no source states is absent (None), never estimated.
-Names are keys only: nothing else in `placement` looks at them.
+The data is `hardware.toml` beside this module. A figure that no source states is absent (None), never estimated. Names
+are keys only: no decision in `placement` depends on them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from placement.types import Device
 __all__ = ["CatalogueEntry", "FigureSource", "canonical", "catalogue", "device", "override"]
 
 FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "generation"))
-"""What a device may state, besides its generation."""
+"""The figures that a device may state, besides its generation."""
 
 _MAX_FIGURE = 1e15
-"""No figure in these units is larger."""
+"""An upper limit of any figure in these units."""
 
 
 @dataclass(frozen=True, slots=True)
 class FigureSource:
-    """Who states a figure, and the day it was read."""
+    """The source of a figure and the day on which it was read."""
 
     text: str
     date: dt.date
@@ -66,11 +66,10 @@ def device(name: str) -> Device:
 
 
 def override(name: str, *, base: str | None = None, source: str, **figures: float | str | None) -> Device:
-    """A device of the user's own, or a known one with other figures.
-
-    It starts from `base`, else from the catalogue's type of that name if there is one, else from nothing. `figures` are
-    fields of `Device`, `generation` among them; None says that a figure is not known. `source` says who states them.
-    ValueError names the figure that is unknown, no number, not finite or not above 0.
+    """A user-defined device, or a known one with other figures. It starts from `base`, else from the catalogue's type
+    of that name if one exists, else from no figures. `figures` are fields of `Device`, `generation` among them; None
+    says that a figure is not known. `source` names their origin. ValueError names a figure that is unknown, not a
+    finite number or not above 0.
     """
     entries, aliases = _load()
     if not name.strip():

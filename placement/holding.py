@@ -1,9 +1,9 @@
-"""Rows of the program for a window whose places are held until a publish (`placement.window`).
+"""Program rows for an in-flight window whose slots are held until a publish (`placement.window`).
 
-A place is held for `a × seconds + b × (training + publish)`, where `a` and `b` are the slopes at the plan's own
-figures: that time grows in proportion with both, so that the tangent meets it there. Training takes `batch × work /
-devices` seconds, and devices are a variable: a product of two, so not linear. At a given time of a step it is: places
-are held so long, and the trainer has at least the devices that this takes.
+A slot is held for `a × seconds + b × (training + publish)`, where `a` and `b` are the slopes at the plan's own figures.
+The holding time is homogeneous of degree one in both, so that the tangent is exact there. Training takes `batch × work
+/ devices` seconds with the number of devices as a variable, so that the row is a product of variables and not linear.
+At a given step time it is linear: it fixes the holding time and the fewest devices of the trainer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 MIN_SLOPE = 1e-2
-"""Least slope in a trajectory's seconds: where training alone takes longer than any group, it is none."""
+"""Least slope in a trajectory's seconds: the exact slope is 0 where training alone takes longer than any group."""
 
 
 MAX_LOSS = 1e-3
-"""Trajectories started beyond those trained below which a plan need not be made with them."""
+"""Share of started but untrained trajectories below which a plan need not account for them."""
 
 
 def add_window_rows(p: PlacementProgram) -> None:
-    """A row per domain, which binds nothing before `set_holding_times`. None without a window or nobody who trains."""
+    """Add a row per domain, which binds nothing before `set_holding_times`. No rows without a window or a trainer."""
     problem, m = p.problem, p.matrix
     p.started = (1.0,) * len(p.tableau.weights)
     if problem.window is None or not p.trainers or not math.isfinite(problem.trajectories_in_flight):
@@ -59,7 +59,7 @@ def _slots_by_domain(p: PlacementProgram) -> Floats:
 
 
 def fixed_trainer_size(p: PlacementProgram, place: TrainerOption) -> float | None:
-    """Devices that a trainer's place has to have; None if that is open."""
+    """The given number of devices of a trainer; None if it is free."""
     train, low, high = p.problem.train, p.matrix.low[place.devices], p.matrix.high[place.devices]
     if low == high:
         return low
@@ -67,13 +67,13 @@ def fixed_trainer_size(p: PlacementProgram, place: TrainerOption) -> float | Non
 
 
 def training_step_s(p: PlacementProgram, place: TrainerOption, devices: float) -> float:
-    """Seconds of a training step on so many devices."""
+    """Seconds of a training step on `devices` devices."""
     assert p.problem.train is not None, "there is a place to train"
     return p.problem.train.batch * (place.work / devices + place.fixed)
 
 
 def mean_seconds_in_flight(p: PlacementProgram, x: Floats) -> Floats:
-    """Mean seconds under way, by domain."""
+    """Mean seconds in flight, by domain."""
     flow, paths = np.maximum(x[p.first_path :], 0.0), p.active
     count, total = np.zeros(len(p.tableau.weights)), np.zeros(len(p.tableau.weights))
     np.add.at(count, paths.domain, flow)
@@ -82,7 +82,7 @@ def mean_seconds_in_flight(p: PlacementProgram, x: Floats) -> Floats:
 
 
 def domain_slopes(p: PlacementProgram, seconds: Floats, rest_s: float) -> tuple[HoldingSlopes, ...]:
-    """By domain how long places are held near these seconds under way, and of training and publish."""
+    """The slopes of the holding time by domain, near these seconds in flight and of training and publish."""
     return tuple(
         holding_slopes(p.problem, domain, float(s), rest_s)
         for domain, s in zip(p.problem.domains, seconds, strict=True)
@@ -92,11 +92,12 @@ def domain_slopes(p: PlacementProgram, seconds: Floats, rest_s: float) -> tuple[
 def set_holding_times(
     p: PlacementProgram, at: Sequence[HoldingSlopes], train_s: float, publish_s: float, *, least_s: float | None = None
 ) -> None:
-    """Places are held for a training step of `train_s` seconds, and the trainer is at least as large as that takes (or
-    as `least_s` does: what it is for longer steps). Where its size is given, its own seconds count instead."""
+    """Set the rows to holding times with a training step of `train_s` seconds, and the trainer to at least the devices
+    that such a step takes (or a step of `least_s`, if longer steps are allowed). If the trainer's size is given, its
+    own step time counts instead."""
     assert p.problem.train is not None, "there is a place to train"
     m, each = p.matrix, p.scale / p.problem.trajectories_in_flight
-    owns = [max(slope.own, MIN_SLOPE) / slope.started for slope in at]  # flows are of those that start
+    owns = [max(slope.own, MIN_SLOPE) / slope.started for slope in at]  # flows count trajectories that start
     for place in p.trainers:
         size = fixed_trainer_size(p, place)
         if size == 0:
@@ -124,14 +125,14 @@ def set_holding_times(
 
 
 def fits_window(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> bool:
-    """Whether a solution's flows are within the window at these seconds, as those of a plan made without it are only
-    where nothing that starts is lost."""
+    """True if a solution's flows fit the window at these seconds. A plan that was made without the window fits only if
+    no started trajectory is lost."""
     used, started = _occupancy(p, x, train_s + publish_s)
     return max(started) <= 1 + MAX_LOSS and used <= 1 + 1e-9
 
 
 def window_occupancy(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> float:
-    """Places that a solution's flows hold at these seconds over those that there are, of the domain with most."""
+    """The share of its slots that a solution's flows hold at these seconds, of the domain with the largest share."""
     return _occupancy(p, x, train_s + publish_s)[0]
 
 

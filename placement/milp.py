@@ -49,7 +49,7 @@ class ConstraintMatrix:
         self._v: list[Floats] = []
 
     def copy(self) -> ConstraintMatrix:
-        """One that changes apart from this one. What was added is shared: it never changes."""
+        """An independent copy. Rows and columns that exist are shared, since they never change."""
         other = ConstraintMatrix()
         for name, value in vars(self).items():
             setattr(other, name, value.copy())
@@ -183,7 +183,7 @@ class ConstraintMatrix:
 
 
 def _expanded(x: Floats, live: NDArray[np.bool_]) -> Floats:
-    """The solution over all columns: those that were left out are 0."""
+    """The solution over all columns: columns that were left out are 0."""
     out = np.zeros(len(live))
     out[live] = x
     return out

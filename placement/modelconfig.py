@@ -1,7 +1,7 @@
-"""Read what `architecture` needs from a Hugging Face `config.json`, or say which field is wrong.
+"""Read the fields that `architecture` needs from a Hugging Face `config.json`, with errors that name the wrong field.
 
 How parameters follow from a config differs by family (biases, norms, where experts are, windows). A family is listed
-here when its parameter count has been compared with the model itself; any other is refused instead of guessed at.
+here when its parameter count has been compared with the model itself; any other family is refused instead of guessed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class LayerSelection(Enum):
-    """Which layers something is in, and which fields say so."""
+    """The layers that have a component, and the config fields that determine them."""
 
     NEVER = auto()
     EVERY = auto()
@@ -47,13 +47,13 @@ class Family:
     """How a family's weights follow from its config."""
 
     qkv_bias: bool | None = None
-    """Bias of q, k and v; None: `attention_bias` says so."""
+    """Bias of q, k and v; None: given by `attention_bias`."""
     output_bias: bool | None = None
-    """Bias of the output projection; None: `attention_bias` says so."""
+    """Bias of the output projection; None: given by `attention_bias`."""
     attention_bias: bool = False
-    """What a missing `attention_bias` means."""
+    """The default of `attention_bias`."""
     head_norms: bool | None = False
-    """Norms of q and k, per head; None: `use_qk_norm` says so."""
+    """Norms of q and k, per head; None: given by `use_qk_norm`."""
     wide_norms: bool = False
     """Norms of q and k over all heads together."""
     layer_norms: int = 2
@@ -65,7 +65,7 @@ class Family:
     sinks: bool = False
     """One learned attention sink per head."""
     tied: bool = False
-    """What a missing `tie_word_embeddings` means."""
+    """The default of `tie_word_embeddings`."""
     defaults: Mapping[str, int] | None = None
     """Fields that published configs of the family leave out, with the values of its reference implementation."""
 
@@ -131,7 +131,7 @@ _SAME_AS = {
 
 _MISSING = object()
 _MAX_FIELD = 10**12
-"""No dimension of a model is larger. It keeps counts within what a float holds."""
+"""An upper limit of model dimensions, which keeps counts within the range of a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class ConfigFields:
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """The family by `model_type`. ValueError for one whose weights we do not know how to count."""
+    """The family by `model_type`. ValueError for a family whose weights cannot be counted."""
     model_type = fields.text("model_type")
     name = _SAME_AS.get(model_type, model_type)
     fields.check("model_type", name in FAMILIES, f"one of {', '.join(FAMILIES)}, or one that is built as one of them")
@@ -201,7 +201,7 @@ def family_of(fields: ConfigFields) -> tuple[str, Family]:
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention: what is cached is one latent and one rotary key per token, for all heads."""
+    """Multi-head latent attention: the cache holds one latent and one rotary key per token, for all heads."""
 
     q_lora_rank: int | None
     kv_lora_rank: int

@@ -1,4 +1,5 @@
-"""What the solver asks of a performance model, and of a model's shape. `roofline` and `architecture` implement them."""
+"""The protocols of performance models and model shapes that the solver uses. `roofline` and `architecture` implement
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ __all__ = ["InstanceModel", "Performance", "ShapeModel"]
 
 
 class ShapeModel(Protocol):
-    """What serving and training need to know of a model's architecture. Byte figures at the serving precision."""
+    """The properties of a model's architecture for serving and training. Byte figures are at the serving precision."""
 
     @property
     def name(self) -> str: ...
@@ -32,22 +33,23 @@ class ShapeModel(Protocol):
         """Forward and backward of `tokens` tokens in sequences of mean context `context`."""
 
     def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
-        """What a training pass over `tokens` tokens keeps for its backward pass, on one device: every activation, or
-        (`recompute`) the inputs of the layers and one layer's activations."""
+        """Bytes that a training pass over `tokens` tokens keeps for its backward pass, on one device: every activation,
+        or (`recompute`) the inputs of the layers and one layer's activations."""
 
     def logit_bytes(self, tokens: float) -> float:
         """One copy of the logits of `tokens` tokens, in float32."""
 
     @property
     def activation_width(self) -> float:
-        """Width of the hidden state over all layers: what devices that share a sequence exchange per token."""
+        """Width of the hidden state over all layers. Devices that share a sequence exchange as many elements per
+        token."""
 
     def allows_tp(self, tp: int) -> str | None:
-        """None if `tp` divides what must be divided; else why not, in words naming the field."""
+        """None if the model can be divided by `tp`; else the reason, naming the field."""
 
 
 class InstanceModel(Protocol):
-    """One engine instance: seconds per phase. All of its answers are finite and above 0."""
+    """One engine instance: seconds per phase. All results are finite and above 0."""
 
     @property
     def kv_capacity_bytes(self) -> float:
@@ -59,7 +61,7 @@ class InstanceModel(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Extrapolations and assumed figures, in words."""
+        """Extrapolations and assumed figures, as text."""
 
     def prefill_s(self, new: float, cached: float) -> float:
         """Compute `new` tokens after `cached` ones, alone; the first output token comes with it."""
@@ -73,10 +75,10 @@ class InstanceModel(Protocol):
 
 
 class Performance(Protocol):
-    """Makes instance models. `instance` answers None, or why not in words, where the model cannot run there."""
+    """Factory of instance models."""
 
     @property
     def shape(self) -> ShapeModel: ...
 
     def instance(self, device: Device, tp: int) -> InstanceModel | str:
-        """A string says why this type or tp cannot serve the model."""
+        """The model of an instance, or the reason that this type or TP size cannot serve the model."""

@@ -1,8 +1,8 @@
-"""What one trajectory of a domain takes of one instance: seconds by phase, and the KV it holds while it does.
+"""The use of an instance by one trajectory of a domain: seconds by phase, and KV held meanwhile.
 
 A trajectory's context grows turn by turn, so its work is a sum over turns. Short sums are taken term by term; long ones
-by Gauss–Legendre quadrature over the turn number, which is exact for what is polynomial in the context and within 1 %
-where a phase turns from memory-bound to compute-bound on the way.
+by Gauss–Legendre quadrature over the turn number, which is exact for polynomials in the context and within 1 % where a
+phase changes from memory-bound to compute-bound between turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a path costs a trajectory, in the plan's own money: the rate that its resources would otherwise yield.
+"""The price of a path for a trajectory in the plan's currency: the rate that its resources would otherwise yield.
 
-The dual price λ of a resource is the trajectories/s that one more unit of it would buy. What a turn (or a whole
-trajectory) takes of each resource, times its λ, is the path's price, in trajectories. Where the flows are optimal every
-path that a domain uses has the same price and no other one is lower (complementary slackness): the plan and the
+The dual price λ of a resource is the trajectories/s that one more unit of it would buy. The price of a path, in
+trajectories, is the sum over resources of the use by a turn (or a whole trajectory) times λ. With optimal flows every
+path that a domain uses has the same price and no other path is cheaper (complementary slackness): the plan and the
 router agree. Measured load moves the router away from the plan by the drift-plus-penalty rule: λ grows with backlog.
 
 Everything here is linear and pure: floats in, floats out. A resource without a price is free.
@@ -41,11 +41,11 @@ this share of the highest one, so that a queue is felt there too; without a back
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """What a turn, or a trajectory, takes on one path.
+    """The resources that a turn, or a trajectory, uses on one path.
 
     `seconds`: instance-seconds by deployment. `kv`: token-seconds of KV memory held, by deployment (tokens of the size
     of the first one: sliding windows make later ones cheaper). `links`: GB moved, by (a, b) in sorted order.
-    `in_flight_s`: seconds that it is under way.
+    `in_flight_s`: seconds in flight.
     """
 
     seconds: Mapping[DeploymentKey, float] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class TurnPrices:
 
     @property
     def floor(self) -> float:
-        """What a deployment that is not scarce is taken to cost when it has a backlog."""
+        """The base price of a backlogged deployment that is not scarce."""
         return IDLE_SHARE * max(self.prices.deployments.values(), default=0.0)
 
     def of(self, use: ResourceUse) -> float:
-        """Price of a path: Σ λ × what is used, in trajectories."""
+        """Price of a path: Σ λ × use, in trajectories."""
         return math.fsum(
             [
                 *(self.second(key) * seconds for key, seconds in use.seconds.items()),
@@ -129,8 +129,8 @@ class TurnWork:
 def aggregated_use(
     key: DeploymentKey, model: InstanceModel, shape: ShapeModel, turn: TurnWork, *, batch: float
 ) -> ResourceUse:
-    """A turn prefilled and decoded on one instance that serves `batch` turns at a time. `cached` is what that instance
-    has cached: after a change of engine, nothing but the shared prefix."""
+    """A turn prefilled and decoded on one instance that serves `batch` turns at a time. `cached` tokens are cached on
+    that instance: after a change of engine, only the shared prefix."""
     seconds = model.turn_s(batch, turn.new, turn.cached, turn.output)
     held = _tokens(shape, turn.cached + turn.new + turn.output / 2)
     return ResourceUse({key: seconds}, {key: batch * seconds * held}, {}, batch * seconds)
@@ -150,7 +150,7 @@ def disaggregated_use(
     """A turn prefilled on one instance and decoded on another, in a batch of `batch` there.
 
     The KV of the new tokens crosses to the decode engine, which holds the rest since the turn before; `returned` tokens
-    (what was generated since, or the whole context where the prefill engine kept nothing) cross back first.
+    (generated since then, or the whole context if the prefill engine kept nothing) cross back first.
     """
     (first, prefiller), (home, decoder) = prefill, decode
     prompt = turn.cached + turn.new

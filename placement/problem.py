@@ -1,4 +1,4 @@
-"""What the solver is asked. One frozen value: the same problem always has the same answer."""
+"""The input of the solver, as one frozen value: the same problem always has the same solution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Problem", "Restriction", "RunningPlan", "InFlightWindow"]
 
 
 class Restriction(enum.StrEnum):
-    """Which plans are allowed. Everything but FULL is a baseline to compare with, a subset of what FULL may do."""
+    """The set of allowed plans. Every restriction but FULL is a baseline whose plans are a subset of FULL's."""
 
     FULL = "full"
     AGGREGATED = "domain LP"
@@ -31,9 +31,9 @@ class Restriction(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningPlan:
-    """The plan that runs now, and what changing it costs: a moved device earns nothing for `restart_s` seconds.
+    """The current plan and the cost of changing it: a moved device earns nothing for `restart_s` seconds.
 
-    At most `max_changed_devices` change (None: any number). The gain is judged over `horizon_s`.
+    At most `max_changed_devices` devices change (None: any number). The gain is counted over `horizon_s`.
     """
 
     deployments: tuple[Deployment, ...]
@@ -44,10 +44,11 @@ class RunningPlan:
 
 @dataclass(frozen=True, slots=True)
 class InFlightWindow:
-    """How long a place among the trajectories in flight is held: from admission until the version that the trajectory
-    was trained into is published, as long as the longest of its group, a training step and the publish take.
+    """The holding time of a slot among the trajectories in flight. A slot is held from admission until the publish of
+    the version that the trajectory was trained into: as long as the longest member of its group, a training step and
+    the publish take.
 
-    `groups`: members by domain (1 where it names none). `context`: most tokens of a trajectory.
+    `groups`: members per group, by domain (default: 1). `context`: most tokens of a trajectory.
     """
 
     groups: Mapping[str, int]
@@ -55,9 +56,9 @@ class InFlightWindow:
     publish: Publishing | None = None
     """None: publishing takes no time."""
     aborts: bool = True
-    """Whether trajectories that are too old are aborted, so that others take their places."""
+    """True if stale trajectories are aborted, so that new ones take their slots."""
     waits: bool = False
-    """Whether a batch waits for the groups that would be too old for the next one, so that none is aborted."""
+    """True if a batch waits for the groups that would be too stale for the next batch, so that none is aborted."""
 
     def __post_init__(self) -> None:
         if not self.context > 0 or any(members < 1 for members in self.groups.values()):
@@ -66,11 +67,11 @@ class InFlightWindow:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Hardware, model, work and wishes. ValueError, naming the field, for values that mean nothing.
+    """Hardware, model, workload and constraints. ValueError, naming the field, for invalid values.
 
-    `affinity` maps a domain to the pools that may decode it (a domain without an entry may use any). `fixed`
-    gives the instances, so that only flows are left to choose. Domains of weight 0 are left out. `in_flight` bounds the
-    trajectories under way (default: `train.in_flight`; no bound if neither is given). `device_types` restricts rollout
+    `affinity` maps a domain to the pools that may decode it (a domain without an entry may use any). `fixed` gives the
+    instances, so that only flows remain to be chosen. Domains of weight 0 are left out. `in_flight` bounds the
+    trajectories in flight (default: `train.in_flight`; no bound if neither is given). `device_types` restricts rollout
     to some types (a baseline).
     """
 
@@ -96,9 +97,9 @@ class Problem:
     restriction: Restriction = Restriction.FULL
     device_types: frozenset[str] | None = None
     utilisation: float = 0.95
-    """Share of an instance's time that a plan may use: the rest absorbs variance and weight updates."""
+    """Share of an instance's time that a plan may use. The rest absorbs variance and weight updates."""
     window: InFlightWindow | None = None
-    """None: a trajectory is over, for the bound on those in flight, when it is generated and scored."""
+    """None: a trajectory leaves the bound on trajectories in flight when it is generated and scored."""
     gap: float = 1e-4
     """Relative gap at which the solver may stop."""
     rate_tolerance: float = 0.0
@@ -132,14 +133,14 @@ class Problem:
 
     @property
     def trajectories_in_flight(self) -> float:
-        """The bound on trajectories under way; infinite if there is none."""
+        """The bound on trajectories in flight; infinite if there is none."""
         if self.in_flight is not None:
             return float(self.in_flight)
         return math.inf if self.train is None else float(self.train.in_flight)
 
     def publish_path(self, trainer: str, serving: Iterable[str]) -> PublishPath | None:
-        """How a version gets from the trainer's pool to the slowest of the pools with engines; None without a window
-        or a publish."""
+        """The path of a version from the trainer's pool to the slowest pool with engines; None without a window or a
+        publish."""
         publish = None if self.window is None else self.window.publish
         return None if publish is None else publish.slowest(self.pools, self.links, trainer, serving)
 

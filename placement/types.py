@@ -1,7 +1,8 @@
-"""Values of the placer: hardware, what is asked for, and the plans that answer.
+"""Value types of the placer: hardware, demands, and the resulting plans.
 
 Units, everywhere: seconds, GB = 1e9 bytes, TB/s = 1e12 bytes/s, TFLOP/s = 1e12 FLOP/s (dense), dollars. A rate is in
-trajectories per second unless it says otherwise. None means that nobody stated the figure: it is never guessed.
+trajectories per second unless it says otherwise. None means that no source states the figure: a missing figure is never
+guessed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 
 class Role(enum.StrEnum):
-    """What a part does. ENGINE prefills and decodes (aggregated); PREFILL and DECODE do one of the two."""
+    """The role of a part. ENGINE prefills and decodes (aggregated); PREFILL and DECODE do one of the two."""
 
     ENGINE = "engine"
     PREFILL = "prefill"
@@ -45,8 +46,8 @@ class Role(enum.StrEnum):
 
 
 class KvMode(enum.StrEnum):
-    """What happens to a trajectory's KV between its turns. KEEP: it stays where the next turn's prefill runs.
-    RECOMPUTE (aggregated): it is dropped and prefilled again. PULL (prefill/decode): the prefill engine fetches the
+    """The treatment of a trajectory's KV between its turns. KEEP: the KV stays where the next turn's prefill runs.
+    RECOMPUTE (aggregated): the KV is dropped and prefilled again. PULL (prefill/decode): the prefill engine fetches the
     whole context back from the decode engine every turn instead of holding it."""
 
     KEEP = "keep"
@@ -61,7 +62,8 @@ class Objective(enum.StrEnum):
 
 
 def objective_value(objective: Objective, rate: float, usd_per_hour: float) -> float:
-    """What a plan is worth by an objective, more being better: trajectories/s, hours per dollar, or their product."""
+    """The value of a plan under an objective, higher being better: trajectories/s, hours per dollar, or their
+    product."""
     if objective is Objective.MAX_THROUGHPUT:
         return rate
     return (1.0 if objective is Objective.MIN_COST else rate) / usd_per_hour if usd_per_hour > 0 else math.inf
@@ -69,11 +71,12 @@ def objective_value(objective: Objective, rate: float, usd_per_hour: float) -> f
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A type of compute: a CPU core or a GPU. `name` is only a key: nothing is decided by it.
+    """A type of compute: a CPU core or a GPU. `name` is only a key and decides nothing.
 
-    `tflops_*` dense; `nvlink_gb_per_s` of one device, all directions together, as vendors state it; `link_gb_per_s` of
-    one device's share of its host's network, one direction; `generation` groups devices whose constants carry over
-    ("hopper"). `source` says who states the figures (the catalogue keeps source and date by figure).
+    `tflops_*` are dense. `nvlink_gb_per_s` is the rate of one device in all directions together, as vendors state it;
+    `link_gb_per_s` one device's share of its host's network, in one direction. `generation` groups devices whose
+    constants carry over ("hopper"). `source` names the origin of the figures (the catalogue keeps source and date by
+    figure).
     """
 
     name: str
@@ -130,9 +133,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`count` devices of one type in one place, and what an hour of one costs.
+    """`count` devices of one type in one location, with their hourly price.
 
-    `rented`: only what the plan uses is paid; otherwise all of it is, used or not.
+    `rented`: only the devices that the plan uses are paid; otherwise the whole pool is paid, used or not.
     """
 
     name: str
@@ -152,7 +155,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`replicas` parts of a role, each on `devices` devices of one pool; of a pool, device type and labels if given."""
+    """`replicas` parts of a role, each on `devices` devices of one pool, restricted to a pool, device type and labels
+    where these are given."""
 
     role: Role
     replicas: int
@@ -170,7 +174,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One part's place: indices of devices in the pool (cores for a CPU pool). No two parts share one."""
+    """The location of one part: indices of devices in the pool (cores for a CPU pool). No two parts share a device."""
 
     role: Role
     replica: int
@@ -179,16 +183,16 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """`engine-0`: how reports and processes call this part."""
+        """The part's name in reports and processes, such as `engine-0`."""
         return f"{self.role}-{self.replica}"
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """`replicas` instances of a role on `tp` devices each in one pool, and how they are predicted to run.
+    """`replicas` instances of a role on `tp` devices each in one pool, and their predicted load.
 
-    `batch` is the mean number of trajectories that one replica generates for at a time (1 where
-    nothing is batched); `utilisation` the share of its time in use, `kv_utilisation` that of its KV memory, in [0, 1].
+    `batch` is the mean number of trajectories that one replica generates for at a time (1 without batching);
+    `utilisation` and `kv_utilisation` are the shares of its time and of its KV memory in use, in [0, 1].
     """
 
     pool: str
@@ -207,7 +211,7 @@ class Deployment:
 @dataclass(frozen=True, slots=True)
 class Flow:
     """`rate` trajectories/s of a domain on a path: decode (or all of it) on `pool`, prefill on `prefill_pool` if the
-    two are apart. `seconds` is how long one is in flight there, environment included."""
+    two are disaggregated. `seconds` is the time in flight of one trajectory on the path, environment included."""
 
     domain: str
     pool: str
@@ -221,10 +225,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class RewardChoice:
-    """Where a domain's trajectories are scored, at what cost, and when the other place would win.
+    """The scoring location of a domain's trajectories, its cost, and the break-even with the alternative.
 
-    `where` is "functions" or a pool's name. `break_even_utilisation`: a dedicated device costs less than functions when
-    it would be busy for more than this share of the time (above 1: never); None where there is nothing to compare.
+    `where` is "functions" or a pool's name. `break_even_utilisation`: a dedicated device costs less than functions if
+    it would be busy for more than this share of the time (above 1: never); None without an alternative.
     """
 
     domain: str
@@ -233,18 +237,18 @@ class RewardChoice:
     usd_per_thousand: float
     break_even_utilisation: float | None = None
     dedicated_utilisation: float | None = None
-    """What this rate would keep a dedicated device busy for."""
+    """Share of the time for which this rate would keep a dedicated device busy."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DualPrices:
-    """Dual prices of the flow problem at the plan's instances: the share of the rate, in trajectories/s, that one more
-    unit would buy. What the router prices a path with.
+    """Dual prices of the flow problem at the plan's instances: the increase of the rate, in trajectories/s, per
+    additional unit of a resource. The router prices paths with them.
 
-    `deployments`: per instance-second/s, by (pool, role, tp). `kv`: per token of KV capacity. `links`: per GB/s, by
-    (a, b) in sorted order. `in_flight`: per second that a trajectory is under way; `places`: per trajectory that may
-    be. `pools`: per device (of the relaxed problem, in which instances may be fractions).
+    `deployments`: per instance-second/s, by (pool, role, tp). `kv`: per token of KV capacity. `links`: per GB/s, by (a,
+    b) in sorted order. `in_flight`: per second of a trajectory in flight; `places`: per additional trajectory that may
+    be in flight. `pools`: per device (of the relaxed problem, in which instances may be fractions).
     """
 
     deployments: Mapping[tuple[str, Role, int], float] = field(default_factory=dict)
@@ -258,7 +262,8 @@ class DualPrices:
 
 @dataclass(frozen=True, slots=True)
 class FirstStage:
-    """The plan of the best rate, from which the returned one was derived: least cost at no less than a share of it."""
+    """The plan of the best rate, from which the returned plan was derived as the cheapest at no less than a share of
+    that rate."""
 
     rate: float
     usd_per_hour: float
@@ -266,11 +271,12 @@ class FirstStage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The solver's answer: how many instances of what, where, and what flows through them.
+    """The solver's result: the number of instances by pool, role and TP, and the flows through them.
 
-    `bound` is the best rate (or, for the cost objectives, the best objective value) that any plan could have; `gap` the
-    relative distance to it. `usd_per_hour` is of what is used, functions included; `usd_per_hour_all` adds the devices
-    of pools that are paid whether used or not. `binds` says in words what limits the rate, most important first.
+    `bound` is the best rate (or, for the cost objectives, the best objective value) that any plan could reach; `gap` is
+    the relative distance to it. `usd_per_hour` is the cost of the resources in use, functions included;
+    `usd_per_hour_all` adds unused devices of pools that are paid in full. `binds` names the constraints that limit the
+    rate, most important first.
     """
 
     objective: Objective
@@ -285,20 +291,20 @@ class Placement:
     prices: DualPrices
     binds: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What a reader must know: extrapolations, assumptions, figures that were absent."""
+    """Caveats for the reader: extrapolations, assumptions and missing figures."""
     band: float = 0.0
     """Relative error band of the rate, from the performance model: rate × (1 ± band)."""
     first: FirstStage | None = None
-    """None for other objectives than the most throughput."""
+    """None for objectives other than MAX_THROUGHPUT."""
 
     @property
     def best_rate(self) -> float:
-        """The rate to compare plans by: before any of it was given up for dollars."""
+        """The rate for comparisons of plans, before any of it was given up to save dollars."""
         return self.rate if self.first is None else self.first.rate
 
     @property
     def worth(self) -> float:
-        """What to compare plans of one objective by."""
+        """The value for comparisons of plans with the same objective."""
         return objective_value(self.objective, self.best_rate, self.usd_per_hour)
 
     @property
@@ -308,7 +314,7 @@ class Placement:
 
     @property
     def usd_per_thousand_all(self) -> float:
-        """Dollars per 1,000 trajectories with the devices that are paid whether used or not."""
+        """Dollars per 1,000 trajectories, including unused devices that are paid."""
         return 1000.0 * self.usd_per_hour_all / 3600.0 / self.rate if self.rate > 0 else math.inf
 
     def of(self, role: Role) -> tuple[Deployment, ...]:
@@ -317,7 +323,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """There is no plan. `message` in one line; `conflicts` are the constraints that cannot hold together, in words."""
+    """No plan exists. `message` is one line; `conflicts` describe the constraints that cannot hold together."""
 
     message: str
     conflicts: tuple[str, ...] = ()
@@ -325,10 +331,11 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which part runs on which device. `rates` are predicted units per second by role, or None.
+    """The assignment of parts to devices. `rates` are predicted units per second by role, or None.
 
-    `usd_per_hour` is of all pools: a device that nothing runs on is paid too (`idle`, devices by pool), unless rented.
-    `binds` says in words which resource is used up first. `placement` is what it was derived from, if it was computed.
+    `usd_per_hour` is the cost of all pools: an idle device (`idle`, devices by pool) is paid too, unless rented.
+    `binds` names the resource that is exhausted first. `placement` is the computed placement that the plan was derived
+    from, if any.
     """
 
     assignments: tuple[Assignment, ...]
@@ -345,7 +352,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Parts do not fit: what was asked for, what there is, in words with the numbers."""
+    """Parts do not fit. `message` gives the requested and the available resources with their numbers."""
 
     demand: Demand
     message: str
