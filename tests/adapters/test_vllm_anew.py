@@ -107,7 +107,7 @@ async def test_one_that_answered_just_now_is_not_asked_again() -> None:
 async def test_another_server_under_its_address_generates_nothing_for_us() -> None:
     async with loaded() as (server, engine):
         await engine.generate(TURN)
-        engine._heard -= RESTART_CHECK_AFTER_S
+        engine._last_answer_at -= RESTART_CHECK_AFTER_S
         server.version = "default"
         read: list[CompletionChunk] = []
         told = GenerateRequest("r", "s", (1, 2), Sampling(2), told=read.append)

@@ -19,13 +19,17 @@ class CompletionAssembler:
     """Assembles a completion and emits its tokens as they arrive. `add` the data of every event, then `completion`.
 
     vLLM reports the versions that drew the tokens only with the last ones. Until then, tokens are labelled with the
-    version that `drawing` returns at that moment (None: unknown). `first` is used for a server whose version is not a
-    number."""
+    version that `version_source` returns at that moment (None: unknown). `first` is used for a server whose version is
+    not a number."""
 
     def __init__(
-        self, url: str, first: int, told: Callable[[CompletionChunk], None] | None, drawing: Callable[[], int | None]
+        self,
+        url: str,
+        first: int,
+        on_piece: Callable[[CompletionChunk], None] | None,
+        version_source: Callable[[], int | None],
     ) -> None:
-        self._url, self._first, self._told, self._drawing = url, first, told, drawing
+        self._url, self._first, self._on_piece, self._version_source = url, first, on_piece, version_source
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] | None = None
@@ -55,7 +59,7 @@ class CompletionAssembler:
             raise EngineError(f"{self._url}: the answer broke off", retryable=True, remedy="is the engine alive?")
         spans = self._spans
         if spans is None:
-            version = self._drawing()
+            version = self._version_source()
             spans = [VersionSpan(self._first if version is None else version, 0, len(self._ids))] if self._ids else []
         return Completion(
             tuple(self._ids),
@@ -81,10 +85,10 @@ class CompletionAssembler:
                 VersionSpan(parse_version(s["version"], self._first), s["start"], s["end"], s.get("stamp"))
                 for s in versions
             ]
-        if ids and self._told is not None and self._finish is None:
+        if ids and self._on_piece is not None and self._finish is None:
             named = choice.get("weight_version")
-            version = self._drawing() if named is None else parse_version(named, self._first)
-            self._told(CompletionChunk(ids, logprobs, version, choice.get("weight_stamp")))
+            version = self._version_source() if named is None else parse_version(named, self._first)
+            self._on_piece(CompletionChunk(ids, logprobs, version, choice.get("weight_stamp")))
 
 
 def parse_version(value: object, first: int) -> int:

@@ -92,26 +92,26 @@ class HttpEngine:
         """Generate the tokens of one turn. Cancelling aborts the request on the server. HandoffFailed if the KV named
         in `kv_transfer` is unavailable; ForeignWeights if tokens were drawn by weights that this client did not have
         the server load."""
-        if (told := request.told) is not None:
+        if (on_piece := request.told) is not None:
 
-            def known(piece: CompletionChunk) -> None:
-                self._same(piece.version, piece.stamp)
-                told(piece)
+            def check_and_forward(piece: CompletionChunk) -> None:
+                self._check_stamp(piece.version, piece.stamp)
+                on_piece(piece)
 
-            request = dataclasses.replace(request, told=known)
-        answer = await self._generated(request)
+            request = dataclasses.replace(request, told=check_and_forward)
+        answer = await self._generate_any(request)
         for span in answer.spans:
-            self._same(span.version, span.stamp)
+            self._check_stamp(span.version, span.stamp)
         return answer
 
-    async def _generated(self, request: GenerateRequest) -> Completion:
+    async def _generate_any(self, request: GenerateRequest) -> Completion:
         if self._streaming:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
         body = _generate_body(request)
         if request.told is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
-            return await self._generate_told(request, body)
+            return await self._generate_streamed(request, body)
         raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
             return _completion(json.loads(raw), self._first)
@@ -123,9 +123,9 @@ class HttpEngine:
         self._stamps = {weights.version: (weights.stamp,)}
         if weights.stamp:
             info = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
-            self._same(weights.version, info.get("stamp"))
+            self._check_stamp(weights.version, info.get("stamp"))
 
-    def _same(self, version: object, stamp: object) -> None:
+    def _check_stamp(self, version: object, stamp: object) -> None:
         """ForeignWeights if a version's stamp differs from the stamps that this client had the server load. Versions
         loaded otherwise, and servers that report no stamps, are not compared."""
         expected = self._stamps.get(version) if isinstance(version, int) else None
@@ -136,13 +136,13 @@ class HttpEngine:
                 remedy="something else loads weights into this engine: keep it from the engine's port",
             )
 
-    def _drawing(self) -> Callable[[], int | None]:
+    def _version_source(self) -> Callable[[], int | None]:
         """A function that returns the version currently drawing tokens for a request sent now, for servers that report
         versions only at the end. None (always, here): unknown, because other clients may load weights meanwhile."""
         return lambda: None
 
-    async def _generate_told(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
-        events = CompletionAssembler(self._url, self._first, request.told, self._drawing())
+    async def _generate_streamed(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
+        events = CompletionAssembler(self._url, self._first, request.told, self._version_source())
         headers = {"X-Session-ID": request.session} if request.session else {}
         data = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"
@@ -197,7 +197,7 @@ class HttpEngine:
         await self._control("/update_weights", {"update_info": info})
         self._stamps[weights.version] = stamps
         loaded = await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
-        self._same(weights.version, loaded.get("stamp"))
+        self._check_stamp(weights.version, loaded.get("stamp"))
         await self._drop_kv()
 
     async def members(self) -> int:

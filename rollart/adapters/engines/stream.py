@@ -42,7 +42,7 @@ class EngineStream(asyncio.Protocol):
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
         self._pending: dict[int, asyncio.Future[Completion]] = {}
-        self._told: dict[int, Callable[[CompletionChunk], None]] = {}
+        self._on_piece: dict[int, Callable[[CompletionChunk], None]] = {}
         self._sent = 0
 
     @property
@@ -75,7 +75,7 @@ class EngineStream(asyncio.Protocol):
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         if request.told is not None:
-            self._told[number] = request.told
+            self._on_piece[number] = request.told
         try:
             return await answer
         except (asyncio.CancelledError, WrongAnswer):
@@ -84,7 +84,7 @@ class EngineStream(asyncio.Protocol):
             raise
         finally:
             del self._pending[number]
-            self._told.pop(number, None)
+            self._on_piece.pop(number, None)
 
     def send(self, message: Sequence[object]) -> None:
         """Queue a message: ("a", request_ids) to abort, ("r", session) to release, or one of `generate`'s."""
@@ -112,7 +112,7 @@ class EngineStream(asyncio.Protocol):
         while len(self._incoming) >= 4:
             size = int.from_bytes(self._incoming[:4], "little")
             if size > MAX_FRAME:
-                self._give_up(f"a frame of {size} bytes")
+                self._fail_all(f"a frame of {size} bytes")
                 return
             if len(self._incoming) < 4 + size:
                 return
@@ -120,26 +120,26 @@ class EngineStream(asyncio.Protocol):
             del self._incoming[: 4 + size]
             try:
                 for message in msgpack.unpackb(frame, use_list=False):
-                    self._settle(message)
+                    self._deliver(message)
             except (msgpack.UnpackException, LookupError, TypeError, ValueError) as error:
-                self._give_up(repr(error))
+                self._fail_all(repr(error))
 
-    def _give_up(self, what: str) -> None:
+    def _fail_all(self, problem: str) -> None:
         """Fail all requests and drop the connection: after an invalid frame, no later byte can be interpreted."""
         self._incoming.clear()
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(WrongAnswer(f"{self._peer}: answer not understood: {what}"))
+                answer.set_exception(WrongAnswer(f"{self._peer}: answer not understood: {problem}"))
         if self._transport is not None:
             self._transport.abort()
 
-    def _settle(self, message: tuple[Any, ...]) -> None:
+    def _deliver(self, message: tuple[Any, ...]) -> None:
         answer = self._pending.get(message[1])
         if answer is None or answer.done():  # the request was cancelled
             return
         if message[0] == "p":
             try:
-                self._told[message[1]](CompletionChunk(*message[2:]))
+                self._on_piece[message[1]](CompletionChunk(*message[2:]))
             except WrongAnswer as error:
                 answer.set_exception(error)
             return
@@ -173,19 +173,19 @@ class EngineStream(asyncio.Protocol):
         try:
             return cast(bytes, msgpack.packb(messages))
         except (OverflowError, TypeError, ValueError):
-            fine = self._sendable(messages)
-            return b"".join((msgpack.Packer().pack_array_header(len(fine)), *fine))
+            encoded = self._sendable(messages)
+            return b"".join((msgpack.Packer().pack_array_header(len(encoded)), *encoded))
 
     def _sendable(self, messages: Sequence[Sequence[object]]) -> list[bytes]:
-        fine = list[bytes]()
+        encoded = list[bytes]()
         for message in messages:
             try:
-                fine.append(msgpack.packb(message))
+                encoded.append(msgpack.packb(message))
             except (OverflowError, TypeError, ValueError) as error:
                 answer = self._pending.get(cast(int, message[1])) if message[0] in ("g", "G") else None
                 if answer is not None and not answer.done():
                     answer.set_exception(EngineError(f"{self._peer} cannot be sent this: {error}", retryable=False))
-        return fine
+        return encoded
 
     def _lost(self, exc: Exception | None) -> EngineError:
         why = f": {exc}" if exc else ""

@@ -72,22 +72,22 @@ class VllmEngine(HttpEngine):
         """`tolerance`: maximum mean difference between a new version's log-probabilities and the trainer's; 0: not
         checked."""
         super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S, local=local)
-        self._sent: dict[str, asyncio.Event] = {}
+        self._in_flight: dict[str, asyncio.Event] = {}
         self._paused = False
         self._loaded = version
         self._updates = 0
         """Number of weight updates begun."""
-        self._settled = True
+        self._update_succeeded = True
         """True if the latest update succeeded."""
-        self._several: bool | None = None
+        self._workers_are_several: bool | None = None
         """True if one engine core has several workers; None until asked."""
         self._tolerance = tolerance
         self.silent = asyncio.Event()
         """Set once a health check got no answer, or the answer of a restarted server; `why` has the reason."""
         self.why = ""
-        self._heard = -math.inf
+        self._last_answer_at = -math.inf
         """Loop time of the server's latest answer."""
-        self._unproven: str | None = None
+        self._unverified: str | None = None
         """Path of the loaded version whose log-probabilities were not checked yet."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -95,17 +95,17 @@ class VllmEngine(HttpEngine):
         with its own version (measured on 0.32). The gateway has to detect the case that is invisible here: a prefill
         engine whose weights were replaced in between."""
         request = self._fenced(request)
-        over = self._sent[request.request_id] = asyncio.Event()
+        ended = self._in_flight[request.request_id] = asyncio.Event()
         try:
-            await self._the_same()
+            await self._check_not_restarted()
             answer = await super().generate(request)
-            self._heard = asyncio.get_running_loop().time()
+            self._last_answer_at = asyncio.get_running_loop().time()
             if _pulls_kv(request.kv_transfer) and _names_blocks(request.kv_transfer):
                 # The whole prompt was transferred, partial blocks included, and only the last token is recomputed.
                 # vLLM's usage reports the prefill engine's prefix hits instead (measured on 0.32).
                 answer = dataclasses.replace(answer, cached_tokens=max(answer.prompt_tokens - 1, 0))
             if any(span.version == UNKNOWN_VERSION for span in answer.spans):
-                raise self._anew("none of the run")
+                raise self._restarted("none of the run")
             if answer.kv_transfer and answer.spans:
                 answer = dataclasses.replace(
                     answer, kv_transfer={**answer.kv_transfer, KV_VERSION_KEY: answer.spans[-1].version}
@@ -117,13 +117,13 @@ class VllmEngine(HttpEngine):
                 raise HandoffFailed(str(error)) from None  # `kv_load_failure_policy: fail` answers 500
             raise
         finally:
-            over.set()
-            if self._sent.get(request.request_id) is over:
-                del self._sent[request.request_id]
+            ended.set()
+            if self._in_flight.get(request.request_id) is ended:
+                del self._in_flight[request.request_id]
 
     async def started_with(self, weights: WeightsRef) -> None:
         if self._tolerance:
-            await self._prove(Path(weights.path))
+            await self._verify(Path(weights.path))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort, and wait until those of the requests that this client sent have ended."""
@@ -132,10 +132,10 @@ class VllmEngine(HttpEngine):
             if not ids:  # an empty list would abort everything
                 return
             await self._control("/abort_requests", {"request_ids": [VLLM_PREFIX + i for i in ids]})
-            ids = [i for i in ids if i in self._sent]
+            ids = [i for i in ids if i in self._in_flight]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S):
-                    await asyncio.gather(*(self._sent[i].wait() for i in ids))
+                    await asyncio.gather(*(self._in_flight[i].wait() for i in ids))
 
     async def release(self, session: str) -> None:
         """Nothing to do: vLLM has no such call and evicts the least recently used KV when it needs memory."""
@@ -150,16 +150,16 @@ class VllmEngine(HttpEngine):
         """`EngineError` if the version loaded since the pause computes other log-probabilities than the trainer."""
         await self._control("/resume", {})
         self._paused = False
-        path, self._unproven = self._unproven, None
+        path, self._unverified = self._unverified, None
         if path is not None:
-            await self._prove(Path(path))
+            await self._verify(Path(path))
 
     async def update_weights(self, weights: WeightsRef) -> None:
         self._updates += 1
-        self._settled = False
+        self._update_succeeded = False
         await super().update_weights(weights)
-        self._settled, self._loaded, self._first = True, weights.version, UNKNOWN_VERSION
-        self._unproven = weights.path if self._tolerance else None
+        self._update_succeeded, self._loaded, self._first = True, weights.version, UNKNOWN_VERSION
+        self._unverified = weights.path if self._tolerance else None
 
     async def members(self) -> int:
         return int(as_object(await self._request("GET", "/get_world_size")).get("world_size", 1))
@@ -168,8 +168,8 @@ class VllmEngine(HttpEngine):
         answers = await super().healthy()
         if answers:
             try:
-                self._heard = -math.inf
-                await self._the_same()
+                self._last_answer_at = -math.inf
+                await self._check_not_restarted()
                 return True
             except EngineError:
                 if self.silent.is_set():
@@ -179,21 +179,21 @@ class VllmEngine(HttpEngine):
         return False
 
     async def stats(self) -> EngineStats:
-        seen = await super().stats()
+        stats = await super().stats()
         if not self._paused:
-            return seen
-        running = min(seen.running, len(self._sent))
-        return dataclasses.replace(seen, running=running, waiting=len(self._sent) - running)
+            return stats
+        running = min(stats.running, len(self._in_flight))
+        return dataclasses.replace(stats, running=running, waiting=len(self._in_flight) - running)
 
     async def options(self) -> dict[str, Any]:
         """The server's start options. The first call may take 10 s, because vLLM then inspects its whole machine.
         `EngineError` for a server without development mode, whose weights cannot be updated."""
-        told = await self._request("GET", "/server_info?config_format=json", optional=True)
-        if not told:
+        answer = await self._request("GET", "/server_info?config_format=json", optional=True)
+        if not answer:
             raise EngineError(
                 f"{self.url} was started without VLLM_SERVER_DEV_MODE=1: weights cannot be updated", retryable=False
             )
-        return as_object(told)
+        return as_object(answer)
 
     async def workers(self, method: str, *args: str) -> list[dict[str, Any]]:
         """Call a method in every worker; returns their answers. `EngineError` if the workers have no such method, or
@@ -228,19 +228,19 @@ class VllmEngine(HttpEngine):
         if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
             raise EngineError(f"{self.url} was started without --enable-prompt-tokens-details", retryable=False)
 
-    async def _the_same(self) -> None:
+    async def _check_not_restarted(self) -> None:
         """`EngineError` if the server was restarted under the same address: it then computes with its initial weights.
         Checked only if a restart is possible. The process of an attached server cannot be watched instead."""
         now, updates = asyncio.get_running_loop().time, self._updates
-        if not (updates and self._settled) or now() - self._heard < RESTART_CHECK_AFTER_S:
+        if not (updates and self._update_succeeded) or now() - self._last_answer_at < RESTART_CHECK_AFTER_S:
             return
-        told = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
-        found = str(told.get("weight_version", self._loaded))
-        if found != str(self._loaded) and self._settled and self._updates == updates:
-            raise self._anew(found)
-        self._heard = now()
+        answer = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
+        found = str(answer.get("weight_version", self._loaded))
+        if found != str(self._loaded) and self._update_succeeded and self._updates == updates:
+            raise self._restarted(found)
+        self._last_answer_at = now()
 
-    def _anew(self, found: str) -> EngineError:
+    def _restarted(self, found: str) -> EngineError:
         self.why = f"{self.url} was started anew: its weights are '{found}', not v{self._loaded}"
         self.silent.set()
         return EngineError(self.why, retryable=True)
@@ -248,23 +248,23 @@ class VllmEngine(HttpEngine):
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
         """If several workers refuse a call, vLLM takes their unread answers for answers to later calls. With several
         workers, the plugin's method therefore makes the call and returns refusals as values."""
-        if path not in WORKER_ROUTES or not await self._in_step():
+        if path not in WORKER_ROUTES or not await self._has_several_workers():
             return await super()._control(path, body, optional=optional)
         version = body.get("weight_version")
-        told = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
-        for answer in await self.workers(WORKER_METHOD, path[1:], told):
+        arguments = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
+        for answer in await self.workers(WORKER_METHOD, path[1:], arguments):
             if answer.get("error"):
                 raise EngineError(f"{self._url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
         return {} if version is None else await super()._control("/update_weight_version", {"new_version": version})
 
-    async def _in_step(self) -> bool:
+    async def _has_several_workers(self) -> bool:
         """True if there are several workers and all of them answer `/collective_rpc` (with data-parallel cores, only
         one core does)."""
-        if self._several is None:
-            told = as_object(await self._request("GET", "/get_world_size?include_dp=false", optional=True))
-            workers = int(told.get("world_size", 1))
-            self._several = workers > 1 and workers == await self.members()
-        return self._several
+        if self._workers_are_several is None:
+            answer = as_object(await self._request("GET", "/get_world_size?include_dp=false", optional=True))
+            workers = int(answer.get("world_size", 1))
+            self._workers_are_several = workers > 1 and workers == await self.members()
+        return self._workers_are_several
 
     async def _begin_update(self) -> None:
         """Begin an update. An earlier update that was never finished (by a killed controller, or because its version
@@ -279,13 +279,13 @@ class VllmEngine(HttpEngine):
                 await self._control("/update_weights", {"update_info": {"path": MISSING_VERSION_PATH}})
             await super()._begin_update()
 
-    def _drawing(self) -> Callable[[], int | None]:
+    def _version_source(self) -> Callable[[], int | None]:
         """The version loaded when the request was sent; None once an update begins. All weights of this server are
         loaded through this client."""
-        version, updates = self._loaded if self._settled else None, self._updates
+        version, updates = self._loaded if self._update_succeeded else None, self._updates
         return lambda: version if self._updates == updates else None
 
-    async def _prove(self, version: Path) -> None:
+    async def _verify(self, version: Path) -> None:
         try:
             probe = json.loads((version / PROBE_FILE).read_text())
         except OSError:

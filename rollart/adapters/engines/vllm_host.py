@@ -44,10 +44,10 @@ class VllmHost:
         self._stamp = ""
         """Stamp of the version requested last."""
         self._pulling = set[str]()
-        self._coming: OrderedDict[str, tuple[set[str], bool, bool]] = OrderedDict()
+        self._early: OrderedDict[str, tuple[set[str], bool, bool]] = OrderedDict()
         """Arrivals in the store of versions not requested yet, by stamp: digests, whether the push is over, and whether
         it is complete."""
-        self._turn = asyncio.Lock()
+        self._order = asyncio.Lock()
         """Keeps the calls to the plugin in order."""
 
     @property
@@ -62,7 +62,7 @@ class VllmHost:
             case "arrived":
                 return await self._arrived(*args)
             case "pulling":
-                return await self._look()
+                return await self._progress()
         raise ValueError(method)
 
     async def close(self) -> None:
@@ -75,80 +75,82 @@ class VllmHost:
             await objects.aclose()
 
     async def _pull(
-        self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None
+        self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], manifest_bytes: bytes | None
     ) -> tuple[str, PullResult]:
-        manifest, known = coming, (set[str](), False, False)
+        manifest, arrivals = manifest_bytes, (set[str](), False, False)
         if manifest is None:
             manifest = await self._store().get(version_key(version))
             found = Manifest.decode(manifest)
             if found.stamp != stamp:
                 raise StorageFailed(f"v{version} in the store is not what was published under that number")
-            known = (found.digests, True, True)
+            arrivals = (found.digests, True, True)
         self._stamp = stamp
         try:
-            async with self._turn:
-                known = self._coming.pop(stamp, known)
+            async with self._order:
+                arrivals = self._early.pop(stamp, arrivals)
                 self._pulling.add(stamp)
-                seen = await self._ask("pull", await self._told(manifest, stamp, known, keep))
+                reports = await self._call_workers("pull", await self._pull_arguments(manifest, stamp, arrivals, keep))
             after = LOOK_S
-            while not all(one["path"] for one in seen):
-                self._hold(version, seen)
+            while not all(report["path"] for report in reports):
+                self._raise_failure(version, reports)
                 await asyncio.sleep(after)
                 after = min(2 * after, LOOKS_S)
-                seen = await self._ask("look", {"stamp": stamp})
+                reports = await self._call_workers("look", {"stamp": stamp})
         except BaseException:  # workers that continue to pull would hold their host's lock
             with contextlib.suppress(TimeoutError, StorageFailed):
                 async with asyncio.timeout(STOP_S):
-                    await self._ask("stop", {"stamp": stamp})
+                    await self._call_workers("stop", {"stamp": stamp})
             raise
         finally:
             self._pulling.discard(stamp)
-        received = sum(int(one["received"]) for one in seen)
-        return str(seen[0]["path"]), PullResult(
+        received = sum(int(report["received"]) for report in reports)
+        return str(reports[0]["path"]), PullResult(
             version,
-            sum(int(one["bytes"]) for one in seen if one["received"]),
+            sum(int(report["bytes"]) for report in reports if report["received"]),
             received,
-            sum(float(one["accumulated_s"]) for one in seen),
-            max(float(one["seconds"]) for one in seen),
+            sum(float(report["accumulated_s"]) for report in reports),
+            max(float(report["seconds"]) for report in reports),
         )
 
     async def _arrived(
         self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
     ) -> None:
         stamp = Manifest.decode(manifest).stamp
-        async with self._turn:
+        async with self._order:
             if stamp in self._pulling:
-                await self._ask("tell", await self._told(manifest, stamp, (set(digests), over, whole), ()))
+                await self._call_workers(
+                    "tell", await self._pull_arguments(manifest, stamp, (set(digests), over, whole), ())
+                )
                 return
-            before = self._coming.setdefault(stamp, (set(), False, False))
-            self._coming[stamp] = (before[0] | set(digests), before[1] or over, before[2] or whole)
-            while len(self._coming) > MAX_EARLY_VERSIONS:
-                self._coming.popitem(last=False)
+            before = self._early.setdefault(stamp, (set(), False, False))
+            self._early[stamp] = (before[0] | set(digests), before[1] or over, before[2] or whole)
+            while len(self._early) > MAX_EARLY_VERSIONS:
+                self._early.popitem(last=False)
 
-    async def _look(self) -> PullProgress | None:
+    async def _progress(self) -> PullProgress | None:
         if not self._stamp:
             return None
-        seen = await self._ask("look", {"stamp": self._stamp})
-        if any("buckets" not in one for one in seen):
+        reports = await self._call_workers("look", {"stamp": self._stamp})
+        if any("buckets" not in report for report in reports):
             return None
         return PullProgress(
-            sum(int(one["buckets"]) for one in seen),
-            max(float(one["longest_s"]) for one in seen),
-            sum(int(one["open"]) for one in seen),
+            sum(int(report["buckets"]) for report in reports),
+            max(float(report["longest_s"]) for report in reports),
+            sum(int(report["open"]) for report in reports),
         )
 
-    def _hold(self, version: int, seen: Iterable[dict[str, Any]]) -> None:
-        for one in seen:
-            if one.get("unknown"):
+    def _raise_failure(self, version: int, reports: Iterable[dict[str, Any]]) -> None:
+        for report in reports:
+            if report.get("unknown"):
                 raise StorageFailed(f"{self._url} was started anew while it pulled v{version}")
-            if one["error"]:
-                raise StorageFailed(f"{self._url}: {one['error']}")
+            if report["error"]:
+                raise StorageFailed(f"{self._url}: {report['error']}")
 
-    async def _told(
-        self, manifest: bytes, stamp: str, known: tuple[set[str], bool, bool], keep: Sequence[int]
+    async def _pull_arguments(
+        self, manifest: bytes, stamp: str, arrivals: tuple[set[str], bool, bool], keep: Sequence[int]
     ) -> dict[str, Any]:
         objects, in_flight = self._store(), self._place.in_flight
-        digests, over, whole = known
+        digests, over, whole = arrivals
         return {
             "root": self._place.root,
             "stamp": stamp,
@@ -160,11 +162,11 @@ class VllmHost:
             "whole": whole,
         }
 
-    async def _ask(self, call: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _call_workers(self, call: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         if self._client is None:
             self._client = VllmEngine(self._name, self._url)
         try:
-            return await self._client.workers(WORKER_METHOD, call, json.dumps(told))
+            return await self._client.workers(WORKER_METHOD, call, json.dumps(arguments))
         except EngineError as error:
             raise StorageFailed(error.message, remedy=error.remedy) from error
 

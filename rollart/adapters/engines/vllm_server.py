@@ -66,14 +66,14 @@ async def _main(args: argparse.Namespace) -> int:
         print(f"vllm: {args.python} cannot be run: {error.strerror}", file=sys.stderr)
         return 2
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stopped.set)
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(process.wait(), name="the end of vllm")
-        ended.add_done_callback(lambda _: told.set())
+        ended.add_done_callback(lambda _: stopped.set())
         ready = tasks.create_task(_announce_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
-        await told.wait()
+        await stopped.wait()
         ready.cancel()
         if process.returncode is None:
             await terminate(process, STOP_S)
@@ -132,10 +132,10 @@ def _link_model(model: str, alias: str) -> str:
 
 def _free_ports(host: str) -> tuple[int, int]:
     """Two unused ports. If another process takes one before vLLM does, vLLM exits and is restarted."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind((host, 0))
-        other.bind((host, 0))
-        return one.getsockname()[1], other.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        first.bind((host, 0))
+        second.bind((host, 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _failure_reason(log: str) -> str:
