@@ -303,7 +303,7 @@ def _visible_devices(resolved: Resolved, pool: PoolSpec, devices: Sequence[int])
     if max(numbers) >= len(names):
         raise SpecError(
             f"pool '{pool.name}' takes GPU {max(numbers)} of this machine, and CUDA_VISIBLE_DEVICES is {given!r} "
-            "(rule: GPUs of all pools, counted from 0, are among those that it names)",
+            "(rule: it names the GPUs of all pools, counted from 0)",
             remedy="make more GPUs visible, or lower the pools' counts",
         )
     return ",".join(names[number] for number in numbers)

@@ -103,9 +103,9 @@ def _with_engines(
     if train is not None and trainer is not None:
         train = replace(train, pool=trainer.pool, devices=trainer.devices)
     problem = replace(problem, domains=with_measured_work(problem.domains, work), fixed=fixed, train=train)
-    found = solve(problem)
-    if isinstance(found, Infeasible):
-        return found.message
+    solution = solve(problem)
+    if isinstance(solution, Infeasible):
+        return solution.message
     used = Counter(a.pool for a in (*others, *placed) for _ in a.devices)
     return replace(
         resolved,
@@ -115,9 +115,9 @@ def _with_engines(
             assignments=(*placed, *others),
             idle={name: pool.count - used[name] for name, pool in pools.items()},
             usd_per_hour=sum((used[n] if p.rented else p.count) * p.usd_per_device_hour for n, p in pools.items()),
-            rates={"trajectories": float(found.rate)},
-            binds="; ".join(found.binds) or plan.binds,
-            placement=found,
+            rates={"trajectories": float(solution.rate)},
+            binds="; ".join(solution.binds) or plan.binds,
+            placement=solution,
         ),
     )
 

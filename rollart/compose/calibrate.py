@@ -180,8 +180,8 @@ def fit_machine(
     )
     alone = _fit_weights([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
     # Beside an engine the same work takes longer: caches and memory are shared.
-    beside = _average([r.train.cpu_s / _predicted_cpu_s(alone, r.train) for r in runs])
-    update, token, action = (beside * weight for weight in alone)
+    slowdown = _average([r.train.cpu_s / _predicted_cpu_s(alone, r.train) for r in runs])
+    update, token, action = (slowdown * weight for weight in alone)
     trajectory, turn, sampled = _fit_weights(
         [controller_features(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
     )

@@ -340,14 +340,14 @@ class HostProgram:
         try:
             address = str(await self._program.call("start", []))
         except OSError as error:
-            why = f"{error.strerror or error}: {error.filename}"
-            raise SpecError(f"environments.python: {why}", remedy="name an interpreter that is there") from None
+            reason = f"{error.strerror or error}: {error.filename}"
+            raise SpecError(f"environments.python: {reason}", remedy="name an interpreter that is there") from None
         connection = await HostConnection.open(self._name, address, self._token)
         for domain, problem in connection.problems.items():
             await connection.aclose()
             raise SpecError(
                 f"environment of domain '{domain}': {problem} (on {self._name})",
-                remedy="mend environment_args, or install what it needs where environments.python points to "
+                remedy="mend environment_args, or install its dependencies where environments.python points to "
                 "(pip install 'rollart[envs]')",
             )
         return connection

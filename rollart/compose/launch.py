@@ -204,7 +204,7 @@ async def _restore_newest(directory: Path, context: RunContext, recovered: Recov
             damage = damage or f"{path} is not complete on disk"
             continue
         if recovered.stamps.get(version, weights.stamp) != weights.stamp:
-            damage = damage or f"{path} holds other weights than those that were published as v{version}"
+            damage = damage or f"{path} holds other weights than were published as v{version}"
             continue
         try:
             await context.trainer.resume(weights)
@@ -226,7 +226,7 @@ def _refuse_lost_ledger(directory: Path, context: RunContext) -> None:
     if newest > 0:
         raise StorageFailed(
             f"the ledger of {directory} knows of no version, but v{newest} of its weights is there: the ledger, or its "
-            "-wal file, was lost (rule: a run goes on from what its ledger says)",
+            "-wal file, was lost (rule: a run resumes from its ledger)",
             remedy="restore ledger.sqlite and ledger.sqlite-wal from a backup, or start a new run",
         )
 

@@ -102,7 +102,7 @@ def refuse_lending(resolved: Resolved) -> None:
     if resolved.run.rollout.lending is not None:
         raise SpecError(
             "rollout.lending is given, and the embedded trainer takes no other devices (rule: in simulations)",
-            remedy="leave rollout.lending out, or see what it would gain with `rollart simulate`",
+            remedy="leave rollout.lending out, or see its gain with `rollart simulate`",
         )
 
 

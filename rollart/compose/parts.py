@@ -150,7 +150,7 @@ class AttachedEngine:
             raise PartDied(
                 self._id,
                 f"{self._url} was started with other options: {'; '.join(wrong)}",
-                remedy="`rollart launch --dry-run` prints those that it needs",
+                remedy="`rollart launch --dry-run` prints the required ones",
             )
         if self._local is not None:
             await self._local(weights)  # pulled before the engine is paused

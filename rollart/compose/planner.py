@@ -121,10 +121,10 @@ class PlacementPlanner:
     async def reflow(self, observed: FleetObservation) -> Routes:
         """Solve the flows of the serving engines. Raises `RunFailed` if they can carry no flow at all."""
         problem = replace(self._updated(observed), fixed=self._serving(observed))
-        found = await self._in_thread(_solve, problem)
-        if isinstance(found, Infeasible):
-            raise RunFailed(f"no flows for the engines that serve: {found.message}")
-        self._found, self._routes = found, routes_of(problem, found)
+        placement = await self._in_thread(_solve, problem)
+        if isinstance(placement, Infeasible):
+            raise RunFailed(f"no flows for the engines that serve: {placement.message}")
+        self._found, self._routes = placement, routes_of(problem, placement)
         return self._routes
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
@@ -135,7 +135,7 @@ class PlacementPlanner:
         """Compute in a thread. `RunFailed` while the previous computation runs: a caller that gave up on it cannot stop
         it, and a second one would take more CPU time from the run."""
         if self._computing is not None and not self._computing.done():
-            raise RunFailed("the planner still computes what it was asked before")
+            raise RunFailed("the planner still computes its previous request")
         computing = asyncio.get_running_loop().run_in_executor(None, compute, argument)
         computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have given up
         self._computing = computing

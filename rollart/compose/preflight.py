@@ -77,7 +77,7 @@ PARENT_DEATH_MODULE = "rollart.adapters.clusters.pdeathsig"
 PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
 """Seconds to wait for a port in use, and between tries: parts end within 3 s of their controller."""
 
-INSTALL_REMEDY = "install what it needs where environments live: see docs/environments.md"
+INSTALL_REMEDY = "install its dependencies where environments live: see docs/environments.md"
 
 
 def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
@@ -288,8 +288,8 @@ def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
     with _spec_directory_on_path(specs.base):
         found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
         if _checks_in_process(specs):
-            troubles = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
-            found += [_locate_problem(specs, trouble) for trouble in troubles]
+            problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
+            found += [_locate_problem(specs, problem) for problem in problems]
     if not _checks_in_process(specs) and not _runs_remotely(specs):
         found += _check_on_host_interpreter(specs, quick)
     if not found:
@@ -360,23 +360,23 @@ def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFindi
         yield SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy)
 
 
-def _locate_problem(specs: Resolved | Specs, trouble: EnvironmentProblem) -> SpecFinding:
+def _locate_problem(specs: Resolved | Specs, problem: EnvironmentProblem) -> SpecFinding:
     """The problem, located at the responsible key of the specs."""
-    if not trouble.domain:
-        at: tuple[str | int, ...] = ("cluster", "environments", "images_args" if trouble.argument else "images")
-        message, remedy = f"environments.images: {trouble.message}", ""
+    if not problem.domain:
+        key: tuple[str | int, ...] = ("cluster", "environments", "images_args" if problem.argument else "images")
+        message, remedy = f"environments.images: {problem.message}", ""
     else:
-        index = next(i for i, d in enumerate(specs.run.domains) if d.name == trouble.domain)
-        at = ("run", "domains", index, "environment_args" if trouble.argument else "environment")
-        message = f"environment of domain '{trouble.domain}': {trouble.message}"
+        index = next(i for i, d in enumerate(specs.run.domains) if d.name == problem.domain)
+        key = ("run", "domains", index, "environment_args" if problem.argument else "environment")
+        message = f"environment of domain '{problem.domain}': {problem.message}"
         remedy = INSTALL_REMEDY if "ModuleNotFoundError" in message or "ImportError" in message else ""
     if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
         remedy = "environments.python is for hosts: set environments.workers to 1 or more"
-    if trouble.argument == WARM_START_ARGUMENT:
-        number = _warm_start_domains(specs).index(trouble.domain)
-        return SpecFinding(("run", "warm_start", "domains", number), f"warm_start.domains: {trouble.message}")
-    named = trouble.argument not in ("", "*")
-    return SpecFinding((*at, trouble.argument) if named else at, message, remedy, key=named)
+    if problem.argument == WARM_START_ARGUMENT:
+        number = _warm_start_domains(specs).index(problem.domain)
+        return SpecFinding(("run", "warm_start", "domains", number), f"warm_start.domains: {problem.message}")
+    named = problem.argument not in ("", "*")
+    return SpecFinding((*key, problem.argument) if named else key, message, remedy, key=named)
 
 
 def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
@@ -406,10 +406,10 @@ def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iter
             key,
         )
         return
-    troubles, where = _parse_check_output(done.stdout, quick)
-    yield from (_locate_problem(specs, trouble) for trouble in troubles)
+    problems, where = _parse_check_output(done.stdout, quick)
+    yield from (_locate_problem(specs, problem) for problem in problems)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
         code = done.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])[:300]
@@ -452,20 +452,20 @@ def _interrupted_check(specs: Resolved | Specs, where: str | None, how: str, key
 
 def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
     """The problems found, and the last step of the check; None if it did not begin."""
-    troubles, where = [], None
+    problems, where = [], None
     for line in output.splitlines():
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError:  # a truncated line
             break
         if "trouble" in message:
-            troubles.append(EnvironmentProblem(*message["trouble"]))
+            problems.append(EnvironmentProblem(*message["trouble"]))
         elif "quick" in message:
             if quick is not None:
                 quick.add(message["quick"])
         else:
             where = str(message["looking"])
-    return troubles, where
+    return problems, where
 
 
 def _text(output: bytes | str | None) -> str:

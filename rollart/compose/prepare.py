@@ -381,5 +381,5 @@ async def _produce(function: str, producer: str, directory: Path, seed: int) -> 
             await process.wait()
         raise
     if process.returncode != 0:
-        lines = stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        lines = stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
         raise PartDied(f"artefact of function '{function}'", f"{producer} failed: {lines[-1][:300]}")

@@ -91,7 +91,7 @@ def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
             clients.close()
     entries = lambda_prices(*products_of(answers), where)
     if not entries:
-        raise ProviderError(f"AWS told no price of Lambda in {where}", remedy="check the region")
+        raise ProviderError(f"AWS lists no price of Lambda in {where}", remedy="check the region")
     return entries
 
 

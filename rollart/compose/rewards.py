@@ -32,7 +32,7 @@ class RunRewards:
     (`why`)."""
 
     packages: tuple[Package, ...]
-    beside: Mapping[str, InlineScorer] = field(default_factory=dict)
+    stateful: Mapping[str, InlineScorer] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -67,14 +67,14 @@ def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
 
 def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> RunRewards:
     """Build the package of every function; `SpecError` for problems in its source."""
-    packed, beside, why, base = [], {}, {}, Path(resolved.base)
+    packed, stateful, why, base = [], {}, {}, Path(resolved.base)
     for function in resolved.run.functions:
         try:
             packed.append(_package(function, artefacts.get(function.name, ()), base))
         except NotOffloadable as refused:
-            beside[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
+            stateful[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
             why[function.name] = "; ".join(refused.reasons)
-    return RunRewards(tuple(packed), beside, why)
+    return RunRewards(tuple(packed), stateful, why)
 
 
 def function_packages(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:

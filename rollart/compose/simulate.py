@@ -86,7 +86,7 @@ class SimulationResult:
     steps: tuple[StepTrace, ...]
     moved: tuple[VersionTransfer, ...]
     directory: Path
-    trouble: ObservedFaults | None = None
+    observed_faults: ObservedFaults | None = None
     """Losses from the fault plan."""
 
 
@@ -138,8 +138,8 @@ async def _main(
 ) -> SimulationResult:
     loop = asyncio.get_running_loop()
     recording = None if replay is None else replay.recording
-    trouble = SimulationFaults(faults or FaultPlanSpec(), resolved, seed)
-    wanted, machines = resolved, trouble.machines
+    simulation_faults = SimulationFaults(faults or FaultPlanSpec(), resolved, seed)
+    wanted, machines = resolved, simulation_faults.machines
     resolved = resolved if machines is None else fit_to_devices(resolved, machines.there())
     world = _ModelledCluster(resolved, replay)
     config = {**resolved.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
@@ -147,10 +147,13 @@ async def _main(
         functions = with_function_faults(function_behaviours(resolved, recording), faults)
         scoring = SimulatedFunctions(functions, resolved, ledger, seed)
         async with scoring as rewarder:
-            hosts = simulated_environment_hosts(resolved, trouble, wanted)
+            hosts = simulated_environment_hosts(resolved, simulation_faults, wanted)
             nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
             run = ModelledRun(
-                [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
+                [
+                    _domain(resolved, n, seed, replay, simulation_faults, hosts)
+                    for n in range(len(resolved.run.domains))
+                ],
                 world.engines(),
                 world.trainer(),
                 world.trained_by(),
@@ -163,16 +166,16 @@ async def _main(
                 nodes=nodes,
                 on_step=on_step,
                 help=world.help,
-                beside=trouble.background_tasks,
+                beside=simulation_faults.background_tasks,
                 hosts=hosts,
                 keepers=None if nodes is None else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
                 restart_s=trainer_start_s(resolved),
             )
-            trouble.begin(run, world.links(), scoring.machines)
+            simulation_faults.begin(run, world.links(), scoring.machines)
             await run.run()
         moved = tuple(world.transfer.moved.values())
         return SimulationResult(
-            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.losses(run)
+            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, simulation_faults.losses(run)
         )
 
 
@@ -359,11 +362,11 @@ class _ModelledCluster:
 
 def _unknown_speed(resolved: Resolved) -> SpecError:
     notes = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
-    why = notes[0].removeprefix("no plan: ") if notes else "nothing says how fast its devices are"
+    why = notes[0].removeprefix("no plan: ") if notes else "the speed of its devices is unknown"
     return SpecError(
         f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
-        remedy="name another --cluster; or say how fast its CPUs are (devices: [{name: cpu, tflops_bf16: …, "
-        "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` what it recorded",
+        remedy="name another --cluster; or give the speed of its CPUs (devices: [{name: cpu, tflops_bf16: …, "
+        "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` the recorded run",
     )
 
 
@@ -372,7 +375,7 @@ def _domain(
     number: int,
     seed: int,
     replay: ReplayPlan | None,
-    trouble: SimulationFaults,
+    simulation_faults: SimulationFaults,
     hosts: ModelledHosts | None,
 ) -> Domain:
     spec = resolved.run.domains[number]
@@ -382,8 +385,8 @@ def _domain(
         seed=seed,
         name=spec.name,
         solved=solved,
-        hosts=trouble.hosts,
-        faults=trouble.resets,
+        hosts=simulation_faults.hosts,
+        faults=simulation_faults.resets,
     )
     if hosts is not None:
         hosts.make[spec.name] = world.on

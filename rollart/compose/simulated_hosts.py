@@ -22,13 +22,11 @@ UNLIMITED_EPISODES = 1_000_000
 """Capacity of a host that exists only in a fault plan, in episodes: unlimited."""
 
 
-def simulated_environment_hosts(
-    resolved: Resolved, trouble: SimulationFaults, wanted: Resolved
-) -> ModelledHosts | None:
+def simulated_environment_hosts(resolved: Resolved, faults: SimulationFaults, wanted: Resolved) -> ModelledHosts | None:
     """None if environments live in the controller and faults cannot hit them. `wanted`: the run with its whole plan.
     Hosts that exist only in a fault plan are on no machine."""
     spec, count = resolved.cluster.environments, host_count(resolved)
-    if not count and not trouble.affects_hosts:
+    if not count and not faults.affects_hosts:
         return None
     limits = HostLimits(
         per_host=spec.per_worker if count else UNLIMITED_EPISODES,
@@ -37,32 +35,34 @@ def simulated_environment_hosts(
         call_s=resolved.run.leases.env_step_s,
         pull_s=spec.pull_s,
     )
-    hosts = ModelledHosts(trouble.hosts, {}, limits)
-    if count and trouble.machines is not None:
-        _on_machines(hosts, trouble.machines, resolved, wanted)
+    hosts = ModelledHosts(faults.hosts, {}, limits)
+    if count and faults.machines is not None:
+        _on_machines(hosts, faults.machines, resolved, wanted)
     return hosts
 
 
 def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
     """Place hosts as in a real run: on the cores of their assignment, or without any, beside other parts."""
     assignments, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
-    beside = cpu_pool(resolved, resolved.cluster.environments.pool).name
+    pool = cpu_pool(resolved, resolved.cluster.environments.pool).name
 
     async def room(name: str) -> HostReservation:
         with assignments.assigned(name, hosts.fleet.where(), machines.there()) as given:
             if given is None:
-                found = HostReservation(machines, beside, 0)
+                reservation = HostReservation(machines, pool, 0)
             else:
                 first = machine_name(wanted, given.pool, given.devices[0])
-                found = HostReservation(machines, given.pool, len(given.devices), first)
+                reservation = HostReservation(machines, given.pool, len(given.devices), first)
             try:
                 async with asyncio.timeout(limit):
-                    await found.found()
+                    await reservation.found()
             except BaseException as error:
-                found.leave()
+                reservation.leave()
                 if not isinstance(error, TimeoutError):
                     raise
-                raise UsageError(f"no machine of pool '{found.pool}' had room for {name} within {limit:g} s") from None
-        return found
+                raise UsageError(
+                    f"no machine of pool '{reservation.pool}' had room for {name} within {limit:g} s"
+                ) from None
+        return reservation
 
     hosts.room, hosts.count, hosts.later = room, host_count(resolved), assignments.first_unplanned

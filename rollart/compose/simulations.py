@@ -173,8 +173,8 @@ def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -
     with LedgerReader(done.directory) as reader:
         rows = collect(reader, done.directory.name)
         faults = None
-        if done.trouble is not None:
-            faults = fault_cost(rows, reader.events(INFRA_FAULT), done.trouble)
+        if done.observed_faults is not None:
+            faults = fault_cost(rows, reader.events(INFRA_FAULT), done.observed_faults)
         drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
     steps = [
         StepTimes(s.ended, s.waited_s, s.trained - s.began, s.ended - s.trained, s.trajectories, s.tokens)

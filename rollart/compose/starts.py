@@ -83,7 +83,7 @@ class StartWatcher:
             if (took > self._limits.seconds and now - last_output > LOG_SILENCE_S) or now >= last:
                 raise PartDied(
                     program.name,
-                    f"was not ready after {took:.0f} s, and has said nothing new for {now - last_output:.0f} s; its "
+                    f"was not ready after {took:.0f} s, and has logged nothing new for {now - last_output:.0f} s; its "
                     f"last line: {line or 'none'}",
                     remedy="see its log; leases.engine_start_s gives it longer",
                 )

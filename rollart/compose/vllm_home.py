@@ -91,7 +91,7 @@ def vllm_home(python: str) -> VllmInstallation:
     try:
         return VllmInstallation(*json.loads(found.stdout.splitlines()[-1]))
     except (ValueError, TypeError, IndexError):
-        stderr = found.stderr.strip().splitlines() or ["it said nothing"]
+        stderr = found.stderr.strip().splitlines() or ["it printed nothing"]
         raise UsageError(
             f"{python} is no interpreter that vLLM could run under: {stderr[-1][:200]}",
             remedy=f"mend engines.vllm.python or {PYTHON_VARIABLE}",
@@ -120,7 +120,7 @@ def refuse_without_vllm(resolved: Resolved) -> None:
         raise UsageError(f"{python} has vLLM {installation.version} without rollart's plugin", remedy=PLUGIN_REMEDY)
     if not installation.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
         raise UsageError(
-            f"{python} has no nixl, by which prefill engines hand over to those that decode",
+            f"{python} has no nixl, which prefill engines need to hand KV to decode engines",
             remedy="pip install nixl into vLLM's environment, or plan engines that do both",
         )
 

@@ -203,7 +203,7 @@ class RunContext:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(RewardFunctions(offload, rewards.beside), plan)
+                self.rewarder = OffloadRewarder(RewardFunctions(offload, rewards.stateful), plan)
                 scheduler = self.control.scheduler
                 scaling = make_scaler(
                     self.resolved,

@@ -197,7 +197,7 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
             continue
         try:
             if _digest(path / name, False) != digest:
-                raise VersionDamaged(f"{path / name} is damaged: its sha256 is not the one that was published")
+                raise VersionDamaged(f"{path / name} is damaged: its sha256 differs from the published one")
         except FileNotFoundError as error:
             raise VersionDamaged(f"{path / name} is not there") from error
         except OSError as error:

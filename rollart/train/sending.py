@@ -202,7 +202,7 @@ class BroadcastSender:
             except RuntimeError:
                 pass
             found.setdefault(
-                member, {"error": "the broadcast broke off" if broken else "it did not say that it has all"}
+                member, {"error": "the broadcast broke off" if broken else "it did not confirm the whole version"}
             )
         return found
 

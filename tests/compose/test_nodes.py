@@ -112,14 +112,14 @@ def test_a_machine_that_gives_notice_is_left_before_it_goes(
 ) -> None:
     leaves = {"parts": ["machine-wide-0"], "at_s": 50, "warning_s": 28}
     seen = played(request.getfixturevalue(name), tmp_path, leaves)
-    assert seen.trouble is not None
-    assert seen.trouble.outages == {"machine": 1}
+    assert seen.observed_faults is not None
+    assert seen.observed_faults.outages == {"machine": 1}
     assert [e.t for e in told(tmp_path, "node_leaving", "node_lost")] == [22.0, 50.0]
     drained = told(tmp_path, "engine_drained")
     assert len(drained) == 2
     assert all(22.0 <= e.t < 50.0 and not e.fields["cut_short"] for e in drained)
     assert drained[-1].t > 22.0, "a turn was under way"
-    assert seen.trouble.lost_tokens == 0
+    assert seen.observed_faults.lost_tokens == 0
     assert told(tmp_path, "engine_lost") == [], "nobody was there any more"
 
 

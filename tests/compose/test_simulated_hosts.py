@@ -39,8 +39,8 @@ def test_hosts_follow_machines_through_a_run(on_cores: Resolved, tmp_path: Path)
     dies = {"parts": ["machine-cores-1"], "at_s": 25}
     leaves = {"parts": ["machine-cores-0"], "at_s": 100, "warning_s": 60}
     done = played(on_cores, tmp_path, late, dies, leaves, steps=3)
-    assert done.trouble is not None
-    assert done.trouble.outages == {"machine": 2}
+    assert done.observed_faults is not None
+    assert done.observed_faults.outages == {"machine": 2}
     started = [(e.t, e.subject) for e in told(tmp_path, "host_started")]
     assert started == [
         *((0.0, f"environment-{n}") for n in range(4)),
