@@ -104,20 +104,22 @@ class GraphDecoder:
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """Capture the step as a graph. None, now and in future, if this device or driver cannot."""
-        here = torch.cuda.current_stream()
+        current_stream = torch.cuda.current_stream()
         try:
-            aside = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
+            capture_stream = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
+            capture_stream.wait_stream(current_stream)
+            with torch.cuda.stream(capture_stream):
                 for _ in range(WARM_UPS):  # harmless: they write the same values as the step
                     self._run(rows, length)
-            here.wait_stream(aside)
+            current_stream.wait_stream(capture_stream)
             graph = torch.cuda.CUDAGraph()
             # Checks only this thread: the server's other threads may copy KV during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._run(rows, length)
         except RuntimeError as error:
-            torch.cuda.set_stream(here)  # a capture that fails at its end leaves the thread on the capture's stream
+            torch.cuda.set_stream(
+                current_stream
+            )  # a capture that fails at its end leaves the thread on the capture's stream
             self._capture = False
             self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
             return None

@@ -238,8 +238,8 @@ class Driver:
             elif (piece := self.runner.piece(job)) is not None:
                 job.on_piece(piece)
 
-    def _settle(self, over: Sequence[FinishedJob]) -> None:
-        for finished in over:
+    def _settle(self, finished_jobs: Sequence[FinishedJob]) -> None:
+        for finished in finished_jobs:
             name = finished.job.request.request_id
             entry = self._deliver.get(name)
             if entry is not None and entry[0] is finished.job:

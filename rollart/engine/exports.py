@@ -46,7 +46,7 @@ class KvExports:
         self._now, self._limit, self._files = now, limit_bytes, files
         self._entries: OrderedDict[str, KvExport] = OrderedDict()
         self._sessions: dict[str, str] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._removal_reasons: OrderedDict[str, str] = OrderedDict()
         self.bytes = 0
         self.expired = self.dropped = self.taken = self.exported_bytes = 0
 
@@ -67,7 +67,7 @@ class KvExports:
             self.sweep()
         while self.bytes + export.size > self._limit:
             self._drop(next(iter(self._entries)), "it was the oldest when room ran out")
-        self._gone.pop(export.request_id, None)
+        self._removal_reasons.pop(export.request_id, None)
         self._entries[export.request_id] = export
         if export.session:
             self._sessions[export.session] = export.request_id
@@ -82,7 +82,7 @@ class KvExports:
             self._expire(request_id)
             export = None
         if export is None:
-            return self._gone.get(request_id, "it was never here")
+            return self._removal_reasons.get(request_id, "it was never here")
         return export if export.token == token else "the token is not that of the export"
 
     def take(self, export: KvExport) -> bytes | mmap.mmap | None:
@@ -103,10 +103,10 @@ class KvExports:
         if session in self._sessions:
             self._drop(self._sessions[session], "its session ended")
 
-    def clear(self, why: str) -> None:
+    def clear(self, reason: str) -> None:
         """Drop all exports, because the weights were replaced or the cache is reset."""
         for name in list(self._entries):
-            self._drop(name, why)
+            self._drop(name, reason)
 
     def sweep(self) -> None:
         """Remove exports whose lease ended, and those whose file another engine took."""
@@ -123,9 +123,9 @@ class KvExports:
         self.expired += 1
         self._forget(self._pop(name), "its lease ended")
 
-    def _drop(self, name: str, why: str) -> None:
+    def _drop(self, name: str, reason: str) -> None:
         self.dropped += 1
-        self._forget(self._pop(name), why)
+        self._forget(self._pop(name), reason)
 
     def _pop(self, name: str) -> KvExport:
         export = self._entries.pop(name)
@@ -134,13 +134,13 @@ class KvExports:
             del self._sessions[export.session]
         return export
 
-    def _forget(self, export: KvExport, why: str) -> None:
+    def _forget(self, export: KvExport, reason: str) -> None:
         if export.file and self._files is not None:
             self._files.remove(export.file)
-        self._remember(export.request_id, why)
+        self._remember(export.request_id, reason)
 
-    def _remember(self, name: str, why: str) -> None:
-        self._gone[name] = why
-        self._gone.move_to_end(name)
-        if len(self._gone) > MAX_REMEMBERED_REASONS:
-            self._gone.popitem(last=False)
+    def _remember(self, name: str, reason: str) -> None:
+        self._removal_reasons[name] = reason
+        self._removal_reasons.move_to_end(name)
+        if len(self._removal_reasons) > MAX_REMEMBERED_REASONS:
+            self._removal_reasons.popitem(last=False)

@@ -209,8 +209,10 @@ class KvHandoffs:
             self._aborted.discard(name)
         if aborted:  # just as the KV arrived
             return False
-        by = self.pulled[transport]
-        by.pulls, by.bytes, by.seconds = by.pulls + 1, by.bytes + job.imported.size, by.seconds + loop.time() - began
+        counters = self.pulled[transport]
+        counters.pulls += 1
+        counters.bytes += job.imported.size
+        counters.seconds += loop.time() - began
         return True
 
     async def _pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
@@ -306,9 +308,9 @@ async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], Non
         raise
 
 
-def _discard(files: SharedKvFiles | None, place: str) -> None:
-    if files is not None and place:
-        files.remove(place)
+def _discard(files: SharedKvFiles | None, location: str) -> None:
+    if files is not None and location:
+        files.remove(location)
 
 
 def _error_text(body: bytes) -> str:

@@ -78,10 +78,10 @@ def refuse_invalid(job: EngineJob, *, vocab: int, context: int) -> None:
         raise _refused(f"top_p is {s.top_p}, it must be in (0, 1]")
 
 
-def _refuse_ids(what: str, ids: npt.NDArray[np.int64], vocab: int) -> None:
+def _refuse_ids(name: str, ids: npt.NDArray[np.int64], vocab: int) -> None:
     if ids.min() < 0 or ids.max() >= vocab:
         bad = int(ids[(ids < 0) | (ids >= vocab)][0])
-        raise _refused(f"{what} holds token id {bad}, the vocabulary has {vocab}")
+        raise _refused(f"{name} holds token id {bad}, the vocabulary has {vocab}")
 
 
 def _refused(message: str, remedy: str = "") -> EngineError:

@@ -85,11 +85,11 @@ class Network:
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors that are not this architecture's, before anything is overwritten."""
-        for name, want in self.shapes():
+        for name, expected in self.shapes():
             if name not in tensors:
                 raise UsageError(f"the checkpoint has no tensor {name}")
-            if tuple(tensors[name].shape) != want:
-                raise UsageError(f"tensor {name} has shape {tuple(tensors[name].shape)}, the model needs {want}")
+            if tuple(tensors[name].shape) != expected:
+                raise UsageError(f"tensor {name} has shape {tuple(tensors[name].shape)}, the model needs {expected}")
 
     def staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A checkpoint's tensors in the form that `load` copies fastest. For a GPU they are converted here, on the

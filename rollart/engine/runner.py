@@ -111,12 +111,12 @@ class Runner:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[FinishedJob]:
         """End these requests (all if None) with their tokens so far. Unknown ids are ignored."""
-        over = []
+        ended_jobs = []
         for name in [*self._waiting, *self._running] if request_ids is None else request_ids:
             job = self._waiting.pop(name, None) or self._running.get(name)
             if job is not None:
-                over.append(self._finish(job, FinishReason.ABORT))
-        return over
+                ended_jobs.append(self._finish(job, FinishReason.ABORT))
+        return ended_jobs
 
     def release(self, session: str) -> bool:
         """Free a session's idle prefix; False if it holds none."""
@@ -171,10 +171,10 @@ class Runner:
     def step(self) -> list[FinishedJob]:
         """Admit requests that fit, compute one forward pass, sample. Returns the requests that ended."""
         began = time.perf_counter()
-        over = self._sample_imported(self._admit())
-        slots = self._choose()
+        ended_jobs = self._sample_imported(self._admit())
+        slots = self._select_slots()
         if not len(slots):
-            return over
+            return ended_jobs
         table = self.table
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
@@ -185,24 +185,28 @@ class Runner:
         if not whole.all():  # a chunk of a long prompt: nothing to sample yet
             logits, slots = logits.index_select(0, to_device(np.flatnonzero(whole), logits.device)), slots[whole]
         if len(slots):
-            over += self._sample(logits, slots)
+            ended_jobs += self._sample(logits, slots)
         new = end - start
-        self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
-        return over
+        self._account_time(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
+        return ended_jobs
 
     def _logits(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints | None]:
         """As `_forward`; the order None means that of `slots`. On a GPU, decoding rows use the graph even beside
         prefills: attention over gathered copies of their KV would cost more than reading the weights twice."""
         if self.decoder is None:
             return self._forward(slots, start, end)
-        one = end - start == 1
-        if not one.any():
+        decoding = end - start == 1
+        if not decoding.any():
             return self._forward(slots, start, end)
-        decoded = self.decoder.step(self.table.tokens[slots[one], start[one]], start[one], slots[one])
-        if one.all():
+        decoded = self.decoder.step(
+            self.table.tokens[slots[decoding], start[decoding]], start[decoding], slots[decoding]
+        )
+        if decoding.all():
             return decoded, None
-        logits, order = self._forward(slots[~one], start[~one], end[~one])
-        return torch.cat((decoded, logits)), np.concatenate((np.flatnonzero(one), np.flatnonzero(~one)[order]))
+        logits, order = self._forward(slots[~decoding], start[~decoding], end[~decoding])
+        return torch.cat((decoded, logits)), np.concatenate(
+            (np.flatnonzero(decoding), np.flatnonzero(~decoding)[order])
+        )
 
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
         """Compute the tokens [start, end) of each slot; returns logits after each slot's last token, and the order of
@@ -307,23 +311,23 @@ class Runner:
             tuple(self.table.tokens[at].tolist()), tuple(self.table.logprobs[at].tolist()), self.version, self.stamp
         )
 
-    def _choose(self) -> Ints:
+    def _select_slots(self) -> Ints:
         """The slots of this step: all decoding ones, and prefills in order of arrival up to the token budget."""
         table = self.table
         slots = table.active()
         suffix = table.known[slots] - table.kv[slots]
-        filling = slots[suffix > 1]
-        if not len(filling) or int(suffix.sum()) <= self._step_tokens:
+        prefilling = slots[suffix > 1]
+        if not len(prefilling) or int(suffix.sum()) <= self._step_tokens:
             return slots
-        filling = filling[np.argsort(table.arrival[filling])]
-        ahead = np.cumsum(table.known[filling] - table.kv[filling])
-        fits = max(1, int(np.searchsorted(ahead, self._step_tokens, side="right")))
-        return np.concatenate((slots[suffix == 1], filling[:fits]))
+        prefilling = prefilling[np.argsort(table.arrival[prefilling])]
+        cumulative = np.cumsum(table.known[prefilling] - table.kv[prefilling])
+        fits = max(1, int(np.searchsorted(cumulative, self._step_tokens, side="right")))
+        return np.concatenate((slots[suffix == 1], prefilling[:fits]))
 
     def _sample(self, logits: Tensor, slots: Ints) -> list[FinishedJob]:
         """Draw one token for each row of the logits and end the requests that are complete."""
         table = self.table
-        jobs = [self._at(slot) for slot in slots.tolist()]
+        jobs = [self._job_at(slot) for slot in slots.tolist()]
         allowed = [job.allowed for job in jobs]
         at = table.known[slots]
         rows = SamplingRows(
@@ -390,12 +394,12 @@ class Runner:
         block = self.cache.export(job.slot, tokens, self.version, start=start)
         return dataclasses.replace(block, logits=job.logits) if job.export else block
 
-    def _at(self, slot: int) -> EngineJob:
+    def _job_at(self, slot: int) -> EngineJob:
         job = self._by_slot[slot]
         assert job is not None
         return job
 
-    def _charge(self, seconds: float, *, decoded: int, total: int) -> None:
+    def _account_time(self, seconds: float, *, decoded: int, total: int) -> None:
         """Split a step's time between prefill and decode by tokens: they share one forward pass."""
         self.steps += 1
         self.decode_seconds += seconds * decoded / total

@@ -37,7 +37,7 @@ class SharedKvFiles:
         if not Path(base).is_dir():
             raise FileNotFoundError(f"{base} is not a directory")
         self.root = Path(base) / f"rollart-kv-{os.geteuid()}"
-        self._own: Path | None = None
+        self._directory: Path | None = None
         self._alive: int | None = None
         if self.root.exists():
             self._check()
@@ -45,8 +45,8 @@ class SharedKvFiles:
 
     def write(self, parts: Iterable[memoryview]) -> str:
         """Write a new file; returns its path relative to the root. OSError if memory is full; no file remains then."""
-        own = self._own or self._claim()
-        path = own / secrets.token_hex(16)
+        directory = self._directory or self._claim()
+        path = directory / secrets.token_hex(16)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
@@ -56,13 +56,13 @@ class SharedKvFiles:
         except OSError:
             path.unlink()
             raise
-        return f"{own.name}/{path.name}"
+        return f"{directory.name}/{path.name}"
 
-    def take(self, place: str) -> mmap.mmap | None:
+    def take(self, location: str) -> mmap.mmap | None:
         """Map a file and unlink it. None if it does not exist, or is not a regular file of this user."""
-        if not LOCATION_PATTERN.fullmatch(place):
+        if not LOCATION_PATTERN.fullmatch(location):
             return None
-        path = self.root / place
+        path = self.root / location
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -78,14 +78,14 @@ class SharedKvFiles:
         finally:
             os.close(handle)
 
-    def holds(self, place: str) -> bool:
+    def holds(self, location: str) -> bool:
         """True if the file was not taken yet."""
-        return (self.root / place).exists()
+        return (self.root / location).exists()
 
-    def remove(self, place: str) -> None:
-        if LOCATION_PATTERN.fullmatch(place):
+    def remove(self, location: str) -> None:
+        if LOCATION_PATTERN.fullmatch(location):
             with suppress(OSError):
-                os.unlink(self.root / place)
+                os.unlink(self.root / location)
 
     def sweep(self) -> None:
         """Remove the directories of dead engines. Skipped while another engine sweeps."""
@@ -93,28 +93,28 @@ class SharedKvFiles:
             return
         with suppress(OSError), _locked(self.root / "lock"):
             for directory in self.root.iterdir():
-                if directory != self._own and directory.is_dir():
+                if directory != self._directory and directory.is_dir():
                     with suppress(OSError), _locked(directory / "lock"):
                         shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
         """Remove this engine's files."""
-        if self._own is not None and self._alive is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        if self._directory is not None and self._alive is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
             os.close(self._alive)
-            self._own = self._alive = None
+            self._directory = self._alive = None
 
     def _claim(self) -> Path:
         """Create this engine's directory. BlockingIOError while another engine sweeps; the next export retries."""
         with suppress(FileExistsError):
             self.root.mkdir(mode=0o700)
         self._check()
-        own = self.root / f"{os.getpid():x}-{secrets.token_hex(6)}"
+        directory = self.root / f"{os.getpid():x}-{secrets.token_hex(6)}"
         with _locked(self.root / "lock"):  # no sweep can run before the new directory is locked
-            own.mkdir(mode=0o700)
-            self._alive = _lock(own / "lock")
-        self._own = own
-        return own
+            directory.mkdir(mode=0o700)
+            self._alive = _lock(directory / "lock")
+        self._directory = directory
+        return directory
 
     def _check(self) -> None:
         found = self.root.lstat()

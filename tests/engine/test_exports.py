@@ -94,7 +94,7 @@ def test_reasons_are_kept_for_a_bounded_number() -> None:
     exports = KvExports(lambda: 0.0, limit_bytes=10)
     for i in range(MAX_REMEMBERED_REASONS + 5):
         exports.put(export(f"{i}"))
-    assert len(exports._gone) == MAX_REMEMBERED_REASONS
+    assert len(exports._removal_reasons) == MAX_REMEMBERED_REASONS
     assert exports.find("0", "token") == "it was never here"
 
 
