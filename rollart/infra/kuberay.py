@@ -165,7 +165,7 @@ def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> 
 
 def _needs_volume(path: str) -> bool:
     """True if a directory is not on a volume that all pods have."""
-    return bool(path) and not any(path == at or path.startswith(f"{at}/") for at in (RUNS_AT, "/dev/shm"))
+    return bool(path) and not any(path == root or path.startswith(f"{root}/") for root in (RUNS_AT, "/dev/shm"))
 
 
 def _config_key(path: str) -> str:
@@ -190,9 +190,9 @@ def _cluster(
         spec["enableInTreeAutoscaling"] = True
         spec["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": IDLE_S, "upscalingMode": "Default"}
     needs = pods.needs
-    apart = any(g.plays for g in groups)
+    separate_hosts = any(g.plays for g in groups)
     env = [{"name": k, "value": v} for k, v in (health_environment(health_s) | dict(pods.env)).items()]
-    env += _secrets(name, (*needs.secrets, *(() if apart else needs.played)))
+    env += _secrets(name, (*needs.secrets, *(() if separate_hosts else needs.played)))
     head = _pod("ray-head", pods.of("head"), HEAD_CORES, HEAD_MEMORY_GB, env=env)
     _mount_volumes(head, name, pods, engines=False)
     if needs.cloud:

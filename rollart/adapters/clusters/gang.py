@@ -26,23 +26,23 @@ def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping
 def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
-    have = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
+    available = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
     for bundle in _bundles(gang):
         if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
-            raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {have}")
+            raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {available}")
     search = _PlacementSearch(gang, empty)
     if search.find() is None and search.steps < MAX_SEARCH_STEPS:
         deepest = search.stuck
         raise UsageError(
             f"the nodes could never hold all of it at once; there is no room beside the others for {deepest}",
-            remedy=f"the cluster has: {have}",
+            remedy=f"the cluster has: {available}",
         )
 
 
-def insufficient_capacity(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
+def insufficient_capacity(missing: Sequence[Bundle], wait_s: float) -> UsageError:
     """The error of a reservation that found no room within `wait_s`."""
     return UsageError(
-        f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, lacking))}",
+        f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, missing))}",
         remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
     )
 
@@ -69,7 +69,7 @@ class _PlacementSearch:
         self._room = {n.id: dict(n.free) for n in nodes}
         self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
         self._order = sorted(_bundles(gang), key=lambda b: -sum(b.resources.values()))
-        self._asked = {label for bundle in self._order for label in bundle.labels}
+        self._selector_labels = {label for bundle in self._order for label in bundle.labels}
         self._found: dict[str, Node] = {}
         self._depth = -1
 
@@ -108,19 +108,19 @@ class _PlacementSearch:
             fitting = [n for n in fitting if n.id in used]
         elif strategy == "STRICT_SPREAD":
             fitting = [n for n in fitting if n.id not in used]
-        alike: set[tuple[object, ...]] = set()
+        equivalents: set[tuple[object, ...]] = set()
         for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
             # Nodes with equal labels and free resources that the search has not used are interchangeable.
-            key = (tuple(sorted(self._plain(node))), tuple(sorted(self._room[node.id].items())))
-            if self._room[node.id] == node.free and key in alike:
+            key = (tuple(sorted(self._selectable_labels(node))), tuple(sorted(self._room[node.id].items())))
+            if self._room[node.id] == node.free and key in equivalents:
                 continue
-            alike.add(key)
+            equivalents.add(key)
             yield node
 
-    def _plain(self, node: Node) -> list[tuple[str, str]]:
+    def _selectable_labels(self, node: Node) -> list[tuple[str, str]]:
         """The labels that bundles select by. Other labels, such as Ray's node id, would make equal nodes look
         different."""
-        return [(label, value) for label, value in node.labels.items() if label in self._asked]
+        return [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
 
 
 def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:

@@ -87,14 +87,14 @@ class LocalRuntime:
                 self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
 
     async def release(self, group: str) -> None:
-        given = self._groups.get(group)
-        if given is None:
+        reservation = self._groups.get(group)
+        if reservation is None:
             return
-        for bundle in given.bundles:
+        for bundle in reservation.bundles:
             if any(handle.spec.bundle == bundle.name for handle in self._actors.values()):
                 raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
         del self._groups[group]
-        for bundle in given.bundles:
+        for bundle in reservation.bundles:
             _account(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
         self._notify()
 
@@ -145,10 +145,10 @@ class LocalRuntime:
                 if matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
             ]
         if not fitting:
-            have = "; ".join(f"{n.id} {dict(n.labels)} {dict(n.total)}" for n in self._nodes.values())
+            available = "; ".join(f"{n.id} {dict(n.labels)} {dict(n.total)}" for n in self._nodes.values())
             raise UsageError(
                 f"{spec.name} asks for {dict(spec.resources)} on {dict(spec.labels)}: no node could ever hold it",
-                remedy=f"the cluster has: {have}",
+                remedy=f"the cluster has: {available}",
             )
         for node in fitting:
             if all(node.free.get(k, 0.0) >= v - 1e-9 for k, v in spec.resources.items()):
@@ -216,11 +216,11 @@ class _LocalHandle:
         """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
         async with self._slots:
             incarnation = await self._alive()
-            copied, named = pickle.loads(pickle.dumps((args, kwargs)))
+            args_copy, kwargs_copy = pickle.loads(pickle.dumps((args, kwargs)))
             items = (
-                incarnation.instance.stream(method, copied, named)
+                incarnation.instance.stream(method, args_copy, kwargs_copy)
                 if isinstance(incarnation.instance, ProcessActor)
-                else getattr(incarnation.instance, method)(*copied, **named)
+                else getattr(incarnation.instance, method)(*args_copy, **kwargs_copy)
             )
             async for item in items:
                 if incarnation.died.is_set():
@@ -266,9 +266,11 @@ class _LocalHandle:
             await self._booted.wait()
 
     async def _call_once(self, incarnation: _Incarnation, method: str, args: Any, kwargs: Any) -> Any:
-        copied, named = pickle.loads(pickle.dumps((args, kwargs)))
+        args_copy, kwargs_copy = pickle.loads(pickle.dumps((args, kwargs)))
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_invoke(incarnation.instance, method, copied, named), name=f"{self.name}.{method}")
+            work = tasks.create_task(
+                _invoke(incarnation.instance, method, args_copy, kwargs_copy), name=f"{self.name}.{method}"
+            )
             death = tasks.create_task(_cancel_on(incarnation.died, work), name=f"{self.name} dies")
             try:
                 await asyncio.shield(_wait_uncancelled(work))

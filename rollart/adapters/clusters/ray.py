@@ -63,7 +63,7 @@ class RayRuntime:
         variables that Ray reads in this process, such as the path of its token."""
         self._address = address
         self._env = dict(env or {})
-        self._before: dict[str, str | None] = {}
+        self._env_before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
         self.link: RayLink = RayDriverLink()
         self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
@@ -83,7 +83,7 @@ class RayRuntime:
         """Connect. `ProviderError` if there is no cluster, or it refuses the connection."""
         address = resolve_address(self._address)
         await check_grpc_server(address)
-        self._before = {name: os.environ.get(name) for name in self._env}
+        self._env_before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         try:
             self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
@@ -170,7 +170,7 @@ class RayRuntime:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._disconnect()
-        for name, value in self._before.items():
+        for name, value in self._env_before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -201,10 +201,10 @@ class RayRuntime:
             matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
             for n in self._nodes.values()
         ):
-            have = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in self.nodes())
+            available = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in self.nodes())
             raise UsageError(
                 f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
-                remedy=f"the cluster has: {have}",
+                remedy=f"the cluster has: {available}",
             )
 
     def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
@@ -213,8 +213,8 @@ class RayRuntime:
         same one for several actors."""
         held = Counter(other.target_node for other in self._actors.values() if other is not handle)
         ids = {name: ray_id for ray_id, name in self._names.items()}
-        there = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
-        name = min(there, key=lambda name: (name in self._leaving, held[name], name))
+        candidates = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
+        name = min(candidates, key=lambda name: (name in self._leaving, held[name], name))
         return name, ids[name]
 
     def acquire_resources(self, ray_id: str, spec: ActorSpec) -> str:
@@ -230,9 +230,9 @@ class RayRuntime:
     async def poll_nodes(self) -> None:
         """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
         while a poll that began after its call was answered uses that answer: hundreds of actors may start at a time."""
-        asked = self._polls
+        polls_before = self._polls
         async with self._poll_lock:
-            if self._answered > asked:
+            if self._answered > polls_before:
                 return
             self._polls = number = self._polls + 1
             self._update_nodes(await self.link.nodes())
@@ -257,9 +257,9 @@ class RayRuntime:
             self.emit(RuntimeEvent("node_up", name))
 
     def _account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
-        there = self._nodes.get(self._names.get(ray_id, ""))
-        for name, amount in resources.items() if there is not None else ():
-            there.free[name] -= sign * amount  # type: ignore[index, union-attr]
+        node = self._nodes.get(self._names.get(ray_id, ""))
+        for name, amount in resources.items() if node is not None else ():
+            node.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
     async def _report_leaving(self) -> None:
         """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""

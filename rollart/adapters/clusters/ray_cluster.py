@@ -87,9 +87,9 @@ class PrivateCluster:
 
     async def start(self) -> str:
         """The cluster's address. `PartDied` with Ray's message if it does not start."""
-        left = self._directory / TEMPORARY
-        if left.exists():  # left by a controller that was killed
-            shutil.rmtree(left.read_text(), ignore_errors=True)
+        leftover = self._directory / TEMPORARY
+        if leftover.exists():  # left by a controller that was killed
+            shutil.rmtree(leftover.read_text(), ignore_errors=True)
         self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
         env = write_cluster_files(
             self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary, port=self._port
@@ -113,8 +113,8 @@ def write_cluster_files(
     token = directory / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    told = [_node_entry(n) for n in nodes]
-    _write(directory / NODES, {"nodes": told, "system": health_settings(health_s), "port": port})
+    entries = [_node_entry(n) for n in nodes]
+    _write(directory / NODES, {"nodes": entries, "system": health_settings(health_s), "port": port})
     (directory / TEMPORARY).write_text(temporary)
     return {**auth_environment(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -155,15 +155,15 @@ def _run_nodes(directory: Path) -> None:
     from ray.cluster_utils import Cluster
 
     cluster, raylets = Cluster(), dict[str, Any]()
-    seen = _start_new_nodes(cluster, directory, raylets)
+    modified = _start_new_nodes(cluster, directory, raylets)
     cluster.wait_for_nodes()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _end())  # in place of Ray's handlers, which drain node after node
     print(f"ready {cluster.address}", flush=True)
     while True:
         threading.Event().wait(POLL_INTERVAL_S)
-        if (directory / NODES).stat().st_mtime_ns != seen:
-            seen = _start_new_nodes(cluster, directory, raylets)
+        if (directory / NODES).stat().st_mtime_ns != modified:
+            modified = _start_new_nodes(cluster, directory, raylets)
         for process in raylets.values():
             process.poll()
 
@@ -179,17 +179,17 @@ def _start_new_nodes(cluster: Any, directory: Path, raylets: dict[str, Any]) -> 
     config = json.loads((directory / NODES).read_text())
     for node in config["nodes"]:
         if node["name"] not in raylets:
-            made = cluster.add_node(**_node_arguments(node, None if raylets else config))
-            raylets[node["name"]] = made.all_processes["raylet"][0].process
+            started = cluster.add_node(**_node_arguments(node, None if raylets else config))
+            raylets[node["name"]] = started.all_processes["raylet"][0].process
     _write(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
     return changed
 
 
 def _write(path: Path, value: Any) -> None:
     """Atomic: a concurrent reader sees the old text or the new one."""
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
-    beside.rename(path)
+    temporary_path = path.with_suffix(".new")
+    temporary_path.write_text(json.dumps(value, indent=2) + "\n")
+    temporary_path.rename(path)
 
 
 def _node_entry(node: Node) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def _descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
-    found, look = [], [pid]
-    while look:
-        below = children.get(look.pop(), [])
-        found += below
-        look += below
+    found, queue = [], [pid]
+    while queue:
+        child_pids = children.get(queue.pop(), [])
+        found += child_pids
+        queue += child_pids
     return found
 
 

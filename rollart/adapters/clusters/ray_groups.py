@@ -72,8 +72,8 @@ class RayGroups:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         for held in self._held.values():
-            for index, own in enumerate(held.group.bundles):
-                if own.name == bundle:
+            for index, candidate in enumerate(held.group.bundles):
+                if candidate.name == bundle:
                     return PlacementGroupSchedulingStrategy(held.ray, placement_group_bundle_index=index)
         raise UsageError(f"no bundle of the name {bundle!r} is reserved")
 
@@ -114,9 +114,9 @@ class RayGroups:
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
         table = await self._run_blocking(_group_table) if moved else {}
         for held in moved:
-            places = _bundle_nodes(table, held)
+            nodes_by_bundle = _bundle_nodes(table, held)
             for index, bundle in enumerate(held.group.bundles):
-                before, now = held.where[index], places[index]
+                before, now = held.where[index], nodes_by_bundle[index]
                 if before in alive or now is None or now not in alive:
                     continue
                 held.where[index] = now
@@ -127,22 +127,22 @@ class RayGroups:
         """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
         until, interval = loop.time() + hold_s, POLL_INTERVAL_S[0]
-        asked: list[_PlacementGroup] = []
+        requested: list[_PlacementGroup] = []
         try:
             # The largest first: Ray assigns room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
-                asked.append(_PlacementGroup(group))
-                await self._run_blocking(_create_group, asked[-1])
+                requested.append(_PlacementGroup(group))
+                await self._run_blocking(_create_group, requested[-1])
             while True:
                 table = await self._run_blocking(_group_table)
-                without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
-                if not without:
+                pending = [held for held in requested if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
+                if not pending:
                     break
                 if loop.time() >= until:
-                    return [bundle for held in without for bundle in held.group.bundles]
+                    return [bundle for held in pending for bundle in held.group.bundles]
                 await asyncio.sleep(interval)
                 interval = min(1.5 * interval, POLL_INTERVAL_S[1])
-            for held in asked:
+            for held in requested:
                 held.where = _bundle_nodes(table, held)
                 self._held[held.group.name] = held
                 for bundle, node in zip(held.group.bundles, held.where, strict=True):
@@ -150,11 +150,11 @@ class RayGroups:
                     self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
                     if node is not None:
                         self._account(node, bundle.resources, 1.0)
-            asked = []
+            requested = []
             return []
         finally:
-            if asked:  # not empty on failure only; shielded, so that cancellation does not leak groups
-                await asyncio.shield(self._remove(asked))
+            if requested:  # not empty on failure only; shielded, so that cancellation does not leak groups
+                await asyncio.shield(self._remove(requested))
 
     async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
         for held in groups:

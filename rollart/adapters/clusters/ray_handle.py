@@ -75,18 +75,18 @@ class RayHandle:
         """Start the next incarnation. `UsageError` if no node could hold it; exceptions of its constructor."""
         await self._runtime.feasible(self.spec)
         resources = dict(self.spec.resources)
-        where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
+        scheduling: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
         if self.spec.bundle:
-            where = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
+            scheduling = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
         elif self.resourceless:
             self.target_node, ray_id = self._runtime.least_loaded_node(self)
-            where["fallback_strategy"] = [dict(where)] if self.spec.labels else None
-            where["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
+            scheduling["fallback_strategy"] = [dict(scheduling)] if self.spec.labels else None
+            scheduling["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
         options = {
             "num_cpus": resources.pop("CPU", 0.0),
             "num_gpus": resources.pop("GPU", 0.0),
             "resources": resources,
-            **where,
+            **scheduling,
             "max_concurrency": self.spec.max_concurrency + RESERVED_CALLS,
             "max_restarts": 0,
         }
@@ -153,8 +153,8 @@ class RayHandle:
     async def _boot_response(self, host: Any) -> tuple[bool, bytes, str]:
         """The response of the new actor's `boot`, once Ray has placed it."""
         init = pack((self.spec.args, dict(self.spec.kwargs)))
-        asked = self._runtime.link.call_method(host, "boot", self.spec.factory, init, __version__)
-        booting = asyncio.get_running_loop().create_task(asked, name=f"start of {self.name}")
+        boot_call = self._runtime.link.call_method(host, "boot", self.spec.factory, init, __version__)
+        booting = asyncio.get_running_loop().create_task(boot_call, name=f"start of {self.name}")
         try:
             while True:
                 try:
@@ -193,16 +193,16 @@ class RayHandle:
 
     async def _revive(self) -> None:
         """Retried, since Ray may place the next incarnation on a dead node until it notices the death."""
-        for again in range(MAX_START_ATTEMPTS):
+        for attempt in range(MAX_START_ATTEMPTS):
             try:
                 await self.boot()
                 break
             except UsageError as error:
                 raise NoPlace(self.name, error.message, remedy=error.remedy) from None
             except PartDied:
-                if again == MAX_START_ATTEMPTS - 1:
+                if attempt == MAX_START_ATTEMPTS - 1:
                     raise
-                await asyncio.sleep(min(0.25 * 2**again, 2.0))
+                await asyncio.sleep(min(0.25 * 2**attempt, 2.0))
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
     async def _watch(self, incarnation: _Incarnation) -> None:

@@ -142,7 +142,7 @@ class RayClientLink:
     async def call_method(self, host: Any, method: str, *args: object) -> Any:
         import ray
 
-        left, asked = [False], list[Any]()
+        cancelled, refs = [False], list[Any]()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
@@ -158,8 +158,8 @@ class RayClientLink:
         def work() -> None:
             self._connected()
             ref = getattr(host, method).remote(*args)
-            asked.append(ref)
-            if left[0]:
+            refs.append(ref)
+            if cancelled[0]:
                 ray.cancel(ref)
             else:
                 ref.future().add_done_callback(notify)  # blocks until the server has assigned the call's id
@@ -169,9 +169,9 @@ class RayClientLink:
             return await self._waited(done)
         except asyncio.CancelledError:
             done.cancel()
-            left[0] = True  # either `work` sees this flag, or `asked` is filled already
-            if asked:
-                run_detached(ray.cancel, asked[0])
+            cancelled[0] = True  # either `work` sees this flag, or `refs` is filled already
+            if refs:
+                run_detached(ray.cancel, refs[0])
             raise
 
     async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
@@ -213,8 +213,10 @@ class RayClientLink:
         except Exception as error:
             if not _is_connection_error(error):
                 raise
-            first = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            self.failed(connection_lost(self._address, first.strip()))
+            first_line = next(
+                (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
+            )
+            self.failed(connection_lost(self._address, first_line.strip()))
             assert self._error is not None
             raise self._error from None
         finally:
@@ -295,17 +297,17 @@ def connect(address: str) -> None:
         auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not start a cluster
     if address.startswith(CLIENT_SCHEME):
         _quieten_client()
-    for again in reversed(range(MAX_CONNECT_ATTEMPTS)):
+    for attempts_left in reversed(range(MAX_CONNECT_ATTEMPTS)):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
             if address.startswith(CLIENT_SCHEME):
                 _quieten_client()  # again, since Ray sets the levels of its loggers
             return
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            if again and SERVER_START_FAILED in str(error):
+            if attempts_left and SERVER_START_FAILED in str(error):
                 continue
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ProviderError(f"no Ray cluster at '{address}': {first}", remedy=REMEDY) from None
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ProviderError(f"no Ray cluster at '{address}': {first_line}", remedy=REMEDY) from None
 
 
 def _quieten_client() -> None:

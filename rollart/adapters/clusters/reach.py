@@ -39,7 +39,7 @@ class ReachabilityCheckedHandle:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         answer = await self._handle.call(method, *args, **kwargs)
         if method in ADDRESS_METHODS:
-            await self._reach(str(answer))
+            await self._check_reachable(str(answer))
         return answer
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -48,7 +48,7 @@ class ReachabilityCheckedHandle:
     async def kill(self, *, restart: bool = False) -> None:
         await self._handle.kill(restart=restart)
 
-    async def _reach(self, address: str) -> None:
+    async def _check_reachable(self, address: str) -> None:
         url = urlsplit(address)
         if url.hostname is None or url.port is None:
             return
@@ -62,11 +62,11 @@ class ReachabilityCheckedHandle:
                 remedy="open the nodes' ports to the controller's machine",
             ) from None
         except OSError as error:  # includes timeouts
-            why = error.strerror or f"no answer within {CONNECT_S:g} s"
+            cause = error.strerror or f"no answer within {CONNECT_S:g} s"
             if self._reached:
-                raise PartDied(self.name, f"nothing answers at {address} on node {self.node}: {why}") from None
+                raise PartDied(self.name, f"nothing answers at {address} on node {self.node}: {cause}") from None
             raise ProviderError(
-                f"{self.name} serves at {address} on node {self.node}, which this machine does not reach: {why}",
+                f"{self.name} serves at {address} on node {self.node}, which this machine does not reach: {cause}",
                 remedy="open the nodes' ports to this machine, or launch where their network can be reached",
             ) from None
         self._reached = True

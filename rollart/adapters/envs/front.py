@@ -65,7 +65,7 @@ class HostedEpisode:
     over: bool = False
     played: int = 0
     """Episodes that its environment played before."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    call_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Acquired on the environment's loop: a cancelled call ends before the next one begins."""
 
 
@@ -161,17 +161,17 @@ class EnvironmentHostServer:
         task = asyncio.current_task()
         assert task is not None
         try:
-            answer = await self._handle(request)
+            response = await self._handle(request)
         except asyncio.CancelledError:
             if task.cancelling() and request.id not in self.cancelled:
                 raise  # the connection ends
-            answer = HostResponse(request.id, request.episode, CallStatus.REFUSED, "it was given up")
+            response = HostResponse(request.id, request.episode, CallStatus.REFUSED, "it was given up")
         finally:
             self.cancelled.discard(request.id)
-        if answer is None:
+        if response is None:
             return
         try:
-            write_frame(writer, answer.to_json())
+            write_frame(writer, response.to_json())
         except (TypeError, ValueError, RecursionError) as error:
             write_frame(
                 writer,
@@ -192,11 +192,11 @@ class EnvironmentHostServer:
                 return None
             case HostOperation.CLOSE:
                 episode = self.episodes.get(request.episode)
-                why = "" if episode is None else await self._close(episode)
+                reason = "" if episode is None else await self._close(episode)
                 if (pinned := self.pinned.pop(request.episode, None)) is not None and self.images is not None:
                     await self.images.release(pinned)
                 return HostResponse(
-                    request.id, request.episode, CallStatus.RAISED if why else CallStatus.OK, why or None
+                    request.id, request.episode, CallStatus.RAISED if reason else CallStatus.OK, reason or None
                 )
             case HostOperation.IMAGES | HostOperation.PULL:
                 return await self._images(request)
@@ -212,8 +212,8 @@ class EnvironmentHostServer:
         if episode is None:
             factory = self.factories.get(domain)
             if factory is None or factory.make is None:
-                why = f"no domain '{domain}' here" if factory is None else factory.problem
-                return HostResponse(request.id, request.episode, CallStatus.REFUSED, why)
+                reason = f"no domain '{domain}' here" if factory is None else factory.problem
+                return HostResponse(request.id, request.episode, CallStatus.REFUSED, reason)
             episode = self.episodes[request.episode] = self._open_episode(request.episode, factory, self.pools[domain])
         elif episode.environment is not None:
             episode.made = AGAIN
@@ -224,8 +224,8 @@ class EnvironmentHostServer:
                 began = asyncio.get_running_loop().time()
                 episode.environment = await start_environment(episode.factory.make)
                 episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
-            shown = await require_awaitable(episode.environment.reset(seed), "reset")
-            return [encode_result(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
+            observation = await require_awaitable(episode.environment.reset(seed), "reset")
+            return [encode_result(lambda: packed_observation(checked_observation(observation))), *episode.made.values()]
 
         episode.over = False
         try:
@@ -299,8 +299,8 @@ class EnvironmentHostServer:
         environment = episode.environment
 
         async def step() -> Any:
-            answered = await require_awaitable(environment.step(request.value), "step")
-            packed = encode_result(lambda: packed_step(checked_step(answered)))
+            result = await require_awaitable(environment.step(request.value), "step")
+            packed = encode_result(lambda: packed_step(checked_step(result)))
             episode.over = bool(packed[2])
             return packed
 
@@ -312,7 +312,9 @@ class EnvironmentHostServer:
         """Run a call on the loop of its environment; its response."""
         if episode.running is not None:
             return HostResponse(request.id, request.episode, CallStatus.REFUSED, "two calls of one episode at a time")
-        call = run_on_loop(episode.env_loop.loop, run_timed(f"{request.op} of {request.episode}", episode.turn, work))
+        call = run_on_loop(
+            episode.env_loop.loop, run_timed(f"{request.op} of {request.episode}", episode.call_lock, work)
+        )
         self.calls[request.id] = episode.running = call
         status = CallStatus.REFUSED
         try:
@@ -339,7 +341,7 @@ class EnvironmentHostServer:
             if episode.environment is not None:
                 await episode.environment.close()
 
-        closing = run_on_loop(episode.env_loop.loop, run_timed(f"close of {episode.name}", episode.turn, close))
+        closing = run_on_loop(episode.env_loop.loop, run_timed(f"close of {episode.name}", episode.call_lock, close))
         try:
             async with asyncio.timeout(CLOSE_S):
                 status, value, _ = await closing

@@ -194,7 +194,7 @@ class GymnasiumText:
     def _to_observation(self, text: str) -> Observation:
         legal = self._interface.legal if self._restrict else None
         if legal is not None and self._mask is not None and len(self._mask) == len(legal):
-            legal = tuple(word for word, may in zip(legal, self._mask, strict=True) if may) or legal
+            legal = tuple(word for word, allowed in zip(legal, self._mask, strict=True) if allowed) or legal
         return Observation(text, actions=legal, max_tokens=1 if legal is not None else self._max_tokens)
 
     def _first_observation(self, seed: int) -> tuple[str, Mapping[str, Any]]:
@@ -268,24 +268,24 @@ def _text_interface(
     digits: int,
 ) -> _TextInterface:
     """The text interface of an environment. ValueError for a space that has no default and no function in the spec."""
-    observed, acted, turns = _spaces(make)
+    observed, action_space, turns = _spaces(make)
     if render == ANSI:
         shown: SpaceRenderer = _environment_renders
     elif isinstance(render, str):
         shown = attribute_at(render, "render")
     else:
         shown = render or (str if observed is None else default_renderer(observed, digits=digits))
-    discrete = acted is not None and space_kind(acted) == "Discrete"
+    discrete = action_space is not None and space_kind(action_space) == "Discrete"
     if actions is not None and not discrete:
-        raise ValueError(f"{name} has no Discrete actions to name, but {acted}")
-    legal = action_words(acted, actions) if discrete and parse is None else None
+        raise ValueError(f"{name} has no Discrete actions to name, but {action_space}")
+    legal = action_words(action_space, actions) if discrete and parse is None else None
     if isinstance(parse, str):
-        read: ActionParser = attribute_at(parse, "parse")
+        parser: ActionParser = attribute_at(parse, "parse")
     elif parse is not None:
-        read = parse
+        parser = parse
     else:
-        read = str if acted is None else default_parser(acted, legal)
-    return _TextInterface(shown, read, legal, turns)
+        parser = str if action_space is None else default_parser(action_space, legal)
+    return _TextInterface(shown, parser, legal, turns)
 
 
 _SPACES: dict[str, tuple[Any, Any, int | None]] = {}

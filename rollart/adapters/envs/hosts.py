@@ -54,7 +54,7 @@ class HostConnection:
         """Domains that the host can make no environment of, with the reasons."""
         self.pictured: frozenset[str] = frozenset()
         # The task outlives the call that opened the connection; `aclose` ends both.
-        self._reading = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
+        self._reader_task = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
 
     @classmethod
     async def open(cls, name: str, address: str, token: str = "") -> HostConnection:
@@ -66,8 +66,8 @@ class HostConnection:
             raise EnvironmentFault(name, f"nothing listens at {address} ({error.strerror or error})") from None
         connection = cls(name, reader, writer, node=url.hostname or "")
         try:
-            answer = await connection._ask(HostOperation.HELLO, "", token)
-            match answer.value:
+            response = await connection._request(HostOperation.HELLO, "", token)
+            match response.value:
                 case [int(pid), dict(problems), list(pictured)]:
                     connection.pid, connection.problems = pid, problems
                     connection.pictured = frozenset(map(str, pictured))
@@ -87,36 +87,36 @@ class HostConnection:
         return not self._cause.done()
 
     async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
-        answer = await self._ask(HostOperation.RESET, episode, [domain, seed])
+        response = await self._request(HostOperation.RESET, episode, [domain, seed])
         try:
-            match answer.value:
-                case [list(shown), str(how), int() | float() as make_s]:
+            match response.value:
+                case [list(observation), str(how), int() | float() as make_s]:
                     made = EnvironmentOrigin(how, float(make_s))
-                    return (checked_observation(observation_of(shown)), made), answer.env_s
+                    return (checked_observation(observation_of(observation)), made), response.env_s
             raise ValueError("an answer that is no observation")
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
 
     async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
-        answer = await self._ask(HostOperation.PULL if pull else HostOperation.IMAGES, episode, [domain, seed])
-        match answer.value:
+        response = await self._request(HostOperation.PULL if pull else HostOperation.IMAGES, episode, [domain, seed])
+        match response.value:
             case [list(wanted), list(there), int(pulled)]:
-                return EpisodeImages(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
+                return EpisodeImages(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), response.env_s
         raise EnvironmentFault(self._name, "its list of images is malformed")
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
-        answer = await self._ask(HostOperation.STEP, episode, action)
+        response = await self._request(HostOperation.STEP, episode, action)
         try:
-            return checked_step(step_of(answer.value)), answer.env_s
+            return checked_step(step_of(response.value)), response.env_s
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
 
     async def close(self, episode: str) -> None:
-        await self._ask(HostOperation.CLOSE, episode, None)
+        await self._request(HostOperation.CLOSE, episode, None)
 
     async def health(self) -> HostHealth:
-        answer = await self._ask(HostOperation.HEALTH, "", None)
-        match answer.value:
+        response = await self._request(HostOperation.HEALTH, "", None)
+        match response.value:
             case {
                 "live": int(live),
                 "stuck_s": int() | float() as stuck_s,
@@ -133,19 +133,19 @@ class HostConnection:
 
     async def aclose(self) -> None:
         self._end("its connection was closed")
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        self._reader_task.cancel()
+        await asyncio.gather(self._reader_task, return_exceptions=True)
 
-    async def _ask(self, op: HostOperation, episode: str, value: Any) -> HostResponse:
+    async def _request(self, op: HostOperation, episode: str, value: Any) -> HostResponse:
         """Send a request; its response, whose status is OK."""
         if self._cause.done():
-            raise self._gone()
+            raise self._connection_fault()
         number = next(self._ids)
-        answered: asyncio.Future[HostResponse] = asyncio.get_running_loop().create_future()
-        self._pending[number] = episode, answered
+        pending: asyncio.Future[HostResponse] = asyncio.get_running_loop().create_future()
+        self._pending[number] = episode, pending
         try:
             write_frame(self._writer, HostRequest(number, op, episode, value).to_json())
-            answer = await answered
+            response = await pending
         except asyncio.CancelledError:
             if self._pending.pop(number, None) is not None and not self._cause.done():
                 self._cancelled.add(number)
@@ -155,17 +155,17 @@ class HostConnection:
             raise EnvironmentFault(self._name, f"the request cannot be sent ({error})") from None
         finally:
             self._pending.pop(number, None)
-        if answer.status is CallStatus.OK:
-            return answer
+        if response.status is CallStatus.OK:
+            return response
         raise EnvironmentFault(
-            self._name, f"raised {answer.value}" if answer.status is CallStatus.RAISED else str(answer.value)
+            self._name, f"raised {response.value}" if response.status is CallStatus.RAISED else str(response.value)
         )
 
     async def _read(self) -> None:
         cause = "its connection broke"
         try:
             while True:
-                self._take(HostResponse.from_json(await read_frame(self._reader)))
+                self._deliver(HostResponse.from_json(await read_frame(self._reader)))
         except ValueError as error:
             cause = f"it sent {error}"
         except (asyncio.IncompleteReadError, OSError):
@@ -173,28 +173,28 @@ class HostConnection:
         finally:
             self._end(cause)
 
-    def _take(self, answer: HostResponse) -> None:
+    def _deliver(self, response: HostResponse) -> None:
         """Hand a response to its call. ValueError if it matches no request."""
-        if answer.id in self._cancelled:
-            self._cancelled.discard(answer.id)
+        if response.id in self._cancelled:
+            self._cancelled.discard(response.id)
             return
-        episode, answered = self._pending.get(answer.id, ("", None))
-        if answered is None:
-            raise ValueError(f"an answer to a request that was never made ({answer.id})")
-        if answer.episode != episode:
-            raise ValueError(f"an answer of episode '{answer.episode}' to a request of '{episode}'")
-        if not answered.done():
-            answered.set_result(answer)
+        episode, pending = self._pending.get(response.id, ("", None))
+        if pending is None:
+            raise ValueError(f"an answer to a request that was never made ({response.id})")
+        if response.episode != episode:
+            raise ValueError(f"an answer of episode '{response.episode}' to a request of '{episode}'")
+        if not pending.done():
+            pending.set_result(response)
 
-    def _gone(self) -> EnvironmentFault:
+    def _connection_fault(self) -> EnvironmentFault:
         return EnvironmentFault(self._name, self._cause.result(), incident=self.life)
 
     def _end(self, cause: str) -> None:
         if self._cause.done():
             return
         self._cause.set_result(cause)
-        for _, answered in self._pending.values():
-            if not answered.done():
-                answered.set_exception(self._gone())
-                answered.exception()  # retrieved here, since a caller that is cancelled now never does
+        for _, pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(self._connection_fault())
+                pending.exception()  # retrieved here, since a caller that is cancelled now never does
         self._writer.close()

@@ -65,10 +65,10 @@ def check_environments(
     for name, one in domains.items():
         if on_check is not None:
             on_check(f"domain '{name}'")
-        made = yield from _check_environment(
+        instance = yield from _check_environment(
             name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
         )
-        if quick is not None and declares_quick(made):
+        if quick is not None and declares_quick(instance):
             quick(name)
     if images is not None:
         if on_check is not None:
@@ -91,27 +91,27 @@ def _check_environment(
         return None
     try:
         with UserCodeGuard():
-            made = make(**arguments)
+            instance = make(**arguments)
     except Exception as error:  # whatever their code raises
-        why = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
-        yield EnvironmentProblem(domain, "*" if arguments else "", why)
+        message = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
+        yield EnvironmentProblem(domain, "*" if arguments else "", message)
         return None
-    lacking = [name for name in ENVIRONMENT_METHODS if not callable(getattr(made, name, None))]
+    lacking = [name for name in ENVIRONMENT_METHODS if not callable(getattr(instance, name, None))]
     if lacking:
         yield EnvironmentProblem(
             domain,
             "",
-            f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
+            f"'{path}' makes {type(instance).__name__} without {', '.join(lacking)} (rule: an environment has "
             "async reset(seed), step(action) and close())",
         )
     if worked:
-        yield from _check_worked_example(domain, path, made)
-    return made
+        yield from _check_worked_example(domain, path, instance)
+    return instance
 
 
-def _check_worked_example(domain: str, path: str, made: Any) -> Iterator[EnvironmentProblem]:
+def _check_worked_example(domain: str, path: str, instance: Any) -> Iterator[EnvironmentProblem]:
     """Ask for one worked example."""
-    solve = getattr(made, METHOD, None)
+    solve = getattr(instance, METHOD, None)
     if not callable(solve):
         yield EnvironmentProblem(
             domain,
@@ -147,8 +147,8 @@ def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]
     try:
         hook, _ = load_image_hook(images)
     except Exception as error:
-        why = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
-        yield EnvironmentProblem("", "*" if arguments else "", why)
+        message = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
+        yield EnvironmentProblem("", "*" if arguments else "", message)
         return
     lacking = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
     if lacking:
@@ -165,8 +165,8 @@ def _import_callable(path: str) -> tuple[Callable[..., Any] | None, str]:
             holder = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = str(error.name)
-        own = module == missing or module.startswith(f"{missing}.")
-        hint = _similar_module_hint(missing) if own else ""
+        is_missing = module == missing or module.startswith(f"{missing}.")
+        hint = _similar_module_hint(missing) if is_missing else ""
         return None, f"'{path}' cannot be imported: there is no module '{missing}'{hint}"
     except Exception as error:
         return None, f"'{path}' cannot be imported: {one_line(error, 500)}"
@@ -181,12 +181,12 @@ def _similar_module_hint(module: str) -> str:
     """A module with a similar name beside the missing one's siblings, or in the spec's directory."""
     parent, _, name = module.rpartition(".")
     try:
-        where = (
+        search_path = (
             list(importlib.import_module(parent).__path__) if parent else sys.path[:2]
         )  # the spec's directory, and the working directory
     except Exception:
         return ""
-    near = did_you_mean(name, [found.name for found in pkgutil.iter_modules(where)])
+    near = did_you_mean(name, [found.name for found in pkgutil.iter_modules(search_path)])
     return near if "did you mean" in near else ""
 
 

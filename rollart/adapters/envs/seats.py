@@ -102,14 +102,14 @@ def encode_result(packed: Callable[[], Any]) -> Any:
         raise InvalidResult(str(error)) from None
 
 
-async def run_timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
+async def run_timed(name: str, lock: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
     """Run a call on the environment's loop. Returns how it ended, its result or the error as text, and its seconds."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     task.set_name(name)
     began = loop.time()
     try:
-        async with turn:
+        async with lock:
             with children_end_here():  # a process that an environment forks must not continue as the host
                 value = await work()
     except InvalidResult as error:

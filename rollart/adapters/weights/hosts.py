@@ -108,10 +108,10 @@ class HostWeightCopy:
 
     def _arrivals_of(self, manifest: bytes) -> BucketArrivals:
         """Reports about a push may come before its pull starts, or after."""
-        found = self._pending.setdefault(manifest, BucketArrivals(Manifest.decode(manifest)))
+        arrivals = self._pending.setdefault(manifest, BucketArrivals(Manifest.decode(manifest)))
         while len(self._pending) > MAX_PENDING_PUSHES:
             self._pending.popitem(last=False)
-        return found
+        return arrivals
 
     async def _prune(self, keep: Sequence[int]) -> None:
         await asyncio.to_thread(self._store.prune, keep)
