@@ -1,4 +1,4 @@
-"""A problem as one mixed-integer program: the columns it has, the rows that bind them, and what an hour costs.
+"""A placement problem as one mixed-integer program: its columns, the rows that bind them, and its hourly cost.
 
 Rates are columns in units of `scale` trajectories/s, so that all activities are near 1 whatever the problem's size.
 """
@@ -24,7 +24,7 @@ __all__ = ["PlacementProgram", "build_program"]
 
 @dataclass(slots=True)
 class PlacementProgram:
-    """Where everything is among the columns. `units[u]`, `reward_units` and `environments` count instances."""
+    """The program and the indices of its columns. `units[u]`, `reward_units` and `environments` count instances."""
 
     problem: Problem
     tableau: Tableau
@@ -42,24 +42,25 @@ class PlacementProgram:
     changed: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Why a pool does not train."""
+    """The reasons that pools cannot train."""
     late: list[str] = field(default_factory=list)
-    """Rewards that take longer than may be waited for."""
+    """Rewards whose latency bound cannot be met."""
     slopes: tuple[float, ...] = ()
-    """With a window that binds, by domain: seconds that a place is held per second under way."""
+    """With a binding window, by domain: seconds that a slot is held per second in flight."""
     mixed: dict[int, int] = field(default_factory=dict)
-    """By pool the column of its share, where every pool has the same mix."""
+    """By pool, the column of its share, if every pool has the same mix."""
     started: tuple[float, ...] = ()
-    """By domain: trajectories started for one that is trained."""
+    """By domain: trajectories started per trained trajectory."""
     held: dict[int, tuple[list[float], float]] = field(default_factory=dict)
-    """By the trainer's pool what `holding.hold` said last: the window's terms, and the fewest devices."""
+    """By the trainer's pool, the last values of `holding.set_holding_times`: the window's terms and the fewest
+    devices."""
     relaxed: MilpSolution | None = None
-    """The most with fractions of instances, once it is known: its prices are the worth of a device."""
+    """The best rate with fractional instances, once it is known: its duals are the value of a device."""
     fixed_usd: float = 0.0
-    """$/h that are paid whatever runs: pools that are not rented."""
+    """$/h that are paid in any case: pools that are not rented."""
 
     def copy(self) -> PlacementProgram:
-        """With rows and columns of its own from here on."""
+        """A copy whose rows and columns are independent from now on."""
         lists = {"changed": list(self.changed), "notes": list(self.notes), "held": dict(self.held)}
         return replace(self, matrix=self.matrix.copy(), **lists)  # type: ignore[arg-type]
 
@@ -70,7 +71,7 @@ class PlacementProgram:
         return out
 
     def used(self) -> list[tuple[int, int, int]]:
-        """(pool, column, devices per unit of the column) of everything that takes devices."""
+        """(pool, column, devices per unit of the column) of every column that takes devices."""
         t = self.tableau
         out = [(unit.pool, self.units[u], unit.tp) for u, unit in enumerate(t.units)]
         out += [(place.pool, place.devices, 1) for place in self.trainers]
@@ -78,7 +79,7 @@ class PlacementProgram:
         return out + [(pool, column, 1) for pool, column in self.environments.items()]
 
     def cost(self) -> dict[int, float]:
-        """$/h of what is used, functions included."""
+        """$/h of the resources in use, functions included."""
         out: dict[int, float] = {}
         for pool, column, devices in self.used():
             out[column] = self.problem.pools[pool].usd_per_device_hour * devices
@@ -88,7 +89,8 @@ class PlacementProgram:
         return out
 
     def terms(self, paths: Paths) -> Iterator[tuple[list[RowKey], Ints, Floats]]:
-        """What paths have in the rows: keys, which of them (-1: none) by path, and the coefficients."""
+        """The coefficients of paths in the rows: row keys, the index of the key by path (-1: none), and the
+        coefficients."""
         t, n = self.tableau, len(paths)
         units, size = range(len(t.units)), np.array([unit.kv_gb for unit in t.units])
         load: list[RowKey] = [("load", u) for u in units]
@@ -123,7 +125,8 @@ class PlacementProgram:
         self.path_at = np.concatenate([self.path_at, which])
 
     def priced(self, duals: Mapping[RowKey, float]) -> Floats:
-        """What a unit of every path of the tableau would add to the objective at these dual prices."""
+        """The reduced gain of every path of the tableau: its addition to the objective per unit, at these dual
+        prices."""
         gain = np.zeros(len(self.tableau.paths))
         for keys, rows, values in self.terms(self.tableau.paths):
             price = np.array([*(duals.get(k, 0.0) for k in keys), 0.0])
@@ -131,8 +134,8 @@ class PlacementProgram:
         return gain
 
     def shut(self, within: Mapping[int, float] | None = None) -> NDArray[np.bool_]:
-        """Which paths of the tableau can carry nothing: a unit of theirs has no instance, by its own bound or by the
-        most that `within` gives its column."""
+        """A mask of the tableau's paths that can carry nothing, because one of their units has no instance by its own
+        bound or by the upper limit that `within` gives its column."""
         most = np.array([min(self.matrix.high[j], (within or {}).get(j, math.inf)) for j in self.units])
         closed = np.array([*(most <= 0), False])  # the last: paths of one unit have -1 for the other
         paths = self.tableau.paths
@@ -140,7 +143,7 @@ class PlacementProgram:
         return shut
 
     def closed(self, within: Mapping[int, float] | None = None) -> dict[int, float]:
-        """The columns of the paths that `shut` names, fixed at 0."""
+        """The columns of the paths in the mask of `shut`, fixed at 0."""
         dead = np.nonzero(self.shut(within)[self.path_at])[0] + self.first_path
         return dict.fromkeys(dead.tolist(), 0.0)
 
@@ -154,7 +157,7 @@ class PlacementProgram:
 
 
 def build_program(problem: Problem, tableau: Tableau, scale: float | None = None) -> PlacementProgram:
-    """The program without any path: `PlacementProgram.extend` brings them in. `scale` is known from a solution, or
+    """Build the program without any path; `PlacementProgram.extend` adds paths. `scale` comes from a solution, or is
     guessed."""
     m = ConstraintMatrix()
     rate = m.column()
@@ -191,7 +194,7 @@ def build_program(problem: Problem, tableau: Tableau, scale: float | None = None
 
 
 def _scale(problem: Problem, tableau: Tableau) -> float:
-    """The order of magnitude of the rate: what the scarcest domain could get if it had everything."""
+    """The order of magnitude of the rate: the rate of the scarcest domain if it had all resources."""
     paths = tableau.paths
     if not len(paths):
         return 1.0
@@ -275,7 +278,7 @@ def _columns_of(p: PlacementProgram, role: Role) -> list[int]:
 
 
 def _fix_instances(p: PlacementProgram, fixed: tuple[Deployment, ...]) -> None:
-    """Pin the counts of the roles that are given; rollout roles are all given."""
+    """Fix the counts of the given roles; rollout roles are always given."""
     m, names = p.matrix, [pool.name for pool in p.problem.pools]
     given: dict[tuple[str, Role, int], int] = {}
     for d in fixed:
@@ -297,12 +300,12 @@ def _fix_instances(p: PlacementProgram, fixed: tuple[Deployment, ...]) -> None:
             m.low[column] = m.high[column] = float(given.pop((names[g], Role.ENVIRONMENT, 1), 0))
     for (pool, role, tp), count in given.items():
         if count and role in (*ROLLOUT_ROLES, Role.TRAINER):
-            m.row(("given", pool, role, tp), low=1.0, high=1.0)  # cannot hold: this unit does not exist here
+            m.row(("given", pool, role, tp), low=1.0, high=1.0)  # infeasible on purpose: this unit does not exist here
 
 
 def _add_change_rows(p: PlacementProgram) -> None:
-    """Devices that run something else than before, by pool: the larger of those that start and those that stop.
-    Aggregated, prefill and decode are one and the same here: a role flip only tells the router."""
+    """Count the devices that change their use, by pool: the larger of the started and the stopped devices. The
+    aggregated, prefill and decode roles count as one: a role flip only changes the router."""
     running, m = p.problem.running, p.matrix
     if running is None:
         return

@@ -38,7 +38,7 @@ STORE = "store"
 
 INSIDE_GB_PER_S, BETWEEN_GB_PER_S = 12.5, 1.25
 """GB/s of one host inside a pool, and over all hosts between two pools, where no link is declared and the catalogue has
-no figure: 100 and 10 Gb/s. Guesses; a plan that rests on them says so."""
+no figure: 100 and 10 Gb/s. These are guesses, and a plan that rests on them has a note."""
 
 LOAD_GB_PER_S = 61.02 / 9.442
 """GB/s at which an engine loads its host's copy: 61.02 GB stood still for 9.6 s with their last bucket (RA-16); the
@@ -76,7 +76,7 @@ class PublishSpeeds:
                 raise ValueError(f"publish: {name} is {value} (rule: a finite number above 0)")
 
     def stated(self) -> dict[str, float]:
-        """Those that were measured, by name."""
+        """The measured speeds, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -114,7 +114,7 @@ class PublishPath:
     overlaps: bool
     """Hosts pull while the rest is pushed."""
     load_assumed: bool = False
-    """Nobody stated how fast engines load: `LOAD_GB_PER_S`."""
+    """True if the engines' loading speed is not stated and `LOAD_GB_PER_S` is assumed."""
 
     @property
     def push_s(self) -> float:
@@ -143,14 +143,14 @@ class PublishPath:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The part of the path that takes longest."""
         return LOADING if self.load_s > max(self.push_s, self.pull_s) else self.slower.limit
 
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """What the publish time of a run depends on besides pools and their links: `gb` of weights, the transport, links
-    that end in `STORE`, and measured speeds. `ahead`: with a store, hosts pull before their engines stand still."""
+    """The publish settings of a run besides pools and their links: `gb` of weights, the transport, links that end in
+    `STORE`, and measured speeds. `ahead`: with a store, hosts pull before their engines stand still."""
 
     gb: float
     transport: Transport = Transport.FILES
@@ -178,8 +178,9 @@ class Publishing:
     def faster(
         self, path: PublishPath, links: Sequence[Link], factor: float
     ) -> tuple[Publishing, tuple[Link, ...]] | None:
-        """The same with what takes longest on a path `factor` times as fast: loading, a link (of `links`, which come
-        back too, or of the store), a measured speed, or the networks of hosts. None: none of these can be."""
+        """The same settings with the slowest part of a path `factor` times as fast: loading, a link (of `links`, which
+        are returned too, or of the store), a measured speed, or the networks of hosts. None if the slowest part is none
+        of these."""
         if path.limit == LOADING:
             speeds = replace(self.speeds, load_gb_per_s=path.load_gb_per_s * factor)
             return replace(self, speeds=speeds), tuple(links)

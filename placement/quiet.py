@@ -1,4 +1,4 @@
-"""Silence for C code that prints: HiGHS 1.12 (scipy 1.17) announces repairs of rounded solutions on C's standard output
+"""Suppression of C code's output: HiGHS 1.12 (scipy 1.17) announces repairs of rounded solutions on C's standard output
 whatever its log options (ERGO-Code/HiGHS issue 2783), which would end up in the JSON that a program writes.
 """
 
@@ -19,8 +19,9 @@ _state: dict[str, int] = {"depth": 0, "stdout": 0, "nowhere": 0}
 
 @contextmanager
 def suppress_c_stdout() -> Iterator[None]:
-    """What C code prints to `stdout` meanwhile goes nowhere. Python's output is not concerned, nor file descriptor 1:
-    only glibc's variable is another stream. With another libc nothing changes, and a stray line may come through."""
+    """Discard the output of C code to `stdout` in this context. Python's output and file descriptor 1 are unaffected:
+    only glibc's `stdout` variable refers to another stream. With another libc nothing changes, and a stray line may
+    appear."""
     if platform.libc_ver()[0] != "glibc":
         yield
         return

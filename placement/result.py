@@ -1,4 +1,5 @@
-"""A solution as a `Placement`: flows at the instances found, dual prices, and what binds in words."""
+"""Conversion of a solution to a `Placement`: flows at its instances, dual prices, and the binding constraints as
+text."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ WIDE_GAP = 0.1
 
 
 def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
-    """The plan at the whole numbers of `x`, its flows those that keep the devices least busy."""
+    """The plan at the integer instances of `x`, with the flows that keep the devices least busy."""
     fix = {j: float(round(x[j])) for j in p.integers()}
     for key in (("cost",), ("reached",)):
         if p.matrix.has(key):
@@ -81,8 +82,8 @@ def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstSt
 
 
 def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple[MilpSolution, Floats]:
-    """With the instances fixed: the most that flows (for prices), and the flows to report, which are the cheapest and
-    then those that take the fewest device-seconds at the rate of the plan."""
+    """The solutions with fixed instances: the maximum flow (for dual prices), and the reported flows, which are the
+    cheapest at the plan's rate and then take the fewest device-seconds."""
     m = p.matrix
     low, high = m.low[p.rate], m.high[p.rate]
     m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
@@ -106,7 +107,7 @@ def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple
 
 
 def _device_relaxation(p: PlacementProgram) -> MilpSolution | None:
-    """The relaxed problem, whose prices of devices are those of fractions of instances."""
+    """The relaxed problem, whose dual prices of devices allow fractional instances."""
     m = p.matrix
     low, high = m.low[p.rate], m.high[p.rate]
     m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
@@ -140,8 +141,8 @@ def _prices(p: PlacementProgram, best: MilpSolution, relaxed: MilpSolution | Non
 
 
 def _in_flight_prices(p: PlacementProgram, best: MilpSolution) -> tuple[float, float]:
-    """What one more trajectory in flight would buy, and what a second costs that one is under way: with a window the
-    mean over domains."""
+    """The gain per additional trajectory in flight, and the cost per second in flight; with a window, the mean over
+    domains."""
     each = p.scale / p.problem.trajectories_in_flight
     places = seconds = best.duals.get(("in flight",), 0.0) * each
     for j, own in enumerate(p.slopes):
@@ -151,7 +152,7 @@ def _in_flight_prices(p: PlacementProgram, best: MilpSolution) -> tuple[float, f
 
 
 def _clean_price(value: float) -> float:
-    """Without the noise of the solver: no negative price, no -0.0."""
+    """The price without the solver's noise: no negative price, no -0.0."""
     return float(value) if value > 1e-12 else 0.0
 
 
@@ -231,7 +232,7 @@ def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
 
 
 def _idle_usd(p: PlacementProgram, x: Floats) -> float:
-    """$/h of devices that are paid and not used."""
+    """$/h of devices that are paid but unused."""
     used = [0.0] * len(p.problem.pools)
     for g, column, devices in p.used():
         used[g] += round(x[column]) * devices

@@ -1,9 +1,9 @@
-"""How fast a model runs on a device: a roofline with a few constants, and what it may be trusted with.
+"""The speed of a model on a device: a roofline with a few constants, and its error band.
 
 Seconds of a step = fixed cost + max(arithmetic, memory traffic) + tensor-parallel communication + cost per sequence,
-and in prefills of a mixture of experts what it takes to bring tokens to their experts and back.
-Fitted on one GPU type and moved to another by datasheet, decode steps of a dense model come out within a few percent
-within a generation; `constants.BANDS` has the figures. Units as in `placement.types`.
+and in prefills of a mixture of experts the time to bring tokens to their experts and back. Fitted on one GPU type and
+moved to another by datasheet, decode steps of a dense model come out within a few percent within a generation;
+`constants.BANDS` has the figures. Units as in `placement.types`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ACTIVATION_BYTES = 2.0
 
 
 class RooflineShape(ShapeModel, Protocol):
-    """What the roofline asks of a shape (`placement.architecture.DecoderShape` has it)."""
+    """The properties of a shape that the roofline uses (`placement.architecture.DecoderShape` has them)."""
 
     @property
     def layers(self) -> int: ...
@@ -77,7 +77,7 @@ def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> fl
 class Roofline:
     """One engine instance of `shape` on `tp` devices (implements `performance.InstanceModel`).
 
-    ValueError where the model cannot run there; `unfit` says beforehand why not. `kv_capacity_bytes` replaces the
+    ValueError if the model cannot run there; `unfit` gives the reason beforehand. `kv_capacity_bytes` replaces the
     memory left over, for engines that are configured with a size; `reserve_gb` is per device, for activations.
     """
 
@@ -217,10 +217,10 @@ class Roofline:
 class RooflinePerformance:
     """Makes instances of one model (implements `performance.Performance`).
 
-    `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration
-    of another GPU, the nearest first, and without any uses the priors of its generation; notes and band say so.
-    `reserve_gb` of each device is kept free for activations. `kv_capacity_bytes` by device name: what an instance is
-    configured with there, where that is not "all that is left". `weight_only`: a device without a figure for
+    `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration of
+    another GPU, the nearest first, and without any uses the priors of its generation; notes and band reflect it.
+    `reserve_gb` of each device is kept free for activations. `kv_capacity_bytes` by device name: the configured KV
+    memory of an instance, where it is not all of the remaining memory. `weight_only`: a device without a figure for
     `precision` computes in bf16 on weights that are read at their size (W8A16, W4A16).
     """
 
@@ -259,7 +259,7 @@ class RooflinePerformance:
         )
 
     def _precision(self, device: Device) -> Precision:
-        """What the device computes in."""
+        """The number format of the device's arithmetic."""
         return "bf16" if self.weight_only and _tflops(device, self.precision) is None else self.precision
 
     def _choose(self, device: Device) -> tuple[Constants, float, tuple[str, ...]]:

@@ -1,9 +1,8 @@
-"""Whole numbers of instances: the exact optimum of a problem of a few pools; of a large one a good plan and an honest
-bound.
+"""Integer search: the exact optimum of a problem of a few pools; a good plan and a valid bound for a large one.
 
-Large: the relaxed problem says which units and which trainer's pool matter; the program over those alone is solved with
-a limit on its nodes (relaxation-induced neighbourhood: Danna, Rothberg and Le Pape, 2005). Limits count nodes and never
-seconds, so that the same problem has the same answer on any machine.
+For a large problem, the relaxed problem determines the useful units and trainer pools; the program over these alone is
+solved with a limit on its nodes (relaxation-induced neighbourhood: Danna, Rothberg and Le Pape, 2005). Limits count
+nodes and never seconds, so that the same problem has the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from placement.program import PlacementProgram
 __all__ = ["search_best", "search_shrunk", "search_improved"]
 
 MAX_EXACT_INTEGERS = 30
-"""Up to this many whole-number columns are searched to the end."""
+"""Up to this many integer columns are searched to the end."""
 NEIGHBOURHOOD_NODES = 60
-"""Nodes of a neighbourhood's search: where large problems stop improving."""
+"""Node limit of a neighbourhood's search: large problems stop improving there."""
 MAX_NODES = 20_000
 MAX_TRAINER_CASES = 4
-"""Pools tried for the trainer, those first that the relaxed problem trains on."""
+"""Pools tried for the trainer, in the order of the relaxed problem's preference."""
 
 
 def search_best(
@@ -36,9 +35,9 @@ def search_best(
     gap: float | None = None,
     relaxed: MilpSolution | None = None,
 ) -> MilpSolution | None:
-    """The best whole-number solution found, its `bound` valid for all. None if there is none, or none was found.
+    """The best integer solution found, with a `bound` valid for all. None if no solution exists or none was found.
 
-    `start` is a solution to fall back to, whose units are searched too; `relaxed` the relaxed one, if it is known.
+    `start` is a fallback solution whose units are searched too; `relaxed` is the relaxed solution, if known.
     """
     gap = p.problem.gap if gap is None else gap
     relaxed = relaxed or columns.solve_relaxation(p, objective, near=gap)
@@ -63,7 +62,8 @@ def search_best(
         }
         here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NEIGHBOURHOOD_NODES, within=limits)
         found = _better(here, found, objective, p, relaxed.bound)
-    # One pool trains, so that the best of all cases bounds what the relaxed problem spreads over several.
+    # Only one pool trains, so that the best of all cases bounds the relaxed problem, which spreads training over
+    # several pools.
     bound = min(relaxed.bound, max(bounds, default=relaxed.bound))
     near_enough = found is not None and bound - _value(p, objective, found) <= gap * abs(bound)
     if found is None or few or (len(p.path_at) == len(p.tableau.paths) and not near_enough):
@@ -77,8 +77,8 @@ def search_best(
 def search_shrunk(
     p: PlacementProgram, objective: Mapping[int, float], start: MilpSolution, *, gap: float
 ) -> MilpSolution:
-    """The best with no more instances of anything than `start` has: of a large problem, where a search among all plans
-    that reach the same takes longer than the first did. Of a small one, the best of all."""
+    """The best solution with no more instances of any unit than `start` has, for a large problem, where a search among
+    all equally good plans takes longer than the first search. For a small problem, the best of all."""
     if _small(p):
         return search_best(p, objective, start, gap=gap) or start
     most = {column: float(round(start.x[column])) for column in p.units}
@@ -91,7 +91,8 @@ def search_shrunk(
 def search_improved(
     p: PlacementProgram, objective: Mapping[int, float], start: MilpSolution, *, gap: float
 ) -> MilpSolution:
-    """The best of all plans, also of those with other instances than `start` has: by its neighbourhood first."""
+    """The best of all plans, including plans with other instances than `start` has; its neighbourhood is searched
+    first."""
     shrunk = search_shrunk(p, objective, start, gap=gap)
     return shrunk if _small(p) else search_best(p, objective, shrunk, gap=gap) or shrunk
 
@@ -101,7 +102,8 @@ def _small(p: PlacementProgram) -> bool:
 
 
 def _trainer_cases(p: PlacementProgram, relaxed: MilpSolution) -> list[dict[int, float]]:
-    """Columns to fix, case by case: each of the pools that are likely to train does, and at last none of them does."""
+    """The columns to fix in each case: in turn, each of the likely pools trains; in the last case, none of them
+    does."""
     ranked = sorted(p.trainers, key=lambda t: (-relaxed.x[t.chosen], t.pool))
     likely = [t.chosen for t in ranked[:MAX_TRAINER_CASES]]
     cases = [{t.chosen: float(t.chosen == chosen) for t in p.trainers} for chosen in likely]
@@ -111,7 +113,7 @@ def _trainer_cases(p: PlacementProgram, relaxed: MilpSolution) -> list[dict[int,
 
 
 def _unused_units(p: PlacementProgram, near: MilpSolution, found: MilpSolution | None) -> dict[int, float]:
-    """Units that neither solution uses stay out."""
+    """Units that neither solution uses, fixed at 0."""
     out = {}
     for column in p.units:
         used = near.x[column] > 1e-6 or (found is not None and found.x[column] > 0.5)
@@ -121,7 +123,7 @@ def _unused_units(p: PlacementProgram, near: MilpSolution, found: MilpSolution |
 
 
 def _column_limits(p: PlacementProgram, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """These units have at most so many instances; the paths of those that have none are out too."""
+    """Column limits: at most `most` instances of these units, and no flow on paths of units without instances."""
     return {column: (0.0, high) for column, high in {**p.closed(most), **most}.items()}
 
 
@@ -132,7 +134,8 @@ def _value(p: PlacementProgram, objective: Mapping[int, float], answer: MilpSolu
 def _better(
     a: MilpSolution | None, b: MilpSolution | None, objective: Mapping[int, float], p: PlacementProgram, bound: float
 ) -> MilpSolution | None:
-    """The better of two, over all columns there are now; its bound the relaxed problem's, or its own if tighter."""
+    """The better of two solutions, extended to all current columns, with the relaxed problem's bound or its own if
+    tighter."""
     both = [(_value(p, objective, answer), -k, answer) for k, answer in enumerate((b, a)) if answer is not None]
     if not both:
         return None

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TrainerOption:
-    """A pool that can train: columns of its `devices`, of whether it is the `chosen` one, and of the `rate` it takes.
+    """A pool that can train: columns of its `devices`, of its choice (`chosen`), and of the `rate` it takes.
 
     `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten. At least `least` devices
     hold the state, and more than `most` shorten no step.
@@ -49,7 +49,7 @@ class TrainerOption:
 
 @dataclass(frozen=True, slots=True)
 class RewardOption:
-    """Where a domain may be scored: `pool` (-1: functions) by unit `unit`, at `usd` per trajectory for functions."""
+    """An option to score a domain: `pool` (-1: functions) by unit `unit`, at `usd` per trajectory for functions."""
 
     domain: int
     pool: int
@@ -59,8 +59,8 @@ class RewardOption:
 
 
 def add_training(p: PlacementProgram) -> None:
-    """One pool trains, on as many devices as it takes, at least those that hold the state; the rate is the trainer's
-    at most. A step's fixed seconds make its rate concave in the devices: chords at whole numbers bound it."""
+    """Add the trainer: one pool trains, on at least the devices that hold the state, and the trainer's rate bounds the
+    rate. A step's fixed seconds make the trainer's rate concave in the devices: chords at whole numbers bound it."""
     problem, m, train = p.problem, p.matrix, p.problem.train
     if train is None or Role.TRAINER not in problem.roles:
         return
@@ -119,7 +119,8 @@ def _add_trainer_rows(p: PlacementProgram, place: TrainerOption, train: Training
 
 
 def _chord_points(count: int, fixed: float) -> list[int]:
-    """Where the chords meet: every whole number to 32, then every 5 %: exact there, a hair low in between."""
+    """The points where the chords meet: every whole number to 32, then every 5 %. The rate is exact there and slightly
+    low in between."""
     if fixed == 0:
         return [0, count]
     points = list(range(min(count, 32) + 1))
@@ -129,7 +130,7 @@ def _chord_points(count: int, fixed: float) -> list[int]:
 
 
 def max_training_rate(problem: Problem) -> float:
-    """Trajectories/s that the best pool could train on if it did nothing else; infinite where nothing is trained."""
+    """Trajectories/s of the best pool if it only trained; infinite without training."""
     train, rates = problem.train, []
     if train is None:
         return math.inf
@@ -142,8 +143,8 @@ def max_training_rate(problem: Problem) -> float:
 
 
 def add_rewards(p: PlacementProgram) -> None:
-    """Every scored domain divides its rate over functions and dedicated devices. A domain that has neither is left out
-    and said so: rewards that nobody priced or gave a pool to do not make a plan impossible."""
+    """Add rewards: every scored domain divides its rate over functions and dedicated devices. A domain without either
+    is left out with a note: rewards without a price or a pool do not make a plan infeasible."""
     problem, m = p.problem, p.matrix
     if Role.REWARD not in problem.roles:
         return
@@ -154,7 +155,7 @@ def add_rewards(p: PlacementProgram) -> None:
         if not places:
             why = _unplaced_reason(problem, domain.name, domain.reward)
             if domain.reward.latency_s is not None and domain.reward.seconds > domain.reward.latency_s:
-                m.row(("latency", j), low=1.0, high=1.0)  # cannot hold
+                m.row(("latency", j), low=1.0, high=1.0)  # infeasible on purpose
                 p.late.append(why)
             else:
                 p.notes.append(why)
@@ -193,7 +194,7 @@ def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator
 
 
 def function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
-    """Dollars of one call; None if functions cannot do it: not stateless, no GPU on offer, or too slow."""
+    """Dollars of one call; None if functions cannot run it: not stateless, no GPU on offer, or too slow."""
     if price is None or not reward.stateless or (reward.on_gpu and price.usd_per_gpu_s is None):
         return None
     if reward.latency_s is not None and reward.seconds + price.overhead_s > reward.latency_s:
@@ -215,7 +216,7 @@ def _unplaced_reason(problem: Problem, name: str, reward: RewardCost) -> str:
 
 
 def add_environments(p: PlacementProgram) -> None:
-    """Cores for what environments compute, where there are CPU pools to run them."""
+    """Add the CPU cores of environments, where CPU pools exist to run them."""
     problem, m = p.problem, p.matrix
     shares = zip(problem.domains, p.tableau.weights, strict=True)
     cores = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in shares)

@@ -1,11 +1,11 @@
-"""The best plan whose window of trajectories sustains it: training and rollout share devices until both take as long as
-the window has places for.
+"""The best plan that its window of trajectories in flight sustains: training and rollout share devices so that their
+durations fit the slots of the window.
 
-How long a training step takes is chosen first, over the relaxed problem: at a given rate the times at which it can be
-kept are an interval (linear rows, and `devices × seconds >= work`, which is convex), so that the best value has one
-peak, which a golden-section search finds. Slopes of the window are those at the seconds that they lead to, at each time
-anew: those of another time may hide its best plans. The whole numbers are solved for there and beside it, and again
-while the trainer, with what rounding left over, is faster than was assumed.
+The duration of a training step is chosen first, over the relaxed problem. At a given rate the feasible durations are an
+interval (linear rows, and `devices × seconds >= work`, which is convex), so that the best value has one peak, which a
+golden-section search finds. The window's slopes are recomputed for each duration at the seconds that they lead to: the
+slopes of another duration may hide the best plans. The integer program is solved at the peak and beside it, and again
+as long as the trainer, with the devices that rounding left over, is faster than assumed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from placement.types import Objective
 __all__ = ["WindowedPlan", "fits_its_window", "solve_within_window"]
 
 STEP_TOLERANCE = 0.02
-"""Relative distance between times of a step at which the search among them ends: near its peak the value is flat."""
+"""Relative distance of step durations at which the search ends: the value is flat near its peak."""
 MAX_SOLUTIONS = 3
-"""Solutions in whole numbers at most; the second is rarely better by more than rounding."""
+"""Limit of integer solutions; the second is rarely better by more than rounding."""
 MAX_MISSES = 4
-"""Numbers of devices that train without a plan in whole numbers, until there is none."""
+"""Trainer sizes without an integer plan after which the search gives up."""
 SLOPE_ITERATIONS = 2
-"""Solutions for slopes to be those of the seconds that they lead to."""
+"""Iterations until the slopes are those of the seconds that they lead to."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 ProgramSolver = Callable[[PlacementProgram], tuple[Floats, float] | None]
-"""The best plan of a program: its columns, and the best that any could have."""
+"""Solves a program: the columns of its best plan, and a bound on the value of any plan."""
 RelaxedValuation = Callable[[PlacementProgram], tuple[float, Floats | None]]
-"""What the relaxed problem's best is worth, higher being better, and its columns; minus infinity: there is none."""
+"""The optimal value of the relaxed problem, higher being better, and its columns; minus infinity if it is
+infeasible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,13 @@ class WindowedPlan:
 
 
 PUBLISH_TIME_FACTOR = 1.05
-"""Publish times that differ by less than this factor are one case, which has the longer one."""
+"""Publish times that differ by less than this factor form one case, with the longest of them."""
 
 
 @dataclass(slots=True)
 class _TrainerCase:
-    """The pool that trains, and those that may serve: all that a version reaches in `publish_s`. `seconds` under way by
-    domain, as the last solution had them: slopes are those there."""
+    """A training pool and the pools that may serve with it: all that a version reaches in `publish_s`. `seconds` in
+    flight by domain are those of the last solution; slopes are taken there."""
 
     place: TrainerOption
     publish_s: float
@@ -79,7 +80,8 @@ class _TrainerCase:
 
 
 def fits_its_window(p: PlacementProgram, x: Floats) -> bool:
-    """Whether a plan made without its window is within it; if so its rows now bind what else is asked of `p`."""
+    """True if a plan that was solved without its window fits it. The window's rows are then set in `p` for further
+    solutions."""
     place = _trainer(p, x)
     if p.problem.window is None or place is None or not p.matrix.has(("window", 0)):
         return True
@@ -94,8 +96,8 @@ def fits_its_window(p: PlacementProgram, x: Floats) -> bool:
 def solve_within_window(
     p: PlacementProgram, solve: ProgramSolver, worth: RelaxedValuation, *, seconds: Floats
 ) -> WindowedPlan | None:
-    """The best plan within the window; None if there is none. `p` is as it was made; `seconds` under way by domain to
-    begin with."""
+    """The best plan within the window; None if there is none. `p` is a fresh program; `seconds` are the initial seconds
+    in flight by domain."""
     found: WindowedPlan | None = None
     best = most = -math.inf
     hopes = []
@@ -119,8 +121,8 @@ def solve_within_window(
 
 
 def _case_bound(p: PlacementProgram, case: _TrainerCase, worth: RelaxedValuation, low: float, high: float) -> float:
-    """What a case is worth at most in an interval: the shortest training with the smallest trainer. Slopes are those
-    that this leads to."""
+    """An upper bound on a case in an interval of step durations: the shortest training with the smallest trainer, at
+    the slopes that this leads to."""
     value = -math.inf
     for _ in range(SLOPE_ITERATIONS):
         case.hold(p, low, high)
@@ -129,7 +131,8 @@ def _case_bound(p: PlacementProgram, case: _TrainerCase, worth: RelaxedValuation
 
 
 def _cases(p: PlacementProgram, seconds: Floats) -> Iterator[_TrainerCase]:
-    """By trainer, one case per publish time: the pools that a version reaches in it, the largest set first."""
+    """One case per trainer and publish time, with the pools that a version reaches in that time; the largest set
+    first."""
     serving = frozenset(unit.pool for unit in p.tableau.units)
     for place in p.trainers:
         if p.matrix.high[place.devices] <= 0:
@@ -149,7 +152,7 @@ def _publish_s(p: PlacementProgram, place: TrainerOption, serving: Iterable[int]
 
 @contextmanager
 def _restrict_to_case(p: PlacementProgram, case: _TrainerCase) -> Iterator[None]:
-    """No other pool trains meanwhile, and none serves that is not the case's."""
+    """Within this context no other pool trains, and only the case's pools serve."""
     m = p.matrix
     shut = [c for t in p.trainers if t is not case.place for c in (t.devices, t.chosen)]
     shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool not in case.serving]
@@ -164,7 +167,7 @@ def _restrict_to_case(p: PlacementProgram, case: _TrainerCase) -> Iterator[None]
 
 
 def _step_seconds_range(p: PlacementProgram, place: TrainerOption) -> tuple[float, float]:
-    """Seconds of a step on the most devices that shorten it, and on the fewest."""
+    """Seconds of a step on the largest useful trainer and on the smallest."""
     size = holding.fixed_trainer_size(p, place)
     least, most = (place.least, place.most) if size is None else (size, size)
     return holding.training_step_s(p, place, most), holding.training_step_s(p, place, least)
@@ -173,8 +176,8 @@ def _step_seconds_range(p: PlacementProgram, place: TrainerOption) -> tuple[floa
 def _peak_step_seconds(
     p: PlacementProgram, case: _TrainerCase, worth: RelaxedValuation, low: float, high: float
 ) -> tuple[float, float, float]:
-    """Seconds of a step at which the relaxed problem is worth most, what it is there, and a bound on what it could be
-    at any, as long as it has the slopes that it has there."""
+    """The step duration at which the relaxed problem has its best value, that value, and a bound on its value at any
+    duration with the slopes of the peak."""
 
     def at(train_s: float) -> float:
         return _case_bound(p, case, worth, train_s, train_s)
@@ -194,7 +197,7 @@ def _peak_step_seconds(
                 right = at(d)
     train_s = math.sqrt(a * b)
     reached = at(train_s)
-    # Outside of the last interval nothing is better than inside: there is one peak.
+    # The peak is unique, so that no value outside the last interval is better than inside.
     case.hold(p, a, b)
     return train_s, reached, max(case.worth(p, worth), reached)
 
@@ -202,8 +205,8 @@ def _peak_step_seconds(
 def _integer_plan(
     p: PlacementProgram, case: _TrainerCase, train_s: float, solve: ProgramSolver, worth: RelaxedValuation
 ) -> WindowedPlan | None:
-    """Whole numbers near these seconds of a step, then at those of the trainer that this leaves room for and where its
-    trajectories are as long as they came out. Where they leave no plan, those beside them."""
+    """The best integer plan near this step duration, then with the trainer that this plan leaves room for and with the
+    trajectory lengths that it has. Without a plan there, neighbouring trainer sizes are tried."""
     found: WindowedPlan | None = None
     told, tried, missed = list[str](), dict[float, Floats](), 0
     ahead = _trainer_sizes(p, case, train_s, worth)
@@ -233,14 +236,14 @@ def _integer_plan(
 
 
 def _required_value(p: PlacementProgram, found: WindowedPlan) -> float:
-    """What a plan has to be worth to replace this one."""
+    """The value above which a plan replaces this one."""
     value = _plan_value(found.p, found.x)  # below 0 where it is a cost
     return value + abs(value) * p.problem.gap
 
 
 def _plan_at_size(p: PlacementProgram, case: _TrainerCase, size: float, solve: ProgramSolver) -> WindowedPlan | None:
-    """The best plan with so many devices that train, at slopes near its own. Slopes that leave none of the rate asked
-    for may be too far from those of any: they are taken once more where the most is reached."""
+    """The best plan with a trainer of `size` devices, at slopes near its own. Slopes at which the requested rate is
+    infeasible may be too far from those of any plan: they are taken once more at the plan with the best rate."""
     train_s = holding.training_step_s(p, case.place, size)
     least_cost, last = p.problem.objective is Objective.MIN_COST, None
     once_more = least_cost
@@ -273,7 +276,8 @@ def _plan_at_size(p: PlacementProgram, case: _TrainerCase, size: float, solve: P
 def _trainer_sizes(
     p: PlacementProgram, case: _TrainerCase, train_s: float, worth: RelaxedValuation
 ) -> list[tuple[float, float]]:
-    """Whole numbers of devices about those that a step of so many seconds takes, the better one first."""
+    """Integer trainer sizes around the size that a step of `train_s` seconds takes, with their relaxed values, the best
+    first."""
     size, train = holding.fixed_trainer_size(p, case.place), p.problem.train
     if size is not None or train is None:
         return [] if size is None else [(math.inf, size)]
@@ -285,7 +289,7 @@ def _trainer_sizes(
 def _ranked_sizes(
     p: PlacementProgram, case: _TrainerCase, sizes: Iterable[float], worth: RelaxedValuation
 ) -> list[tuple[float, float]]:
-    """What the relaxed problem is worth at these numbers of devices that train, and the numbers; the best first."""
+    """The values of the relaxed problem at these trainer sizes, and the sizes; the best first."""
     least, most = case.place.least, case.place.most
 
     def at(size: float) -> float:
@@ -297,7 +301,7 @@ def _ranked_sizes(
 
 
 def _max_trainer_size(p: PlacementProgram, case: _TrainerCase, x: Floats) -> int:
-    """Devices of the trainer with all that its pool has left over and that shorten a step."""
+    """The largest useful trainer: its devices plus the idle ones of its pool."""
     g = case.place.pool
     used = sum(round(float(x[column])) * devices for pool, column, devices in p.used() if pool == g)
     room = round(float(x[case.place.devices])) + max(p.problem.pools[g].count - used, 0)
@@ -305,7 +309,7 @@ def _max_trainer_size(p: PlacementProgram, case: _TrainerCase, x: Floats) -> int
 
 
 def _plan_value(p: PlacementProgram, x: Floats) -> float:
-    """What a plan is worth by the objective, higher being better."""
+    """The value of a plan under the objective, higher being better."""
     rate, cost = float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x)
     match p.problem.objective:
         case Objective.MIN_COST:
