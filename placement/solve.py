@@ -1,9 +1,9 @@
-"""The placement of a problem: how many instances of what, where, and what flows through them (RollArt R1 and P/D;
-facts: Mélange's cover, Splitwise's and HexGen-2's roles, Little's law for batches, KV and trajectories in flight).
+"""The placement of a problem: the number of instances by pool, role and TP, and the flows through them (RollArt R1 and
+P/D; facts: Mélange's cover, Splitwise's and HexGen-2's roles, Little's law for batches, KV and trajectories in flight).
 
 A mixed-integer program over instances (pool × role × TP) and path flows (domain × units × batch × KV mode), solved by
-HiGHS. Whole numbers are only the instances; a batch size is an operating point at which an instance spends part of its
-time. Objectives are lexicographic: what was asked for, then dollars, then devices (and changes to a running plan).
+HiGHS. Only instances are integers; a batch size is an operating point at which an instance spends part of its time.
+Objectives are lexicographic: the requested objective, then dollars, then devices (and changes to a running plan).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from placement.types import FirstStage, Infeasible, Objective, Placement, object
 __all__ = ["best_objective_value", "solve"]
 
 OBJECTIVE_SLACK = 1e-6
-"""Relative loss of the first objective that the second may cause: what HiGHS' tolerances need."""
+"""Relative loss of the first objective that the second may cause, as HiGHS' tolerances require."""
 TIE_GAP = 2e-3
-"""Relative gap of what only breaks ties: a fifth of a per cent of the dollars, unless a smaller gap is asked for."""
+"""Relative gap of tie-breaking objectives: a fifth of a per cent of the dollars, unless a smaller gap is requested."""
 OWNED_DEVICE_WEIGHT = 1e-2
-"""What an hour of an owned device counts beside one that is paid by use: enough to leave the dearer one free."""
+"""The weight of an owned device's hour beside one that is paid by use: enough to leave the dearer one free."""
 NEGLIGIBLE_RATE = 1e-9
-"""A rate below this share of the problem's scale is none."""
+"""A rate below this share of the problem's scale counts as zero."""
 SMALL, FAINT = 0.02, 1e-6
-"""A rate below SMALL × the scale asks for a smaller scale; one below FAINT × may be nothing but tolerance."""
+"""A rate below SMALL × the scale requires a smaller scale; a rate below FAINT × the scale may be only tolerance."""
 MAX_RESCALES = 3
 """Each round gains at least as many digits as SMALL has: after three, a rate of 1e-6 of the guess is exact."""
 UNREACHED_PENALTY = 1e30
-"""Dollars that a plan is worth less than nothing if it reaches nothing of the rate that is asked for."""
+"""Penalty, in dollars, of a plan that reaches nothing of the requested rate."""
 MAX_ITERATIONS = 30
 """Dinkelbach's method converges superlinearly: a handful of rounds do."""
 
 
 def solve(problem: Problem) -> Placement | Infeasible:
-    """The best placement, or why there is none. Deterministic. ValueError if rate per dollar is asked for and nothing
-    costs anything; RuntimeError if HiGHS fails."""
+    """The best placement, or the reason that there is none. Deterministic. ValueError if rate per dollar is requested
+    and nothing has a price; RuntimeError if HiGHS fails."""
     table = tableau(problem)
     missing = diagnose.unservable_domain(problem, table)
     if missing is not None:
@@ -56,7 +56,7 @@ def solve(problem: Problem) -> Placement | Infeasible:
 
 
 def best_objective_value(problem: Problem) -> float:
-    """What the best plan is worth, as `baselines.worth` has it of a plan; 0 if there is none. Only the first stage is
+    """The value of the best plan, comparable with `Placement.worth`; 0 if there is none. Only the first stage is
     solved, which takes a third of the time of `solve`."""
     table = tableau(problem)
     found = None if diagnose.unservable_domain(problem, table) else _within_window(problem, table, _solve_first_stage)
@@ -73,7 +73,7 @@ def best_objective_value(problem: Problem) -> float:
 def _within_window(
     problem: Problem, table: Tableau, best: windowed.ProgramSolver
 ) -> tuple[PlacementProgram, Floats, float] | None:
-    """The best plan, its program, and what any could have; None if there is none."""
+    """The best plan's program and columns, and a bound on the value of any plan; None if there is none."""
     p = _rescaled_program(problem, table)
     found = best(p)
     if found is None or windowed.fits_its_window(p, found[0]):
@@ -85,8 +85,8 @@ def _within_window(
 
 
 def _cheapest_near_best_rate(p: PlacementProgram, x: Floats) -> Floats:
-    """The least cost at no less than the tolerated share of the best rate; then the most rate at that cost, so that no
-    plan is at least as good in both."""
+    """The least cost at no less than the tolerated share of the best rate, then the highest rate at that cost, so that
+    no plan dominates it."""
     goal, charge, cost = {p.rate: 1.0}, _change_charge(p), _cost_objective(p, sunk=True)
     reached = {**goal, **charge}
     best = _objective_at(reached, x)
@@ -107,8 +107,8 @@ def _objective_at(objective: Mapping[int, float], x: Floats) -> float:
 
 
 def _solve_by_objective(p: PlacementProgram, *, tied: bool = True) -> tuple[Floats, float] | None:
-    """By the problem's objective: the plan, and the best that any could have. `tied`: of the plans that are worth as
-    much, the cheapest."""
+    """Solve for the problem's objective: the plan, and a bound on the value of any plan. `tied`: of equally good plans,
+    the cheapest."""
     if p.problem.objective is Objective.MAX_THROUGHPUT:
         return _solve_throughput(p, tied=tied)
     return _solve_least_cost(p, tied=tied) if p.problem.objective is Objective.MIN_COST else _solve_per_dollar(p)
@@ -119,7 +119,8 @@ def _solve_first_stage(p: PlacementProgram) -> tuple[Floats, float] | None:
 
 
 def _relaxed_value(p: PlacementProgram) -> tuple[float, Floats | None]:
-    """The same with fractions of instances: rate, dollars below none, or rate per dollar; minus infinity: nothing."""
+    """The optimal value with fractional instances: rate, negative dollars, or rate per dollar; minus infinity if
+    infeasible."""
     if p.problem.objective is Objective.MAX_THROUGHPUT:
         most = columns.solve_relaxation(p, {p.rate: 1.0}, near=p.problem.gap)
         return (
@@ -147,7 +148,7 @@ def _relaxed_value(p: PlacementProgram) -> tuple[float, Floats | None]:
 
 
 def _rescaled_program(problem: Problem, table: Tableau) -> PlacementProgram:
-    """The program in units in which its rate is near 1: far below, it is lost in HiGHS' tolerances."""
+    """The program with a scale at which its rate is near 1: a rate far below 1 is lost in HiGHS' tolerances."""
     p = build_program(problem, table)
     columns.seed_columns(p)
     for _ in range(MAX_RESCALES):
@@ -193,7 +194,7 @@ def _solve_least_cost(p: PlacementProgram, *, tied: bool) -> tuple[Floats, float
 
 
 def _solve_per_dollar(p: PlacementProgram) -> tuple[Floats, float] | None:
-    """Dinkelbach: the ratio is best where `rate - ratio × cost` can no longer be made positive."""
+    """Dinkelbach: the ratio is optimal when `rate - ratio × cost` can no longer be made positive."""
     cost = p.cost()
     found = search.search_best(p, {p.rate: 1.0})
     if found is None or found.x[p.rate] <= NEGLIGIBLE_RATE:
@@ -214,7 +215,8 @@ def _solve_per_dollar(p: PlacementProgram) -> tuple[Floats, float] | None:
 
 
 def _change_charge(p: PlacementProgram) -> dict[int, float]:
-    """What a changed device loses while it restarts, as a rate over the horizon: the relaxed plan's rate per device."""
+    """The loss of a changed device while it restarts, as a rate over the horizon: the relaxed plan's rate per
+    device."""
     running, relaxed = p.problem.running, p.relaxed
     if running is None or not p.changed or relaxed is None:
         return {}
@@ -226,9 +228,9 @@ def _change_charge(p: PlacementProgram) -> dict[int, float]:
 
 
 def _cost_objective(p: PlacementProgram, *, sunk: bool = False) -> dict[int, float]:
-    """At the rate and cost reached: the least dollars, then devices, then changes.
+    """The tie-breaking objective at the reached rate: the least dollars, then devices, then changes.
 
-    `sunk`: pools that are not rented are paid whether used or not, so that using them counts next to nothing.
+    `sunk`: pools that are not rented are paid in any case, so that their use has almost no weight.
     """
     price = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
     terms = {j: -v for j, v in p.cost().items()}

@@ -1,5 +1,5 @@
-"""A problem's rollout side as plain numbers: the units that instances are counted in, the links between pools, and
-every path that a trajectory may take through them. What the solver multiplies; nothing here solves.
+"""The rollout side of a problem as plain numbers: instance kinds, the links between pools, and every path that a
+trajectory may take through them. The coefficients of the solver; nothing is solved here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ SIZES = 2
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Arrays over the paths. A path is a domain, the unit that decodes (or does all), the one that prefills (-1: the
-    same), a batch size there and a KV mode; per trajectory: instance-seconds and GB·s of KV on either unit, GB over
-    channel `link` (-1: none), and seconds in flight, environment included."""
+    """Arrays over the paths. A path is a domain, the unit that decodes (or does both phases), the unit that prefills
+    (-1: the same), a batch size of the decoding unit and a KV mode; per trajectory: instance-seconds and GB·s of KV on
+    either unit, GB over channel `link` (-1: none), and seconds in flight, environment included."""
 
     domain: Ints
     unit: Ints
@@ -71,8 +71,8 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Tableau:
-    """`weights` are the domains' shares of the rate, 1 in sum. `reasons`: why a pool, or a domain on one, has no path.
-    `instances` are the models behind `units`, `notes` what they rest on."""
+    """`weights` are the domains' shares of the rate, 1 in sum. `reasons` explain why a pool, or a domain on a pool, has
+    no path. `instances` are the models behind `units`, and `notes` their assumptions."""
 
     units: tuple[InstanceKind, ...]
     instances: tuple[InstanceModel, ...]
@@ -109,7 +109,7 @@ def tableau(problem: Problem) -> Tableau:
 
 
 class _Builder:
-    """Makes blocks of paths; remembers what an instance type costs a domain, since pools share device types."""
+    """Builds blocks of paths. Caches the cost of an instance type for a domain, since pools share device types."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class _Builder:
                         yield self._block(j, u, KvMode.RECOMPUTE)
 
     def worthwhile(self) -> list[int]:
-        """The units to keep where there are many: by pool and role the size that serves the mix best per device, and
-        the one that does when half of it is how fast; those that run already."""
+        """The units to keep if there are many: by pool and role, the size that serves the mix best per device and the
+        best size when latency counts for half; also the units that run already."""
         groups: dict[tuple[int, Role], list[int]] = {}
         for u, unit in enumerate(self._units):
             groups.setdefault((unit.pool, unit.role), []).append(u)

@@ -1,8 +1,8 @@
-"""The trainer's memory and time: what its devices hold, how long they compute, and how many of them are useful.
+"""The trainer's memory and time: the state of its devices, their compute time, and the useful number of devices.
 
-The trainer is taken to be fully sharded data parallelism (FSDP, ZeRO-3): weights, gradients and optimizer state are cut
-over all devices, a micro-batch belongs to one device, or to a group of `split` devices that share its sequences. Every
-device gathers the weights for the forward and the backward pass of each micro-batch, and reduces the gradients.
+The model assumes fully sharded data parallelism (FSDP, ZeRO-3): weights, gradients and optimizer state are cut over all
+devices, a micro-batch belongs to one device, or to a group of `split` devices that share its sequences. Every device
+gathers the weights for the forward and the backward pass of each micro-batch, and reduces the gradients.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TrainingLayout:
 
 
 def training_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLayout | str:
-    """How this pool trains: the least arithmetic among the layouts whose smallest trainer is a modest part of the pool,
-    or that fit the given number of devices. A string says why the pool cannot train."""
+    """The training layout of this pool: the least arithmetic among the layouts whose smallest trainer is a modest part
+    of the pool, or that fit the given number of devices. A string gives the reason that the pool cannot train."""
     if train.pool is not None and train.pool != pool.name:
         return f"training is fixed to {train.pool}"
     device = pool.device
@@ -244,7 +244,7 @@ def _host_gb_per_s(problem: Problem, pool: Pool, train: TrainingWork) -> float:
     """Network of one host, in one direction."""
     per_host = pool.device.devices_per_host or 1
     own = next((link for link in problem.links if link.a == link.b == pool.name), None)
-    if own is not None:  # over all of the pool: what one half can send to the other
+    if own is not None:  # the bandwidth of the whole pool, which one half can send to the other
         return own.gb_per_s / max(1.0, pool.count / per_host / 2)
     if pool.device.link_gb_per_s is not None:
         return pool.device.link_gb_per_s * per_host

@@ -1,4 +1,4 @@
-"""What instances are counted in: pool × role × TP, and the connections between pools that KV may take."""
+"""Instance kinds (pool × role × TP), and the connections between pools that KV may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ROLLOUT_ROLES", "KvChannel", "RefusalReason", "InstanceKind", "kv_ch
 ROLLOUT_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
 RefusalReason = tuple[str, str, str]
-"""Why something cannot run: pool, domain ("" for all of them) and the words."""
+"""The reason that something cannot run: pool, domain ("" for all domains) and text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class KvChannel:
 
 
 def kv_channels(problem: Problem) -> dict[tuple[str, str], KvChannel]:
-    """The connections that KV may take, by names in sorted order. Between two pools only what the problem states;
-    within a pool also what its devices state: NVLink if the pool is one host, else the hosts' network, of which half
-    the devices send while the other half receive."""
+    """The connections that KV may take, by names in sorted order. Between two pools these are the problem's links;
+    within a pool also its devices' figures: NVLink if the pool is one host, else the hosts' network, of which half the
+    devices send while the other half receive."""
     found: dict[tuple[str, str], KvChannel] = {}
     for link in problem.links:
         key = (min(link.a, link.b), max(link.a, link.b))
@@ -81,7 +81,7 @@ def instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list
 
 
 def _tensor_parallel_sizes(problem: Problem, pool: Pool) -> list[int]:
-    """The sizes that are offered, and those that run or are given, which were offered once."""
+    """The offered TP sizes, and the sizes of running or given instances, which were offered before."""
     given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
     return sorted({*problem.tensor_parallel, *(d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name)})
 

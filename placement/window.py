@@ -1,14 +1,14 @@
-"""What a window of trajectories sustains: a plan's rate once places are held as long as the run holds them.
+"""The rate that a window of trajectories in flight sustains, given how long a run holds its slots.
 
-A place is taken at admission and given back at the publish of the version that its trajectory was trained into. Until
-then it waits for the longest member of its group, for enough groups to make a batch, for training and for the publish.
+A slot is taken at admission and released at the publish of the version that its trajectory was trained into. Until then
+it waits for the longest member of its group, for enough groups to make a batch, for training and for the publish.
 
-Groups start at publishes, a batch of places at a time. With F the share of groups that are complete at an age, S the
+Groups start at publishes, a batch of slots at a time. With F the share of groups that are complete at an age, S the
 seconds between two publishes and x those from a publish until the next batch is complete (S = x + training + publish),
-N groups start for B that are trained. Those that are older than α publishes are aborted, so that B = N·F(x + αS); and
-after a publish the places are full: N·(1 + Σ_{i<α} (1 − F(x + iS))) = places. Where nothing is aborted N is B, and the
-sum has no end. Both fix x, and with it S: the rate is B / S. Where batches wait for the groups at their bound, x is
-also so long that `TAIL_QUANTILE` of them are complete at x + αS.
+N groups start for B that are trained. Groups older than α publishes are aborted, so that B = N·F(x + αS); and after a
+publish the slots are full: N·(1 + Σ_{i<α} (1 − F(x + iS))) = slots. Where nothing is aborted N is B, and the sum has no
+end. Both fix x, and with it S: the rate is B / S. Where batches wait for the groups at their bound, x is also so long
+that `TAIL_QUANTILE` of them are complete at x + αS.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = [
 QUANTILE_POINTS = 64
 """Quantiles that stand for a distribution: maxima of groups of eight come out within 2 % at a sigma of 1."""
 MAX_PUBLISHES_OUTLIVED = 1000.0
-"""Publishes that a group may outlive, at most: only where training takes no time are there more."""
+"""Limit of publishes that a group may outlive: only training that takes no time has more."""
 TAIL_QUANTILE = 0.99
-"""Share of a domain's groups that are to be complete at their bound where batches wait for them. The longest of 32
-groups, which is what a batch of 256 in groups of 8 waits for, is on average as long as their quantile of 98.2 %."""
+"""Share of a domain's groups that must be complete at their bound if batches wait for them. The longest of 32 groups,
+which a batch of 256 in groups of 8 waits for, is on average as long as their quantile of 98.2 %."""
 SLOPE_STEP = 0.02
 """Relative difference over which slopes are taken: the distribution has a few thousand points."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainWindow:
-    """One domain's places: seconds that a trajectory is under way on average, that its group's longest member is, of
-    training and of the publish, and between two publishes; and the trajectories/s, over all domains, that its part of
-    the window sustains."""
+    """The slots of one domain: mean seconds of a trajectory in flight, of its group's longest member, of training and
+    of the publish; the number of slots and the seconds that each is held; and the trajectories/s, over all domains,
+    that its part of the window sustains."""
 
     domain: str
     seconds: float
@@ -63,8 +63,8 @@ class DomainWindow:
 
 @dataclass(frozen=True, slots=True)
 class HoldingSlopes:
-    """A place is held for `own × seconds under way + rest × seconds of training and publish`; of `started`
-    trajectories one is trained."""
+    """A slot is held for `own × seconds in flight + rest × seconds of training and publish`. One of `started`
+    trajectories is trained."""
 
     own: float
     rest: float
@@ -72,8 +72,8 @@ class HoldingSlopes:
 
 
 def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -> tuple[DomainWindow, ...]:
-    """Every domain's places under a plan; none without training or a bound. What waits for other domains' parts of the
-    batch is not counted."""
+    """The slots of every domain under a plan; empty without training or a bound. Waiting for other domains' parts of
+    the batch is not counted."""
     problem = replace(problem, window=window)
     train, bound = problem.train, problem.trajectories_in_flight
     trainer = next((d for d in found.deployments if d.role is Role.TRAINER), None)
@@ -97,8 +97,8 @@ def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -
 
 
 def holding_slopes(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> HoldingSlopes:
-    """How long a place is held, near `seconds` under way and `rest_s` of training and publish. It grows in proportion
-    with both together, so that its slopes say what it is as well."""
+    """The slopes of the holding time near `seconds` in flight and `rest_s` of training and publish. The holding time is
+    homogeneous of degree one in both, so that its slopes determine it."""
     window = problem.window
     assert window is not None, "there are places to hold"
     if seconds <= 0 or rest_s <= 0:
@@ -114,7 +114,7 @@ def holding_slopes(problem: Problem, domain: DomainProfile, seconds: float, rest
 def _holding_time(
     problem: Problem, window: InFlightWindow, domain: DomainProfile, seconds: float, rest_s: float
 ) -> tuple[float, float]:
-    """Seconds that a place is held, and trajectories started for one that is trained."""
+    """Seconds that a slot is held, and trajectories started per trained trajectory."""
     train = problem.train
     assert train is not None, "there is training"
     members = window.groups.get(domain.name, 1)
@@ -144,9 +144,9 @@ def publish_interval(
     groups: float,
     waits: bool = False,
 ) -> tuple[float, float]:
-    """Time between two publishes, and groups started for one that is trained. `lengths` of groups in order, all as
-    likely; `rest` = training and publish; `places` in batches; `groups` of a batch: of that many the last is not waited
-    for longer than it takes on average."""
+    """Time between two publishes, and groups started per trained group. `lengths` of groups in order, equally likely;
+    `rest` = training and publish; `places` in batches; `groups`: number in a batch; the wait for the last of them is at
+    most its mean duration."""
 
     def complete(age: float) -> float:
         """F, between points in proportion."""
@@ -186,15 +186,15 @@ def publish_interval(
 @functools.lru_cache(maxsize=256)
 def longest_member_ratios(domain: DomainProfile, members: int, context: float) -> tuple[float, ...]:
     """Seconds of the longest member of a group over those of the mean trajectory: equally likely values, in order. All
-    1 where no quantile says that lengths vary. Members share half of the variance of their answers, and none of that of
-    turns."""
+    1 if no quantile shows a variation of lengths. Members share half of the variance of their answers, and none of that
+    of turns."""
     turns, answers = log_normal(domain.turns)[1], log_normal(domain.output_tokens)[1]
     common, own = math.sqrt(answers**2 / 2), math.sqrt(answers**2 / 2 + turns**2)
     if own == 0:
         return (1.0,)
     z = [_normal_quantile((k + 0.5) / QUANTILE_POINTS) for k in range(QUANTILE_POINTS)]
     highest = [_normal_quantile(((k + 0.5) / QUANTILE_POINTS) ** (1 / members)) for k in range(QUANTILE_POINTS)]
-    # Relative to the mean before the context ends it; the mean is that of what is left.
+    # Relative to the mean before truncation by the context; then rescaled by the mean after it.
     middle, most = math.exp(-(common**2 + own**2) / 2), max(context / domain.total_tokens, 1.0)
     mean = 0.0
     longest = []

@@ -1,4 +1,4 @@
-"""The work to place: what one trajectory of each task domain asks for, training, and what functions bill.
+"""The workload: one trajectory of each task domain, training, and the prices of functions.
 
 Units as in `placement.types`.
 """
@@ -63,8 +63,8 @@ def kept_for_next_turn(turn: int, max_turns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RewardCost:
-    """What scoring one trajectory takes: seconds of `cores` CPU cores and `memory_gb`, or seconds of one GPU that
-    reads `memory_gb` of weights (`on_gpu`). Stateless ones may leave for functions at `FunctionPrice`."""
+    """The cost of scoring one trajectory: seconds of `cores` CPU cores and `memory_gb`, or seconds of one GPU that
+    reads `memory_gb` of weights (`on_gpu`). Stateless rewards may run in functions at `FunctionPrice`."""
 
     seconds: float
     cores: float = 1.0
@@ -106,7 +106,7 @@ class DomainProfile:
     max_turns: int | None = None
     """Turns after which an episode ends in any case; None: not known, unless it has one turn."""
     source: str = "given"
-    """Who says so: `given`, `assumed` (bounds of the spec), or the run it was measured in."""
+    """The origin of the profile: `given`, `assumed` (bounds of the spec), or the run it was measured in."""
 
     def __post_init__(self) -> None:
         if not self.turns.mean >= 1:
@@ -142,7 +142,7 @@ class DomainProfile:
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
-    """What training asks for. `batch` trajectories per step, `staleness` α: (α+1) × batch are in flight at most (I4).
+    """The work of training. `batch` trajectories per step, `staleness` α: (α+1) × batch are in flight at most (I4).
 
     Fixed to `devices` devices of pool `pool` where these are given; else the solver chooses.
     """
@@ -181,7 +181,7 @@ class TrainingWork:
 
 @dataclass(frozen=True, slots=True)
 class FunctionPrice:
-    """What a serverless provider bills: per GB-second, per core-second, per GPU-second and per million requests."""
+    """The prices of a serverless provider: per GB-second, per core-second, per GPU-second and per million requests."""
 
     provider: str
     usd_per_gb_s: float = 0.0
