@@ -1,7 +1,7 @@
 """Results of deterministic functions by key, in one SQLite file that outlives the run.
 
-A cache may only ever save calls: whatever is wrong with its file (corrupt, locked, full disk, of another format) turns
-it off with one warning, and the calls are made.
+A cache may only save calls: any problem with its file (corrupt, locked, full disk, another format) disables it with one
+warning, and the calls are made.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _FORMAT = 1
 """PRAGMA user_version of the file."""
 
 _GATHER = 256
-"""Results that are written as one transaction: about 1 ms, on the loop. The rest is written at `close`."""
+"""Results per transaction, which takes about 1 ms on the loop. The rest is written at `close`."""
 
 _LOCKED_S = 0.05
-"""How long another process may hold the file before it counts as locked: the loop stands still meanwhile."""
+"""Seconds that another process may hold the file before it counts as locked; the event loop is blocked meanwhile."""
 
 
 class Cache:
     """Owns the file. Synchronous; for one thread. Use `open` and `close`, or `with`.
 
-    Bound: at most `max_entries` results, the oldest go first. Exact: a result comes back equal to what was put.
+    Bound: at most `max_entries` results; the oldest are removed first. Exact: a result is read back equal to the one
+    stored.
     """
 
     def __init__(self, path: pathlib.Path, *, max_entries: int, warn: Callable[[str], None]) -> None:
@@ -50,7 +51,7 @@ class Cache:
             if found not in (0, _FORMAT):
                 raise sqlite3.DatabaseError(f"format {found}, not {_FORMAT}")
             self._file.execute("PRAGMA journal_mode = WAL")
-            self._file.execute("PRAGMA synchronous = OFF")  # a lost result is only a call made again
+            self._file.execute("PRAGMA synchronous = OFF")  # a lost result only costs a repeated call
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS results (n INTEGER PRIMARY KEY, key BLOB UNIQUE, value TEXT)"
             )
@@ -108,7 +109,8 @@ class Cache:
         try:
             file.execute("BEGIN IMMEDIATE")
             file.executemany("INSERT OR IGNORE INTO results (key, value) VALUES (?, ?)", fresh.items())
-            # A new row's number is the largest plus one, and the oldest rows go first: their span is their count.
+            # A new row's number is the maximum plus one, and the oldest rows are deleted first: the span of numbers is
+            # the count.
             (low, high) = file.execute("SELECT min(n), max(n) FROM results").fetchone()
             if high is not None and high - low + 1 > self._max:
                 file.execute("DELETE FROM results WHERE n <= ?", (high - self._max,))
@@ -123,7 +125,7 @@ class Cache:
             try:
                 file.close()
             except sqlite3.Error:
-                pass  # it is being given up anyway
+                pass  # the file is abandoned anyway
         self._warn(
             f"the result cache {self._path} is off: {type(error).__name__}: {error} (delete the file to renew it)"
         )

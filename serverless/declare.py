@@ -1,4 +1,4 @@
-"""`@reward`: how a plain function says that it may leave for functions, and what it needs there.
+"""`@reward`: declares that a plain function may be offloaded, and its requirements.
 
     @reward(memory_mb=512, timeout_s=10, deterministic=True)
     def exact_match(sample: Item) -> float: ...
@@ -8,7 +8,7 @@
         def load(self, artefacts: pathlib.Path) -> None: ...
         def __call__(self, sample: Item) -> float: ...
 
-The decorator stores its arguments and returns what it was given: nothing is wrapped, registered or imported.
+The decorator stores its arguments and returns its target: nothing is wrapped, registered or imported.
 The controller reads them from the source text (`declarations`), so user code runs in workers only.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["ATTRIBUTE", "RewardOptions", "declarations", "reward"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 ATTRIBUTE = OPTIONS
-"""Where the options of a decorated function are kept."""
+"""The attribute that holds the options of a decorated function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,10 @@ def reward(
 def reward(function: Any = None, /, **settings: Any) -> Any:
     """Mark a function, an async function or a class with `__call__` as a reward. Arguments are `FunctionSpec`'s.
 
-    It takes one `Item`, a list of them, or what another framework gives its rewards (the table in
-    `serverless.signatures`), and gives, for each, a number, `Scored`, `ModelFault` or a dict ({"score", "metrics",
-    "steps"}, {"model_fault", "floor"} or the wire form). `TypeError` for an argument that `FunctionSpec` does not have.
+    It takes one `Item`, a list of them, or the arguments of another framework's rewards (the table in
+    `serverless.signatures`). For each item it returns a number, `Scored`, `ModelFault` or a dict ({"score", "metrics",
+    "steps"}, {"model_fault", "floor"} or the wire form). Raises `TypeError` for an argument that `FunctionSpec` does
+    not have.
     """
     _known(settings)
 
@@ -83,7 +84,7 @@ def reward(function: Any = None, /, **settings: Any) -> Any:
 def declarations(source: str, *, filename: str = "<source>") -> dict[str, dict[str, Any]]:
     """The `@reward` arguments in a source text, by attribute, without running it.
 
-    `SpecInvalid` if an argument is not a literal or the text is not Python.
+    Raises `SpecInvalid` if an argument is not a literal or the text is not Python.
     """
     try:
         tree = ast.parse(source, filename)

@@ -8,7 +8,7 @@ ServerlessError
 ├── BackendFailed      a backend cannot start or was closed
 │   ├── CredentialsMissing  a provider knows no user, or refuses the one it knows
 │   ├── ExtraMissing        a provider's client library is not installed
-│   └── SandboxUnavailable  nothing here isolates programs that nobody has read
+│   └── SandboxUnavailable  no isolation of untrusted programs works here
 └── PolicyFault        raised *by a reward function*: the policy's own output made scoring impossible
 
 A failed *call* is not an error here: it is an `InfraFault` value (`serverless.types`).
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class ServerlessError(Exception):
-    """Base of what this package raises: one line of cause, one of remedy."""
+    """Base of this package's errors: one line of cause, one of remedy."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class PackageError(ServerlessError):
 
 
 class NotOffloadable(PackageError):
-    """`reasons` say what the state is and where (`file:line: ...`)."""
+    """`reasons` name the state and its location (`file:line: ...`)."""
 
     def __init__(self, function: str, reasons: tuple[str, ...], *, remedy: str) -> None:
         super().__init__(f"function {function} is not stateless: {'; '.join(reasons)}", remedy=remedy)

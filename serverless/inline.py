@@ -1,7 +1,7 @@
-"""Scores in this process, beside the environment: for trusted rewards that keep state and so cannot be offloaded.
+"""Scores in this process, with the environment: for trusted rewards that keep state and so cannot be offloaded.
 
-The same conventions and the same outcomes as in a function, without what a process of its own gives: no memory limit,
-and a synchronous reward that does not return holds up its caller.
+The conventions and outcomes are those of a function, without the isolation of a separate process: there is no memory
+limit, and a synchronous reward that does not return blocks its caller.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def inline(
     artefacts: pathlib.Path | None = None,
     timeout_s: float | None = None,
 ) -> InlineScorer:
-    """A scorer around a reward as `@reward` takes it; a class is made and loaded here, once.
+    """A scorer for a reward that `@reward` accepts; a class is instantiated and loaded here, once.
 
-    A parameter `env` or `environment` is given `environment`. `timeout_s` ends a call of an async reward.
+    A parameter `env` or `environment` receives `environment`. `timeout_s` limits a call of an async reward. Raises
     `SpecInvalid` for parameters of no known convention, and for a reward that is declared untrusted.
     """
     if getattr(getattr(target, OPTIONS, None), "settings", {}).get("trust") == "untrusted":
@@ -46,8 +46,8 @@ def inline(
 
 
 class InlineScorer:
-    """Owns the state of one reward. Calls run one at a time, in the order in which they were made: a caller waits for
-    those before it. Any task of one event loop may call."""
+    """Owns the state of one reward. Calls run one at a time in order of arrival. Any task of one event loop may
+    call."""
 
     def __init__(self, handler: Any, *, timeout_s: float | None = None) -> None:
         self._handler = handler
@@ -55,7 +55,7 @@ class InlineScorer:
         self._turn = asyncio.Lock()
 
     async def score(self, item: Item) -> Outcome:
-        """The outcome of one item, whatever the reward does; `CancelledError` passes."""
+        """The outcome of one item, for any behaviour of the reward; `CancelledError` propagates."""
         event = [wire.encode(item)]
         async with self._turn:
             try:

@@ -10,7 +10,7 @@ __all__ = ["canonical", "content_digest", "sha256"]
 
 
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-"""Made once: `json.dumps` with settings makes one per call."""
+"""Made once: `json.dumps` with settings makes an encoder per call."""
 
 
 def canonical(value: object) -> bytes:

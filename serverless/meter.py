@@ -1,7 +1,7 @@
-"""What functions cost: backends report calls and worker time to a `MeterSink`; `Meter` adds them up.
+"""Cost of functions: backends report calls and worker time to a `MeterSink`; `Meter` sums them.
 
 Conservation: a worker is cold (starting), busy (a call runs in it) or idle from its start to its end, so for every
-worker life cold + busy + idle seconds = end - start. Spans are half-open and follow each other without gaps.
+worker life cold + busy + idle seconds = end - start. Spans are half-open and adjacent without gaps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WorkerState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpan:
-    """A stretch of one worker in one state, loop seconds."""
+    """A period of one worker in one state, loop seconds."""
 
     function: str
     provider: str
@@ -38,8 +38,8 @@ class WorkerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Items that needed no call: `stage` is "dedupe" or "cache". `billed_s` is what they would have been billed at the
-    function's mean until then (0 before the first call)."""
+    """Items that needed no call: `stage` is "dedupe" or "cache". `billed_s` is their estimated bill at the function's
+    mean so far (0 before the first call)."""
 
     function: str
     stage: str
@@ -50,10 +50,10 @@ class Saving:
 
 
 class MeterSink(Protocol):
-    """Where backends report. Synchronous and cheap."""
+    """Receives the reports of backends. Synchronous and cheap."""
 
     def invocation(self, invocation: Invocation) -> None:
-        """A call ended, well or not. Cancelled calls and failed starts (0 items) are reported too."""
+        """A call ended, with or without success. Cancelled calls and failed starts (0 items) are reported too."""
 
     def worker(self, span: WorkerSpan) -> None: ...
 
@@ -61,7 +61,7 @@ class MeterSink(Protocol):
 
 
 def billed_seconds(seconds: float) -> float:
-    """Rounded up to 1 ms, as Lambda does. A start that failed is billed too."""
+    """Seconds rounded up to 1 ms, as Lambda does. A failed start is billed too."""
     return math.ceil(round(seconds * 1000.0, 6)) / 1000.0
 
 
@@ -94,7 +94,7 @@ class FunctionUsage:
 
 
 class Meter:
-    """Adds up calls and worker time by function."""
+    """Sums calls and worker time by function."""
 
     def __init__(self) -> None:
         self._usage: dict[str, FunctionUsage] = {}

@@ -1,8 +1,8 @@
-"""What a recorded load would have cost otherwise: the same calls on dedicated workers, or on functions that scale.
+"""Replays a recorded load under other conditions: on dedicated workers, or on functions that scale.
 
 Pure and exact at the level of calls: an event simulation of workers that serve one call at a time, in order of arrival.
-Calls come from a run's ledger (`ReplayedCall`); their seconds of work are as measured, so that only queueing, cold
-starts and idling differ.
+Calls come from a run's ledger (`ReplayedCall`) with their measured seconds of work, so that only queueing, cold starts
+and idle time differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """`t` when it was asked for, `seconds` of work, `since` when the trajectory behind it began (None: unknown), its
-    `kind` (a domain) and whose it was."""
+    """A recorded call. `t` is the time of the request, `seconds` the work, `since` the start of the requesting
+    trajectory (None: unknown), `kind` its domain and `job` its owner."""
 
     t: float
     seconds: float
@@ -45,9 +45,9 @@ class ReplayedCall:
 
 @dataclass(frozen=True, slots=True)
 class CallReplay:
-    """`waits` are seconds from asking to the start of work, by call in the order of asking; `worker_s` all seconds of
-    all workers (`busy_s` of them at work, `cold_s` starting), `peak` the most workers at once, `span_s` from the first
-    call to the end of the last."""
+    """The result of a replay. `waits` are the seconds from request to start of work, by call in order of request.
+    `worker_s` sums the seconds of all workers (`busy_s` at work, `cold_s` starting). `peak` is the maximum number of
+    concurrent workers, and `span_s` the time from the first call to the end of the last."""
 
     waits: tuple[float, ...]
     worker_s: float
@@ -63,7 +63,7 @@ class CallReplay:
         return self.busy_s / self.worker_s if self.worker_s > 0 else 0.0
 
     def wait(self, quantile: float) -> float:
-        """Of the waits: the smallest that is at least as long as this share of them (nearest rank)."""
+        """The nearest-rank quantile of the waits."""
         if not self.waits:
             return 0.0
         ordered = sorted(self.waits)
@@ -71,10 +71,10 @@ class CallReplay:
 
 
 class ScalingRule(Protocol):
-    """Says at every tick how many workers there should be. Sees what a scheduler sees, nothing of the future."""
+    """Returns the wanted number of workers at every tick, knowing only past events."""
 
     def began(self, t: float, call: ReplayedCall) -> None:
-        """A trajectory began, that of a call to come. Only its kind and its beginning may be looked at."""
+        """A trajectory of a later call began. Only its kind and its start may be used."""
 
     def asked(self, t: float, call: ReplayedCall) -> None: ...
 
@@ -82,7 +82,7 @@ class ScalingRule(Protocol):
 
 
 class OnDemandScaling:
-    """None ahead: workers start when a call finds none, as on Lambda."""
+    """No workers ahead: a call without an idle worker starts one, as on Lambda."""
 
     def began(self, t: float, call: ReplayedCall) -> None:
         return None
@@ -106,7 +106,8 @@ class ReactiveScaling(OnDemandScaling):
 
 
 class ForecastScaling:
-    """From the trajectories in flight: workers for the calls expected within the horizon, `z` deviations above."""
+    """Scales by the trajectories in flight: workers for the calls expected within the horizon, plus `z` standard
+    deviations."""
 
     def __init__(self, horizon_s: float, *, z: float = 1.64, forecast: Forecast | None = None) -> None:
         self._horizon = horizon_s
@@ -132,7 +133,7 @@ class ForecastScaling:
 
 
 def replay_dedicated(calls: Iterable[ReplayedCall], workers: int) -> CallReplay:
-    """The calls on so many workers that are always there. ValueError for none."""
+    """Replay the calls on a fixed number of permanent workers. Raises `ValueError` for none."""
     if workers < 1:
         raise ValueError("workers must be at least 1")
     ordered = sorted(calls, key=lambda c: c.t)
@@ -153,8 +154,8 @@ def replay_dedicated(calls: Iterable[ReplayedCall], workers: int) -> CallReplay:
 def min_dedicated_workers(calls: Sequence[ReplayedCall], wait_s: float, *, quantile: float = 0.99) -> int:
     """The smallest number of dedicated workers with which this quantile of the waits is at most `wait_s`.
 
-    More workers never make anyone wait longer (first come, first served, whatever calls take), so it is found by
-    halving; as many as calls overlap are always enough. 1 for no calls.
+    More workers never increase any wait (first come, first served), so the number is found by bisection; the maximum
+    overlap of the calls always suffices. 1 for no calls.
     """
     low, high = 1, max(1, _max_overlap(calls))
     while low < high:
@@ -167,7 +168,8 @@ def min_dedicated_workers(calls: Sequence[ReplayedCall], wait_s: float, *, quant
 
 
 def _max_overlap(calls: Sequence[ReplayedCall]) -> int:
-    """The most calls at work at once if none waits; one that ends as another begins does not overlap it."""
+    """The maximum number of concurrent calls without waiting; a call that ends as another begins does not overlap
+    it."""
     edges = sorted([(c.t, 1) for c in calls] + [(c.t + c.seconds, -1) for c in calls])
     now = most = 0
     for _, step in edges:
@@ -185,8 +187,9 @@ def replay_elastic(
     tick_s: float = 1.0,
     most: int = 10_000,
 ) -> CallReplay:
-    """The calls on functions: a call that finds no idle worker starts one (up to `most`) and takes the first that is
-    free; an idle worker ends after `keep_s`, unless `scaling` wants it; what that wants is started at its ticks."""
+    """Replay the calls on functions. A call without an idle worker starts one (up to `most`) and takes the first free
+    one. An idle worker ends after `keep_s`, unless `scaling` wants it. Workers that `scaling` wants are started at its
+    ticks."""
     if not (cold_s >= 0 and keep_s >= 0 and tick_s > 0 and most >= 1):
         raise ValueError("cold_s, keep_s at least 0; tick_s above 0; most at least 1")
     return _ElasticReplay(
@@ -215,11 +218,11 @@ class _ElasticReplay:
     tick_s: float
     most: int
     workers: dict[int, float] = field(default_factory=dict)
-    """When each began."""
+    """Start time by worker."""
     idle: deque[int] = field(default_factory=deque)
-    """Idle workers, that used last at the right: it is used next."""
+    """Idle workers. The most recently used one is last and is used next."""
     since: dict[int, float] = field(default_factory=dict)
-    """When each idle worker became idle."""
+    """Start of the idle time by worker."""
     starting: int = 0
     waiting: deque[int] = field(default_factory=deque)
     waits: dict[int, float] = field(default_factory=dict)
@@ -228,10 +231,10 @@ class _ElasticReplay:
     peak: int = 0
     busy: int = 0
     kept: int = 0
-    """How many workers `scaling` wants."""
+    """The number of workers that `scaling` wants."""
     events: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """(time, kind, order, call or worker). At one time calls come first, so that a worker that gets free at that very
-    moment is still counted as busy by them."""
+    """(time, kind, order, call or worker). At equal times, calls precede other events, so that a worker that becomes
+    free at that time still counts as busy."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self) -> CallReplay:

@@ -1,4 +1,4 @@
-"""How workers are kept ready while functions are in use.
+"""The settings of live scaling of workers.
 
 scaling:
   forecast: {horizon_s: 20}
@@ -23,12 +23,13 @@ class _Part(BaseModel):
 
 
 class ReactiveSpec(_Part):
-    """Knative's autoscaler. Its windows are those of web traffic (60 s stable, 6 s panic, the last worker stays 30 s);
-    a rollout's burst is over in that time, so they are shorter here, and the last worker is left to keep-alive."""
+    """Knative's autoscaler. Its default windows suit web traffic (60 s stable, 6 s panic, the last worker stays 30 s).
+    A rollout's burst ends within that time, so the windows are shorter here, and the last worker is left to keep-alive.
+    """
 
     target: float = Field(default=1.0, gt=0.0, le=1.0)
     utilisation: float = Field(default=0.7, gt=0.0, le=1.0)
-    """Calls at once that a worker is asked to carry: `target` times this."""
+    """Concurrent calls per worker: `target` times this."""
     stable_s: float = Field(default=15.0, gt=0.0)
     panic_share: float = Field(default=0.2, gt=0.0, le=1.0)
     """The panic window as a share of the stable one."""
@@ -43,19 +44,19 @@ class ReactiveSpec(_Part):
 
 
 class ForecastSpec(_Part):
-    """Workers for the calls that trajectories under way will make."""
+    """Workers for the forecast calls of live trajectories."""
 
     horizon_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
-    """How far ahead. auto: a little more than the cold start that was seen, and two looks."""
+    """The forecast horizon in seconds. auto: a little more than the observed cold start plus two ticks."""
     z: float = Field(default=1.64, ge=0.0)
-    """Standard deviations above the expected calls: 1.64 is enough in 19 of 20 looks."""
+    """Standard deviations above the expected calls: 1.64 suffices in 19 of 20 ticks."""
     min_seen: int = Field(default=8, ge=1)
     """Trajectories of a kind that must have ended before it is forecast. The first to end are the shortest, and would
-    make all others look overdue."""
+    make all others appear overdue."""
 
 
 class KeepAliveSpec(_Part):
-    """How long a worker idles beyond need: as long as that costs what its cold start does (ski rental)."""
+    """Keep-alive of idle workers: until the idle time has cost as much as a cold start (ski rental)."""
 
     trust: float = Field(default=0.5, gt=0.0, le=1.0)
     """1 ignores the forecast of the next call."""
@@ -71,10 +72,10 @@ class ScalingSpec(BaseModel):
 
     enabled: bool = True
     tick_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between looks."""
+    """Seconds between ticks."""
     reactive: ReactiveSpec = ReactiveSpec()
     forecast: ForecastSpec = ForecastSpec()
     keep_alive: KeepAliveSpec = KeepAliveSpec()
     provisioned: bool = False
-    """Also on providers where what is kept ready costs money by the second (Lambda's provisioned concurrency, Modal's
-    `min_containers`). What was set before is set again at the end."""
+    """Also on providers that charge for provisioned workers by the second (Lambda's provisioned concurrency, Modal's
+    `min_containers`). The original level is restored at the end."""

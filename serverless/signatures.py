@@ -1,14 +1,14 @@
-"""Which calling convention a reward function was written for, told from its parameters. Packed with every function.
+"""Detects the calling convention of a reward function from its parameters. Packed with every function.
 
-People have reward functions already. Each row is a convention that `@reward` takes as it is, how it is known, and
-what its parameters are given from an item (`serverless.calling` does it). *text* is the last assistant message;
+Existing reward functions work unchanged. Each row is a convention that `@reward` accepts, its mark, and the arguments
+that its parameters get from an item (`serverless.calling` makes them). *text* is the last assistant message;
 *chat* are the messages from the first assistant message on, or those after `metadata["prompt"]` where that is a list;
 *prompt* are the messages before *chat*, as text `metadata["prompt"]` where that is a string, else their contents in
 lines; *label* is the named metadata, else `reference_answer`.
 
 takes         known by                         given
 item          one parameter                    the `Item` (`rollart.Sample`)
-samples       one parameter called `samples`   list[Item]; gives a list of what it would give for one
+samples       one parameter called `samples`   list[Item]; gives a list of the results for one item
               or a list of Item
 items         one called `items` or `event`    the list of wire dicts; gives the list of answers (Nova and Bedrock RFT)
 event         `(event, context)`               the same, and Lambda's context

@@ -317,7 +317,7 @@ _SHELVES = frozenset({"shelve.open", "dbm.open", "diskcache.Cache", "Cache", "sh
 
 
 def _files(functions: Sequence[SourceFunction]) -> list[StateFinding]:
-    """Files of a fixed name that are written and read, except those that one function writes first and reads
+    """Files of a fixed name that are written and read, unless one function writes the file first and reads it
     afterwards."""
     written: dict[str, list[tuple[SourceFunction, ast.Call, bool]]] = {}
     read: dict[str, list[tuple[SourceFunction, ast.Call]]] = {}

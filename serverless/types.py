@@ -112,9 +112,9 @@ Outcome: TypeAlias = Scored | ModelFault | InfraFault
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """The bill of one call: times are loop seconds, `billed_s` what the provider charges for.
+    """The bill of one call. Times are loop seconds; `billed_s` are the seconds that the provider charges.
 
-    `provider_id` is the provider's name of the call (a request id), by which its own bill can be checked.
+    `provider_id` is the provider's id of the call, by which its own bill can be checked.
     """
 
     function: str

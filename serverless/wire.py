@@ -5,7 +5,7 @@ Answer `[{id, aggregate_reward_score, metrics_list: [{name, value, type}], step_
 (the form of Amazon Nova and Bedrock RFT reward Lambdas, with three optional fields of ours).
 
 `model_fault` is a reason and makes `aggregate_reward_score` the floor. `error` is `{type, message, kind?, retryable?}`.
-What cannot be read is `InfraFault(BAD_ANSWER)` for the items concerned: NaN, infinities, booleans and strings are
+Invalid parts are `InfraFault(BAD_ANSWER)` for the items concerned: NaN, infinities, booleans and strings are
 not scores, an id that was not asked for discredits the whole answer, a missing or doubled id only its item.
 """
 
@@ -34,7 +34,7 @@ def encode(item: Item) -> WireItem:
 
 
 def size(wire: WireItem) -> int:
-    """Bytes of one item. TypeError, ValueError or OverflowError if something in it has no wire form."""
+    """Bytes of one item. Raises `TypeError`, `ValueError` or `OverflowError` if a value in it has no wire form."""
     return len(msgpack.packb(wire))
 
 
@@ -51,7 +51,7 @@ def events(wires: Sequence[WireItem]) -> list[WireItem]:
 
 
 def outcomes(body: object, event: Sequence[WireItem], *, deterministic: bool) -> list[Outcome]:
-    """One outcome per item of the event, in its order, whatever the answer looks like."""
+    """One outcome per item of the event, in its order, for any form of the answer."""
     retryable = not deterministic
     if not isinstance(body, list):
         return [_bad(f"the answer is {type(body).__name__}, not a list", retryable)] * len(event)
@@ -91,7 +91,7 @@ def _one(answers: list[dict[str, Any]], key: str, retryable: bool) -> Outcome:
 
 
 def _metrics(entries: object) -> dict[str, float] | str:
-    """The metrics by name, or what is wrong with them."""
+    """The metrics by name, or an error text."""
     if entries is None:
         return {}
     if not isinstance(entries, list):
@@ -107,7 +107,7 @@ def _metrics(entries: object) -> dict[str, float] | str:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, and only that: True is not 1.0 here."""
+    """A finite number, else None; True is not accepted as 1.0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -118,7 +118,8 @@ def _number(value: object) -> float | None:
 
 
 def _error(error: object) -> InfraFault:
-    """An exception of the function's code. Not retryable unless the function says so: code that failed fails again."""
+    """The fault of an exception in the function's code. Not retryable unless the function declares it: failed code
+    fails again."""
     if not isinstance(error, dict):
         return InfraFault(FaultKind.CRASH, retryable=False, detail=str(error)[:500])
     kind = str(error.get("kind"))

@@ -42,7 +42,8 @@ _BRANCHES = ("float", "constrained-float", "literal['auto']")
 
 
 class TrajectoryDemand:
-    """Implements `serverless.scaling.Demand`: kinds are domains, and a domain's functions are those of its rewards."""
+    """Implements `serverless.scaling.DemandSource`: kinds are domains, and a domain's functions are those of its
+    rewards."""
 
     def __init__(self, rolling: Rolling, plan: Mapping[str, DomainRewards]) -> None:
         self._rolling = rolling

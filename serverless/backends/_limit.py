@@ -1,4 +1,4 @@
-"""A time limit for one call after another, for a price of no timer per call."""
+"""A time limit for consecutive calls, without a timer per call."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import asyncio
 __all__ = ["ReusableTimeout"]
 
 _EARLY_S = 0.0005
-"""A loop with timers of 1 ms may fire one so much before its time."""
+"""Seconds that a loop with timers of 1 ms may fire early."""
 
 
 class ReusableTimeout:
-    """`asyncio.timeout` that is entered again and again by one task at a time, of one loop.
+    """A reusable `asyncio.timeout`, entered repeatedly by one task at a time, in one loop.
 
         with limit.of(seconds):      # TimeoutError when they have passed
             await ...
 
-    Its timer is left running when a block ends, and looks when it fires whether the block of that time is overdue. So
-    calls that end in time, which are nearly all, neither make nor cancel one. `close` stops it.
+    Its timer keeps running when a block ends, and checks on firing whether the current block is overdue. So calls that
+    end in time, which are nearly all, neither make nor cancel a timer. `close` stops it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ReusableTimeout:
         task, self._task = self._task, None
         if not self._expired or task is None:
             return
-        # Ours was one of the task's cancellations; if it was the only one, it ends here as what it was.
+        # This timeout was one of the task's cancellations; if it was the only one, it becomes a `TimeoutError` here.
         if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise TimeoutError from None
 

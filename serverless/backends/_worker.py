@@ -1,12 +1,14 @@
-"""The inside of one execution environment: a process that the zygote forked. A program, not a library.
+"""The program of one execution environment, in a process that the zygote forked. A program, not a library.
 
 Frames on its socket are a 4-byte big-endian length and msgpack:
+
   in   [request id, event, time limit in ms]
   out  ["", "ready", init seconds, error or None] once, then [request id, "ok", run seconds, body] or
        [request id, "fault", run seconds, kind, detail, retryable, keep] per call
-A process that the function forks has no channel: it can neither take a call nor answer one.
-The clock here is the process's own: this is what is billed. An order with `exec` becomes that program instead, under
-the same limits, and keeps the socket open without using it, so that its end is seen.
+
+A process that the function forks has no channel: it can neither take nor answer a call. Billing uses this process's own
+clock. An order with `exec` executes that program instead, under the same limits, and keeps the socket open without
+using it, so that the parent notices the program's end.
 """
 # ruff: noqa: TID251 - a worker process measures its own time; the loop's clock is in another process.
 
@@ -32,10 +34,10 @@ import msgpack
 __all__ = ["LOG_BYTES", "end_line", "run"]
 
 _SCRATCH_BYTES = 512 * 2**20
-"""Largest file that a function may write: Lambda's default /tmp."""
+"""Size limit of a file that a function writes: Lambda's default /tmp."""
 
 LOG_BYTES = 16 * 2**20
-"""A log that has grown past this starts anew: a function that prints every sample must not fill the disk."""
+"""Size at which a log is truncated: a function that prints every sample must not fill the disk."""
 
 _OPEN_FILES = 1024
 """Lambda's limit of file descriptors."""
@@ -89,7 +91,7 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
 
 
 def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
-    """Become the function's process: behind the wall, this goes on in a child."""
+    """Become the function's process. With isolation, this continues in a child process."""
     _confine(order, _data_bytes())
     if "wall" in order:
         from serverless.sandbox import required
@@ -98,7 +100,7 @@ def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
 
 
 def _step_failure(step: Callable[[], None]) -> str | None:
-    """Why a step of the start failed, None if it did not."""
+    """The error of a step of the start, None if it succeeded."""
     try:
         step()
     except BaseException as failure:
@@ -108,7 +110,7 @@ def _step_failure(step: Callable[[], None]) -> str | None:
 
 
 def end_line(request: str) -> bytes:
-    """What follows the output of a call in a log (`backends.logs`)."""
+    """The line after the output of a call in a log (`backends.logs`)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     return f"END RequestId: {request} Time: {now}\n".encode()
 
@@ -144,14 +146,14 @@ _logged = 0
 
 
 def _end_log(order: dict[str, Any], request: str) -> None:
-    """Date what the call printed, if anything, and start a long log anew."""
+    """Date the call's output, if there is any, and truncate a long log."""
     global _logged
     size = os.fstat(1).st_size
     if size == _logged:
         return
     os.write(1, end_line(request))
     if size > LOG_BYTES and "wall" in order:
-        os.ftruncate(1, 0)  # no way to its directory from behind the wall
+        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation
     elif size > LOG_BYTES:
         os.replace(order["log"], order["log"] + ".1")
         _open_log(order["log"])
@@ -166,15 +168,15 @@ def _open_log(path: str) -> None:
 
 
 def _exec_program(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
-    """Turn into another program: all of its memory is the function's."""
+    """Execute another program in this process: all of its memory is the function's."""
     _confine(order, 0)
     channel.set_inheritable(True)
     os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
 
 
 def _confine(order: dict[str, Any], own_bytes: int) -> None:
-    """Limits, environment, log and import path: what Lambda calls the execution environment. `own_bytes` of private
-    memory are not the function's."""
+    """Set up Lambda's execution environment: limits, environment, log and import path. `own_bytes` of private memory do
+    not count as the function's."""
     global _logged
     package = order["package"]
     _open_log(order["log"])
@@ -193,7 +195,7 @@ def _confine(order: dict[str, Any], own_bytes: int) -> None:
     tempfile.tempdir = None
     os.chdir(package)
     sys.path.insert(0, package)
-    # Private writable memory beyond what the zygote already had: shared library code is not the function's.
+    # Private writable memory beyond the zygote's own: shared library code does not count as the function's.
     memory = own_bytes + int(order["memory_mb"]) * 2**20
     _lower_limit(resource.RLIMIT_DATA, memory)
     _lower_limit(resource.RLIMIT_CORE, 0)
@@ -202,7 +204,7 @@ def _confine(order: dict[str, Any], own_bytes: int) -> None:
 
 
 def _lower_limit(which: int, most: int) -> None:
-    """A lower bound that this machine's user has set already stays: nobody may raise it."""
+    """Lower a limit. A hard limit that is already lower stays, since it cannot be raised."""
     hard = resource.getrlimit(which)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(which, (most, most))
@@ -216,10 +218,10 @@ def _data_bytes() -> int:
 
 
 class _Frames:
-    """Sends and reads frames; a small one, which a call is, with one system call.
+    """Sends and reads frames; a small frame, such as a call, takes one system call.
 
-    The channel is this process's alone: it is closed in every child. A child that Python does not know of (a fork by a
-    library in C) is recognised by its process id.
+    Only this process uses the channel: it is closed in every child. A child unknown to Python (a fork by a C library)
+    is recognised by its process id.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -229,7 +231,7 @@ class _Frames:
         os.register_at_fork(after_in_child=channel.close)
 
     def send(self, message: list[Any]) -> bool:
-        """False if the channel is gone."""
+        """Send a message. False if the channel is closed."""
         try:
             body = msgpack.packb(message)
         except (TypeError, ValueError, OverflowError) as error:
@@ -244,7 +246,7 @@ class _Frames:
         return True
 
     def next(self) -> bytes | None:
-        """One frame, or None at the other end's close."""
+        """The next frame, or None when the other end has closed."""
         if not self._fill(4):
             return None
         (length,) = struct.unpack_from(">I", self._buffer)

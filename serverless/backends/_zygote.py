@@ -1,15 +1,16 @@
-"""The zygote: a single-threaded process that has imported what functions need, and forks workers from itself.
+"""The zygote: a single-threaded process with the functions' imports loaded, which forks workers.
 
-`python -m serverless.backends._zygote CONTROL_FD PARENT_PID CLEANUP_DIR`, started by `backends.processes`.
-Control messages are msgpack datagrams (SOCK_SEQPACKET):
+`python -m serverless.backends._zygote CONTROL_FD PARENT_PID CLEANUP_DIR`, started by `backends.processes`. Control
+messages are msgpack datagrams (SOCK_SEQPACKET):
+
   in   ["preload", [modules]]; ["fork", key, order] with the worker's end of a socket pair (SCM_RIGHTS)
   out  ["forked", key, pid] with a pidfd, or ["failed", key, error]; ["exit", key, wait status];
-       ["preloaded", [[module, error] for those that cannot be imported]]
-It ends, and kills every worker's process group first, when the control socket closes or on SIGTERM, which the
-kernel sends when the parent dies. Workers get SIGKILL from the kernel when the zygote dies. If it was the parent
-that ended or closed, it then removes CLEANUP_DIR ('' for none), so that not even a killed parent leaves anything.
-Processes that functions started and left behind become its children (subreaper), and are killed when their worker
-ends.
+       ["preloaded", [[module, error] for each failed import]]
+
+It ends when the control socket closes or on SIGTERM, which the kernel sends when the parent dies, after killing every
+worker's process group. Workers get SIGKILL from the kernel when the zygote dies. If the parent ended or closed, the
+zygote then removes CLEANUP_DIR ('' for none), so that not even a killed parent leaves files. Processes that functions
+started and left behind become its children (subreaper), and are killed when their worker ends.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 class _Zygote:
-    """Owns the children. Nothing here runs user code: only preloads are imported."""
+    """Owns the children. Runs no user code: only preloads are imported."""
 
     def __init__(self, control: socket.socket, parent: int, cleanup: str) -> None:
         self._control = control
@@ -103,16 +104,16 @@ class _Zygote:
         message = msgpack.unpackb(data)
         if message[0] == "preload":
             failed = [[module, error] for module in message[1] if (error := self._preload(module)) is not None]
-            # Workers share these pages: a collection in one of them must not write to all.
+            # Workers share these pages: a garbage collection in one of them must not write to all.
             gc.collect()
             gc.freeze()
-            self._tell(["preloaded", failed])
+            self._send(["preloaded", failed])
         else:
             self._fork(message[1], message[2], fds)
         return True
 
     def _preload(self, module: str) -> str | None:
-        """What went wrong, or None."""
+        """Import a module. Returns the error, or None."""
         try:
             importlib.import_module(module)
         except Exception as failure:
@@ -125,14 +126,14 @@ class _Zygote:
             pid = os.fork()
         except OSError as error:
             os.close(fds[0])
-            self._tell(["failed", key, str(error)])
+            self._send(["failed", key, str(error)])
             return
         if pid == 0:
             self._become_worker(parent, order, fds[0])
         os.close(fds[0])
         self._children[pid] = key
         pidfd = os.pidfd_open(pid)
-        self._tell(["forked", key, pid], [pidfd])
+        self._send(["forked", key, pid], [pidfd])
         os.close(pidfd)
 
     def _become_worker(self, zygote: int, order: dict[str, Any], channel: int) -> None:
@@ -170,24 +171,24 @@ class _Zygote:
                 return
             if ended is None:
                 return
-            # Before the pid is free for others: what the function itself started goes with it.
+            # Kill the function's own processes before the pid can be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
             key = self._children.pop(ended.si_pid, None)
             if key is not None:
-                self._tell(["exit", key, status])
+                self._send(["exit", key, status])
                 self._kill_strays()
 
     def _kill_strays(self) -> None:
-        """What a function started in a session of its own, outside its worker's group, and left to us."""
+        """Kill processes that a function started in their own session, outside its worker's group, and left behind."""
         me = os.getpid()
         with contextlib.suppress(OSError), open(f"/proc/{me}/task/{me}/children") as children:
             for pid in set(map(int, children.read().split())) - set(self._children):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _tell(self, message: list[Any], fds: list[int] | None = None) -> None:
+    def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
         try:
             socket.send_fds(self._control, [msgpack.packb(message)], fds or [])
         except OSError:

@@ -1,4 +1,4 @@
-"""What Lambda says of a call, read: throttles, errors of the function and of the service, the REPORT line. Pure."""
+"""Parses Lambda's responses: throttles, errors of the function and of the service, the REPORT line. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_ALLOWED = frozenset(
         "UnrecognizedClientException",
     }
 )
-"""Error codes that no repetition cures: the user is unknown or may not do this."""
+"""Error codes for which retries do not help: the user is unknown or lacks the permission."""
 
 _THROTTLES = {
     "ConcurrentInvocationLimitExceeded": Throttle.CONCURRENCY,
@@ -41,10 +41,10 @@ _THROTTLES = {
     "CallerRateLimitExceeded": Throttle.RATE,
     "ConcurrentSnapshotCreateLimitExceeded": Throttle.SCALING,
 }
-"""ThrottleReason of the Lambda API; a reserved function's rate limit passes with time like any other rate."""
+"""Limits by ThrottleReason of the Lambda API; a reserved function's rate limit passes with time like any other rate."""
 
 _BUSY = {"ResourceConflictException", "SnapStartNotReadyException", "ResourceNotReadyException", "SnapStartException"}
-"""The function is being changed or prepared: it passes."""
+"""The function is being changed or prepared: the error is transient."""
 
 _REPORT = re.compile(
     r"REPORT RequestId: (?P<id>\S+)\s+Duration: (?P<run>[\d.]+) ms\s+Billed Duration: (?P<billed>\d+) ms\s+"
@@ -59,7 +59,7 @@ _PLATFORM_LINES = ("START RequestId", "END RequestId", "REPORT RequestId", "INIT
 
 @dataclass(frozen=True, slots=True)
 class LambdaReport:
-    """Lambda's own account of one call. Seconds and MB; `init_s` is 0 for a warm call."""
+    """Lambda's report of one call. Seconds and MB; `init_s` is 0 for a warm call."""
 
     request_id: str
     run_s: float
@@ -85,7 +85,7 @@ def parse_report(log_result: str) -> LambdaReport | None:
 
 
 def function_log_tail(log_result: str, lines: int = 3) -> str:
-    """The end of what the function itself wrote, on one line."""
+    """The last lines of the function's own output, joined to one line."""
     own = [
         line.strip() for line in _text(log_result).splitlines() if line.strip() and not line.startswith(_PLATFORM_LINES)
     ]
@@ -93,7 +93,8 @@ def function_log_tail(log_result: str, lines: int = 3) -> str:
 
 
 def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
-    """What a call with `FunctionError` means. The environment's end is worth another call; code that raised is not."""
+    """The fault of a call with `FunctionError`. The end of the environment is retryable; an exception in the code is
+    not."""
     kind, message = _error(payload)
     detail = f"{kind}: {message}"[:500]
     if kind == "Sandbox.Timedout" or "Task timed out after" in message:
@@ -111,8 +112,8 @@ def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
 
 
 def service_fault(response: Mapping[str, Any]) -> InfraFault | None:
-    """What an error response of the Lambda service (botocore's `ClientError.response`) means, or None if the caller
-    made a mistake that no other call mends. Nothing has been executed."""
+    """The fault of an error response of the Lambda service (botocore's `ClientError.response`), or None for a mistake
+    of the caller that no retry cures. Nothing has been executed."""
     error = response.get("Error", {})
     meta = response.get("ResponseMetadata", {})
     code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))

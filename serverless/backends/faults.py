@@ -1,7 +1,7 @@
-"""Faults over HTTP: status codes, Lambda's error payloads, and our own exact form. Pure.
+"""Faults over HTTP: status codes, Lambda's error payloads, and this package's exact form. Pure.
 
 The exact form is a body `{"fault": {kind, retryable, detail, throttle, retry_after_s}}` under the status of its kind,
-so that a caller who does not know it still does the right thing.
+so that clients unaware of it still react properly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATUS = {
     FaultKind.DEADLINE: 504,
     FaultKind.ENVIRONMENT: 400,
 }
-"""The others are 500."""
+"""The status of the other kinds is 500."""
 
 REASONS = {
     Throttle.CONCURRENCY: "ConcurrentInvocationLimitExceeded",
@@ -35,7 +35,7 @@ REASONS = {
 """ThrottleReason of the Lambda API."""
 
 AMBIGUOUS = frozenset({502, 504})
-"""A gateway's, after it had sent the call on: it may have been executed, or still be."""
+"""Statuses of a gateway after it forwarded the call: the call may have been executed or still be running."""
 
 _NAMED = re.compile(r"([A-Za-z_][\w.]*): (.*)", re.DOTALL)
 
@@ -67,7 +67,7 @@ def decode(body: bytes) -> InfraFault | None:
 
 
 def function_error(fault: InfraFault, request: str, timeout_s: float) -> dict[str, object] | None:
-    """The payload that Lambda gives with `X-Amz-Function-Error`, or None for a fault that is not the function's."""
+    """The payload that Lambda returns with `X-Amz-Function-Error`, or None for a fault that is not the function's."""
     if fault.kind in (FaultKind.TIMEOUT, FaultKind.DEADLINE):
         message = f"RequestId: {request} Error: Task timed out after {timeout_s:.2f} seconds"
         return {"errorType": "Sandbox.Timedout", "errorMessage": message}
@@ -88,7 +88,7 @@ def function_error(fault: InfraFault, request: str, timeout_s: float) -> dict[st
 
 
 def fault_of_status(status: int, body: bytes, headers: Mapping[str, str], now: datetime.datetime) -> InfraFault:
-    """What a status other than 200 of an unknown host means. Only what a host says is worth trying again is."""
+    """The fault of a status other than 200 of an unknown host. Only declared faults are retryable."""
     detail = f"HTTP {status}: {body[:300].decode(errors='replace').strip()}"
     wait = retry_after_s(headers.get("Retry-After", ""), now)
     if status == 429:

@@ -1,4 +1,4 @@
-"""Frames between a client and a machine that holds its workers: a 4-byte big-endian length and msgpack."""
+"""Frames between a client and a worker host: a 4-byte big-endian length and msgpack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import msgpack
 __all__ = ["MAX_FRAME_BYTES", "FrameDecoder", "encode_frame", "read_frame"]
 
 MAX_FRAME_BYTES = 2**31 - 1
-"""Bytes of a frame: a package with its artefacts is one. A length beyond it is no frame."""
+"""Maximum bytes of a frame, which may be a package with its artefacts. A greater length is invalid."""
 
 _HEADER = struct.Struct(">I")
 
 
 def encode_frame(message: Any) -> bytes:
-    """One frame. TypeError, ValueError or OverflowError for what has no wire form, or is too large."""
+    """Encode a frame. Raises `TypeError`, `ValueError` or `OverflowError` for a message that has no wire form or is too
+    large."""
     body: bytes = msgpack.packb(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"{len(body)} bytes (rule: at most {MAX_FRAME_BYTES})")
@@ -25,19 +26,19 @@ def encode_frame(message: Any) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader, *, largest: int = MAX_FRAME_BYTES) -> Any:
-    """The next frame. `IncompleteReadError` at the end; ValueError for what is none."""
+    """The next frame. Raises `IncompleteReadError` at the end, `ValueError` for an invalid frame."""
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return _decode_frame(await reader.readexactly(_checked_length(length, largest)))
 
 
 class FrameDecoder:
-    """What a protocol was sent, until it is a frame."""
+    """Collects the received bytes of a protocol into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The frames that are whole now. ValueError for what is none."""
+        """The frames that are now complete. Raises `ValueError` for an invalid frame."""
         self._buffer += data
         found = []
         while len(self._buffer) >= _HEADER.size:
@@ -50,8 +51,8 @@ class FrameDecoder:
         return found
 
     def answer(self, data: bytes, asked: str, reply: asyncio.Future[list[Any]] | None) -> bool:
-        """Give `reply`, if one is awaited, the frame of request `asked`, without its id. False for any other frame: a
-        worker that sends one has broken the protocol."""
+        """Resolve `reply`, if it is pending, with the frame of request `asked`, without its id. False for any other
+        frame, which violates the protocol."""
         try:
             messages = self.feed(data)
         except ValueError:

@@ -1,4 +1,4 @@
-"""An HTTP front over any backend, so that AWS's clients and plain HTTP callers reach functions that run here.
+"""An HTTP server for any backend: AWS's clients and plain HTTP callers reach functions that run here.
 
     POST /functions/{name}                             the list form in and out (`backends.http`)
     POST /2015-03-31/functions/{name}/invocations      Lambda's Invoke: X-Amz-Invocation-Type, X-Amz-Log-Type,
@@ -6,11 +6,11 @@
                                                        429 with Reason
     GET  /health                                       200
 
-`name` may be an ARN, or carry its qualifier (`name:live`). A plain caller who hangs up ends the call; one of Lambda's
-API does not, as there: the call goes on and is billed. A plain caller who gives an Idempotency-Key may send the call
-again under it: it gets the answer of the one execution (`backends.once`), and has a second to come back before hanging
-up ends the call. 422 for a key with another body, 409 for one whose answer is not to be had any more.
-Source: the service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header.
+`name` may be an ARN, or include its qualifier (`name:live`). If a plain caller hangs up, the call ends. If a caller of
+Lambda's API does, the call continues and is billed, as on Lambda. A plain caller may resend a call under an
+Idempotency-Key: it gets the answer of the single execution (`backends.once`), and has a second to return before hanging
+up ends the call. 422 for a key with another body, 409 for a key whose answer is no longer available. Source: the
+service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class PoolRegistry:
         return self.pool(function).load()
 
     def keep(self, function: str, workers: int, keep_alive_s: float | None) -> int:
-        """See `Scalable.keep`. A new version of the function starts from its own settings again."""
+        """See `ScalableBackend.keep`. A new version of the function starts from its own settings again."""
         pool = self.pool(function)
         if keep_alive_s is not None:
             pool.keep_alive(keep_alive_s)

@@ -71,8 +71,8 @@ class WorkerHosts:
         return link
 
     async def deploy(self, package: Package) -> None:
-        """Deploy on every machine, including those that join later. Raises `BackendFailed` if the function cannot run
-        on one of them."""
+        """Deploy on every current and future machine. Raises `BackendFailed` if the function cannot run on one of
+        them."""
         self._packages[package.spec.name] = package
         results = await asyncio.gather(*(link.deploy(package) for link in self.links), return_exceptions=True)
         for result in results:
@@ -98,7 +98,7 @@ class WorkerHosts:
 
 
 class HostedBackend:
-    """Implements `Backend` and `Scalable` over the workers of `hosts`, which the caller creates and closes.
+    """Implements `Backend` and `ScalableBackend` over the workers of `hosts`, which the caller creates and closes.
 
     A call is executed at most once on a connected machine. If the machine is lost meanwhile, the call is repeated on
     another, at most twice (`Cause.RETRY`), and any later answer of the first is ignored. While no machine is connected,
@@ -135,7 +135,7 @@ class HostedBackend:
         return self._pools.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `Scalable`."""
+        """See `ScalableBackend`."""
         return self._pools.keep(function, workers, keep_alive_s)
 
     async def __aenter__(self) -> HostedBackend:

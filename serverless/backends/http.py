@@ -3,17 +3,19 @@
     POST <url>          [{id, messages, reference_answer, metadata}]
     200                 [{id, aggregate_reward_score, metrics_list}]
 
-Request headers  Authorization (bearer, or signed: `backends.signing`), X-Rollart-Deadline-Ms: what is left for the
-                 call, Idempotency-Key: equal where the same call is sent again
+Request headers  Authorization (bearer, or signed: `backends.signing`), X-Rollart-Deadline-Ms: the time left for the
+                 call, Idempotency-Key: equal for a resent call
 Answer headers   X-Rollart-Billed-Ms, X-Rollart-Cold-Ms, X-Rollart-Memory-Mb, X-Rollart-Worker, X-Rollart-Request-Id, or
                  Lambda's X-Amz-Log-Result with a REPORT line; without either the bill is the wall time.
                  X-Rollart-Idempotent: 1: this host executes calls of one Idempotency-Key once
-Errors           `backends.faults`; 429 with Retry-After throttles, 408 and 5xx are worth another call, 4xx are not
+Errors           `backends.faults`; 429 with Retry-After throttles, 408 and 5xx are retryable, 4xx are not
 
-A connection that is lost after the call was sent leaves open whether it was executed. To a host that honours the key it
-is sent again under the same one, which gives the first execution's answer; to any other it is not, and the fault has a
-bill without a name, by which callers know (`policy.retry.lost`). 502 and 504 of a host that does not say what they are
-of are the same: a gateway's words for a call that it lost, or that outlasted its patience and may still run.
+If the connection is lost after a call was sent, the call may have been executed. A host that honours the key gets the
+call again under the same key, and returns the first execution's answer. No other host gets it again, and the fault has
+a bill without a call id, which marks it for callers (`policy.retry.is_outcome_unknown`). A 502 or 504 without a
+declared fault is treated the same: a gateway reports so a call that it lost, or that exceeded its time limit and may
+still run.
+
 Source of the key: IETF draft-ietf-httpapi-idempotency-key-header.
 """
 

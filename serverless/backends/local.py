@@ -50,7 +50,7 @@ Runtime = Literal["rollart", "awslambdaric"]
 
 
 class LocalBackend:
-    """Implements `Backend` and `Scalable` on this machine. Owns a directory, the zygotes and, through them, all
+    """Implements `Backend` and `ScalableBackend` on this machine. Owns a directory, the zygotes and, through them, all
     workers.
 
     Each distinct set of `preload` modules has its own zygote, so that a plain function does not pay for another
@@ -98,7 +98,7 @@ class LocalBackend:
         return self._host.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `Scalable`."""
+        """See `ScalableBackend`."""
         return self._host.keep(function, workers, keep_alive_s)
 
     async def deploy(self, package: Package) -> None:

@@ -1,8 +1,7 @@
-"""Logs of local workers: `<directory>/<function>/<slot>.log`, what the function printed as it printed it.
+"""Logs of local workers: `<directory>/<function>/<slot>.log`, the unmodified output of the function.
 
-After a call that printed something a line of Lambda's follows, `END RequestId: <id> Time: <ISO 8601, UTC>`, which dates
-the lines before it and tells whose they were. A log that passes `LOG_BYTES` starts anew; `<slot>.log.1` is the one
-before it.
+After a call with output follows one of Lambda's lines, `END RequestId: <id> Time: <ISO 8601, UTC>`, which dates the
+lines before it and names their call. A log that exceeds `LOG_BYTES` is rotated; `<slot>.log.1` is the previous one.
 """
 
 from __future__ import annotations
@@ -20,27 +19,28 @@ from serverless.backends.base import LogLine
 __all__ = ["append_end", "read", "tail"]
 
 _TAIL_BYTES = 4096
-"""What Lambda gives back of a call's log (`LogType=Tail`)."""
+"""Bytes of a call's log that Lambda returns (`LogType=Tail`)."""
 
 _END = re.compile(r"END RequestId: (\S+) Time: (\S+)")
 
 
 def append_end(path: pathlib.Path, before: int, request: str) -> None:
-    """The same for a worker that does not write it itself: `before` is the log's size at the call's start."""
+    """Append the END line for a worker that does not write it itself. `before` is the log's size at the call's
+    start."""
     size = path.stat().st_size if path.exists() else 0
     if size <= before:
         return
     with path.open("ab") as log:
         log.write(end_line(request))
-    if size > LOG_BYTES:  # its writer holds it open for appending, so it cannot be renamed away
+    if size > LOG_BYTES:  # its writer holds it open for appending, so it cannot be renamed
         path.with_name(path.name + ".1").write_bytes(path.read_bytes())
         os.truncate(path, 0)
 
 
 def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) -> list[LogLine]:
-    """The last `limit` lines of the last `since_s` seconds, oldest first; lines of no ended call come last, undated.
+    """The last `limit` lines of the last `since_s` seconds, oldest first; lines of unfinished calls come last, undated.
 
-    An undated line counts as old as its file's last change.
+    An undated line is as old as its file's last change.
     """
     earliest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
     dated: list[LogLine] = []
@@ -59,7 +59,7 @@ def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) 
 
 
 def tail(directory: pathlib.Path, function: str, slot: str, request: str) -> str:
-    """What one call printed, at most its last 4 KB; '' if nothing, or if its log has started anew since."""
+    """The output of one call, at most its last 4 KB; '' if there is none, or if its log was rotated since."""
     path = directory / function / f"{slot}.log"
     if not path.exists():
         return ""

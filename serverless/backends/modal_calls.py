@@ -1,4 +1,4 @@
-"""One call on Modal: a pinned deployment, the payload, and the container's answer read with care.
+"""One call on Modal: a pinned deployment, the payload, and the validated answer of the container.
 
 Payloads and answers are JSON as bytes in CBOR, see `serverless.deploy.modal_entry`.
 """
@@ -20,12 +20,12 @@ from serverless.types import FaultKind, InfraFault
 __all__ = ["ModalReply", "PinnedFunction", "call_pinned", "pin"]
 
 _CANCEL_S = 5.0
-"""What a cancelled call waits at most for its cancellation to be heard."""
+"""Maximum seconds that a cancelled call waits for its cancellation to be acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedFunction:
-    """One deployment of a function, ready to be called. `version` is the package's digest."""
+    """One pinned deployment of a function. `version` is the package's digest."""
 
     name: str
     number: int
@@ -37,7 +37,7 @@ class PinnedFunction:
 
 @dataclass(frozen=True, slots=True)
 class ModalReply:
-    """What a call gave: a body or a fault, and the container's own account of it (`worker` '' if there is none)."""
+    """The result of a call: a body or a fault, and the container's own measurements (`worker` '' if there are none)."""
 
     body: object = None
     fault: InfraFault | None = None
@@ -59,8 +59,8 @@ async def pin(place: ModalNamespace, function: str, number: int, version: str) -
 async def call_pinned(
     target: PinnedFunction, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
 ) -> ModalReply:
-    """One call, at most as long as its caller waits. Faults are values; `UnknownFunction`, `CredentialsMissing` and
-    `BackendFailed` are raised."""
+    """One call, limited by its caller's wait. Faults are values. Raises `UnknownFunction`, `CredentialsMissing` and
+    `BackendFailed`."""
     asked = {
         "id": f"{target.version[:8]}-{request}",
         "name": target.name,
@@ -86,7 +86,7 @@ async def call_pinned(
 
 
 async def _cancellable(handle: Any, payload: bytes) -> object:
-    """A call that ends on Modal when its caller is cancelled, also while it is being handed over."""
+    """A call that is cancelled on Modal together with its caller, even while it is being submitted."""
     async with asyncio.TaskGroup() as group:
         spawning = group.create_task(_settled(handle.spawn.aio(payload)))
         try:
@@ -103,7 +103,7 @@ async def _cancellable(handle: Any, payload: bytes) -> object:
 
 
 async def _settled(work: Awaitable[Any]) -> Any:
-    """What it gives or raises, as a value: a task group would wrap the exception."""
+    """The result or exception as a value: a task group would wrap the exception."""
     try:
         return await work
     except Exception as error:
@@ -111,8 +111,8 @@ async def _settled(work: Awaitable[Any]) -> Any:
 
 
 def _read(given: object, target: PinnedFunction) -> ModalReply:
-    """The container's envelope. Its code may be a policy's: every part of it is checked. One that was deployed by an
-    older version of this package does not name its version."""
+    """Validate the container's envelope. Its code may be a policy's, so every part is checked. An envelope of an older
+    version of this package does not name its version."""
     answer = _envelope(given)
     if answer is None:
         detail = f"the container's answer is not the handler's: {given!r:.80}"
@@ -148,7 +148,7 @@ def _envelope(given: object) -> dict[str, Any] | None:
 
 
 def _seconds(value: object) -> float:
-    """A length of time that a container claims: finite and not negative."""
+    """A duration claimed by a container: finite and not negative, else 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
         return 0.0
     return float(value)

@@ -3,7 +3,7 @@
 Modal's client loads an answer in whatever format the container names, so a container that runs a policy's code could
 execute code in this process. `deserialize` of `modal._serialization` would unpickle such an answer, and also the
 exception of a container that failed to start. While a client of this package is open, that module's unpickler is
-replaced by one that refuses (process-wide: no data from a container may be unpickled), and answers are requested as
+replaced by a refusing one (process-wide: no data from a container may be unpickled), and answers are requested as
 CBOR. This is the only module that touches Modal's private interface. The replacement is checked at every opening, and a
 client that would load a pickle is not opened.
 """

@@ -1,8 +1,8 @@
 """Calls functions on Modal: `Backend` over the public Modal client.
 
-A function's version is pinned when it is deployed, and looked up once where it is not deployed from here: a deployment
-that others make meanwhile changes nothing in a run. An answer of another version is a fault.
-See `modal_client` for what keeps pickles out.
+A function's version is pinned when it is deployed, or looked up once if it was not deployed from here: later
+deployments by others change nothing in a run. An answer of another version is a fault. See `modal_client` for the
+protection against pickles.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation
 __all__ = ["ModalBackend"]
 
 _UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UNAVAILABLE})
-"""Of a call that failed so no container is known to have run it."""
+"""Faults after which no container is known to have run the call."""
 
 
 class ModalBackend:
-    """Implements `Backend` and `Provisions` for functions that it or a `ModalDeployer` deployed.
+    """Implements `Backend` and `ProvisionedBackend` for functions that it or a `ModalDeployer` deployed.
 
     Owns a client connection. `invoke` may be called by any number of tasks; each waits for its own call, and the first
-    of a function also for its look-up. Modal bounds containers (`concurrency`) and what waits for them.
+    call of a function also for its look-up. Modal bounds the containers (`concurrency`) and the calls that wait for
+    them.
 
-    A call is executed at most once as far as a caller can say: no retry is asked of Modal, but Modal itself may run an
-    input again that it lost with a preempted container. With `cancellable`, a call that is cancelled or past its
-    deadline ends on Modal too; this costs an upload for every event over 8 KiB. Without, it runs on to its end or
-    its time limit, unheard and billed.
+    A call is executed at most once as far as a caller can know: no retry is requested from Modal, but Modal itself may
+    rerun an input that it lost with a preempted container. With `cancellable`, a call that is cancelled or past its
+    deadline ends on Modal too; this costs an upload for every event over 8 KiB. Without it, the call runs to its end or
+    its time limit, ignored and billed.
 
-    What a call is billed (`Invocation.billed_s`) is the container's own measure of the run, with its start where the
-    call caused one; of a call that no container answered, the time that it took. Idle time of containers is Modal's
-    to bill and not seen here.
+    `Invocation.billed_s` is the container's own measurement of the run, plus its start if the call caused one; for a
+    call that no container answered, the elapsed time. Idle time of containers is billed by Modal and not visible here.
     """
 
     provider = PROVIDER
     calls_included = True
-    """A container is billed by its seconds, whether a call runs in it or not."""
+    """A container is billed by its seconds, busy or idle."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ModalBackend:
         meter: MeterSink | None = None,
         current: bool = True,
     ) -> None:
-        """`versions` pins functions to digests (or their first characters) that are kept on Modal: they are called and
-        not deployed. `current`: what is deployed from here becomes current."""
+        """`versions` pins functions to digests (or their prefixes) that are kept on Modal: these are called and not
+        deployed. `current`: a deployment from here becomes current."""
         self._current = current
         self._versions = dict(versions or {})
         self._cancellable = cancellable
@@ -73,7 +73,7 @@ class ModalBackend:
         self._running: dict[str, int] = {}
 
     async def deploy(self, package: Package) -> None:
-        """A look where the live version already is this one. The errors are those of `Deployer`."""
+        """Deploy the package; only a look-up if the live version already is this one. Raises as a `Deployer` does."""
         name = package.spec.name
         self._open()
         if name in self._versions:
@@ -86,13 +86,13 @@ class ModalBackend:
                 self._pinned[name] = await pin(self._open(), name, number, package.version)
 
     async def attach(self, function: str) -> None:
-        """See `Attaches`."""
+        """See `AttachableBackend`."""
         await self._target(function)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
     ) -> Reply:
-        """See `Backend`. Also `CredentialsMissing`, when Modal takes a token back."""
+        """See `Backend`. Also raises `CredentialsMissing` if Modal revokes a token."""
         now = asyncio.get_running_loop().time
         t0 = now()
         number = next(self._ids)
@@ -117,13 +117,13 @@ class ModalBackend:
         return WorkerLoad(busy=self._running.get(function, 0))
 
     async def provisioned(self, function: str) -> int:
-        """`min_containers` of the version that is called."""
+        """The `min_containers` of the pinned version."""
         target = await self._target(function)
         with modal_client.translate_errors():
             return int((await target.handle.autoscaler.settings.aio()).min_containers or 0)
 
     async def provision(self, function: str, workers: int) -> None:
-        """A deployment by anyone sets it anew."""
+        """Set `min_containers`. Any later deployment resets it."""
         target = await self._target(function)
         with modal_client.translate_errors():
             await target.handle.autoscaler.update.aio(min_containers=workers)
@@ -168,7 +168,7 @@ class ModalBackend:
     def _bill(
         self, target: PinnedFunction, answer: ModalReply | None, t0: float, t1: float, items: int, cause: Cause
     ) -> Invocation | None:
-        """Report the call; None if no container was reached."""
+        """Report the call to the meter; None if no container was reached."""
         fault = answer.fault if answer else None
         if fault is not None and fault.kind in _UNREACHED:
             return None

@@ -1,7 +1,7 @@
-"""Where a function lies on Modal: one app per function, whose tags say which deployment is which version of ours.
+"""A function's deployments on Modal: one app per function, whose tags map deployments to package versions.
 
     rollart-live   3              the deployment that calls go to (Modal counts an app's deployments from 1)
-    rollart-v3     <digest>       what deployment 3 runs: the package's version, base64url (a tag holds 63 characters)
+    rollart-v3     <digest>       the package version of deployment 3, base64url (a tag holds 63 characters)
     rollart-t3     1767225600     when it was made, Unix seconds
 
 Modal keeps deployments and looks any of them up by number (`Function.from_name(version=)`), so a rollback is one
@@ -31,13 +31,13 @@ FUNCTION = "call"
 """The name of the one Modal function of an app: that of `serverless.deploy.modal_entry`."""
 
 _NAME = 63
-"""Characters of an app's name."""
+"""Maximum characters of an app's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModalSettings:
-    """`python` is the interpreter's minor version in the container ('' for this one's), `keep` how many versions
-    before the live one can be rolled back to."""
+    """Settings of functions on Modal. `python` is the minor version of the interpreter in the container ('' for this
+    one's); `keep` is the number of versions before the live one that are kept for a rollback."""
 
     prefix: str = "rollart-"
     environment: str = ""
@@ -47,13 +47,13 @@ class ModalSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentTags:
-    """An app's tags, read. `versions` are digests by deployment number, `times` Unix seconds likewise."""
+    """The parsed tags of an app. `versions` are digests by deployment number, `times` Unix seconds likewise."""
 
     live: int = 0
     versions: Mapping[int, str] = field(default_factory=dict)
     times: Mapping[int, int] = field(default_factory=dict)
     other: Mapping[str, str] = field(default_factory=dict)
-    """Tags that are not ours, and are kept."""
+    """Foreign tags, which are preserved."""
 
     @classmethod
     def read(cls, tags: Mapping[str, str]) -> DeploymentTags:
@@ -80,7 +80,7 @@ class DeploymentTags:
         return DeploymentTags(number, self.versions, self.times, self.other)
 
     def added(self, number: int, digest: str, t: float, *, keep: int) -> DeploymentTags:
-        """With a new live version, and of the older ones the newest `keep`."""
+        """The tags with a new live version and the newest `keep` of the older ones."""
         versions = {**self.versions, number: digest}
         kept = sorted(versions, reverse=True)[: keep + 1]
         return DeploymentTags(number, {n: versions[n] for n in kept}, {**self.times, number: int(t)}, self.other)
@@ -93,7 +93,7 @@ class DeploymentTags:
 
 @dataclass(frozen=True, slots=True)
 class ModalNamespace:
-    """Names and look-ups of an environment of Modal's. `environment` '' is the configured one."""
+    """Names and look-ups in a Modal environment. `environment` '' is the configured one."""
 
     client: modal.Client
     prefix: str
@@ -106,7 +106,7 @@ class ModalNamespace:
         return name
 
     async def find(self, function: str) -> tuple[modal.App, DeploymentTags] | None:
-        """The function's app and ledger, or None if there is no such app."""
+        """The function's app and its tags, or None if there is no such app."""
         modal = modal_library()
         try:
             app = await modal.App.lookup.aio(
@@ -117,7 +117,7 @@ class ModalNamespace:
         return app, DeploymentTags.read(await app.get_tags.aio(client=self.client))
 
     async def get(self, function: str) -> tuple[modal.App, DeploymentTags]:
-        """The same of a deployed function; `UnknownFunction` otherwise."""
+        """The app and tags of a deployed function. Raises `UnknownFunction` otherwise."""
         found = await self.find(function)
         if found is None or not found[1].live:
             known = ", ".join(await self.functions()) or "none"
@@ -125,7 +125,7 @@ class ModalNamespace:
         return found
 
     def function(self, function: str, number: int) -> Any:
-        """The `modal.Function` of one deployment. Nothing is asked of Modal yet."""
+        """The `modal.Function` of one deployment, without a request to Modal."""
         return modal_library().Function.from_name(
             self.app(function),
             FUNCTION,
@@ -135,7 +135,7 @@ class ModalNamespace:
         )
 
     async def functions(self) -> list[str]:
-        """Names of what rollart deployed here, sorted."""
+        """The names of the functions that rollart deployed here, sorted."""
         modal = modal_library()
         with translate_errors():
             place = (

@@ -1,4 +1,4 @@
-"""Calls of one idempotency key are executed once, however often a caller who lost its connection sends them again."""
+"""Executes each idempotency key once, however often a caller with a lost connection resends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["IdempotentResponse", "ResponseGone", "IdempotencyStore", "KeyReused"
 
 @dataclass(frozen=True, slots=True)
 class IdempotentResponse:
-    """A whole HTTP answer. `executed` False: nothing ran (it was refused), so its key stays free."""
+    """A complete HTTP answer. `executed` False: the call was refused and not executed, so its key stays free."""
 
     status: int
     body: bytes
@@ -23,11 +23,11 @@ class IdempotentResponse:
 
 
 class KeyReused(Exception):
-    """The key was another call's."""
+    """The key was used for another call."""
 
 
 class ResponseGone(Exception):
-    """The call of this key was begun and ended with its caller, or its answer is no longer kept. It is not repeated."""
+    """The call of this key was abandoned and ended, or its answer is no longer kept. It is not repeated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +41,12 @@ class _StoredResponse:
 
 
 class IdempotencyStore:
-    """Owns the keyed calls in flight and the answers of those that ended less than `keep_s` ago.
+    """Owns the keyed calls in flight and the answers of the calls that ended less than `keep_s` ago.
 
-    `call` waits for the one execution of its key, its own or one that is under way. A call that everybody has left goes
-    on for `linger_s`, in which its caller may come back, and is then cancelled: hanging up still ends a call.
-    Bounds: a key is remembered for `keep_s` after its end, whatever else comes; of answers `most_bytes` are, oldest
-    dropped first (their keys then answer `ResponseGone`). So within `keep_s` no key is executed twice.
+    `call` waits for the single execution of its key, which it starts or joins. A call whose last waiter has left
+    continues for `linger_s`, during which a caller may return, and is then cancelled: hanging up still ends a call.
+    Bounds: a key is remembered for `keep_s` after its end. Answers take at most `most_bytes`; the oldest are dropped
+    first (their keys then raise `ResponseGone`). So no key is executed twice within `keep_s`.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class IdempotencyStore:
     async def call(
         self, key: Hashable, digest: bytes, run: Callable[[], Coroutine[Any, Any, IdempotentResponse]]
     ) -> IdempotentResponse:
-        """`digest` is that of the whole call: `KeyReused` if the key came with another before, `ResponseGone` if its
-        answer is not to be had any more."""
+        """Execute or join the call of a key. `digest` is that of the whole call. Raises `KeyReused` if the key came
+        with another digest before, `ResponseGone` if its answer is no longer available."""
         self._forget()
         kept = self._kept.get(key)
         if kept is None:
@@ -88,7 +88,7 @@ class IdempotencyStore:
         return await self._wait(kept)
 
     def close(self) -> None:
-        """Forget everything. Whoever spawned the calls ends them."""
+        """Forget all keys. The owner of the tasks ends them."""
         for kept in self._kept.values():
             if kept.unattended is not None:
                 kept.unattended.cancel()
@@ -134,7 +134,7 @@ class IdempotencyStore:
             oldest.answer = None
 
     def _forget(self) -> None:
-        """What ended long ago."""
+        """Drop calls that ended more than `keep_s` ago."""
         before = asyncio.get_running_loop().time() - self._keep_s
         while self._ended:
             key, kept = next(iter(self._ended.items()))
@@ -147,6 +147,6 @@ class IdempotencyStore:
 
 
 def _is_cancelling() -> bool:
-    """Whether this task itself is being cancelled, and not what it waits for."""
+    """True if this task itself is being cancelled, rather than its awaited task."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,7 +1,8 @@
-"""Lambda and Modal on the laptop: their cold starts, overheads and throttles, injected into a backend that has none.
+"""Simulates Lambda and Modal locally: their cold starts, overheads and throttles, added to another backend.
 
-What a run does when a burst meets cold environments can so be seen before it is paid for. The figures are drawn per
-function from a seeded generator, so a rehearsal repeats; they are models with a source, not promises of the providers.
+It shows a run's behaviour when a burst meets cold environments, before paying for it. The figures are drawn per
+function from a seeded generator, so a rehearsal is repeatable; they are models with a source, not promises of the
+providers.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ __all__ = ["LAMBDA", "MODAL", "PLATFORMS", "LogNormalSeconds", "Platform", "Rehe
 
 @dataclass(frozen=True, slots=True)
 class LogNormalSeconds:
-    """Seconds: `median_s` times e to a normal of deviation `sigma`."""
+    """A log-normal duration in seconds: `median_s` times e to a normal of deviation `sigma`."""
 
     median_s: float
     sigma: float
 
     @classmethod
     def between(cls, median_s: float, p95_s: float) -> LogNormalSeconds:
-        """From two quantiles."""
+        """The distribution with these two quantiles."""
         return cls(median_s, math.log(p95_s / median_s) / 1.6449)
 
     def draw(self, rng: random.Random) -> float:
@@ -39,14 +40,14 @@ class LogNormalSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """How a provider behaves beyond what the function itself costs.
+    """The behaviour of a provider beyond the function's own cost.
 
-    cold_start   from the order of an environment until the function's own start-up begins
-    call         of a warm call, to and fro
-    concurrency  most calls at once in the account; one more is throttled (CONCURRENCY)
-    scale_burst  environments that can start at once, and `scale_per_s` more each second; one more is throttled
+    cold_start   from the request of an environment until the function's own start-up begins
+    call         overhead of a warm call, both ways
+    concurrency  maximum concurrent calls in the account; further calls are throttled (CONCURRENCY)
+    scale_burst  environments that can start at once, and `scale_per_s` more each second; further ones are throttled
                  (SCALING)
-    init_billed  whether the cold start is on the bill
+    init_billed  True if the cold start is billed
     """
 
     name: str
@@ -96,7 +97,7 @@ PLATFORMS = {platform.name: platform for platform in (LAMBDA, MODAL)}
 class RehearsedLauncher:
     """Implements `Launcher` around another: starts later, and not faster than the platform scales.
 
-    For `LocalBackend(launcher=lambda own: RehearsedLauncher(own, LAMBDA))`. One loop's, as the pools are.
+    For `LocalBackend(launcher=lambda own: RehearsedLauncher(own, LAMBDA))`. For one event loop, like the pools.
     """
 
     def __init__(self, launcher: Launcher, platform: Platform, *, seed: int = 0) -> None:
@@ -129,7 +130,7 @@ class RehearsedLauncher:
 
 
 class _RehearsedWorker:
-    """The same worker with another start-up."""
+    """A worker with another start-up time."""
 
     def __init__(self, inner: Worker, init_s: float) -> None:
         self._inner = inner
@@ -143,10 +144,10 @@ class _RehearsedWorker:
 
 
 class RehearsedBackend:
-    """Implements `Backend` and `ScalableBackend` around another: calls take the platform's overhead, and more than its
-    concurrency throttle.
+    """Implements `Backend` and `ScalableBackend` around another: calls take the platform's overhead, and calls above
+    its concurrency are throttled.
 
-    Its cold starts are the inner backend's: give that a `RehearsedLauncher`. Bills name the inner provider.
+    Its cold starts are the inner backend's: give that one a `RehearsedLauncher`. Bills name the inner provider.
     """
 
     def __init__(self, backend: Backend, platform: Platform, *, seed: int = 0) -> None:
@@ -183,7 +184,7 @@ class RehearsedBackend:
             self._running -= 1
 
     def load(self, function: str) -> WorkerLoad:
-        """The inner backend's; calls on their way to it are counted there."""
+        """The load of the inner backend, which also counts the calls on their way to it."""
         return (
             self._backend.load(function)
             if isinstance(self._backend, ScalableBackend)
@@ -191,7 +192,7 @@ class RehearsedBackend:
         )
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `ScalableBackend`. 0 where the inner backend is none."""
+        """See `ScalableBackend`. 0 if the inner backend is not scalable."""
         if not isinstance(self._backend, ScalableBackend):
             return 0
         return self._backend.keep(function, workers, keep_alive_s=keep_alive_s)

@@ -1,11 +1,11 @@
-"""A signature for calls over plain HTTP hosts: who sent it, that nobody changed it, and that it is recent. Pure.
+"""Request signatures for plain HTTP hosts: authenticity, integrity and freshness. Pure.
 
     Authorization: ROLLART-HMAC-SHA256 Credential=<key id>, Timestamp=<Unix seconds>, Signature=<hex>
 
 The signature is HMAC-SHA256, under the key's secret, of four lines: method, path with query, timestamp, and the SHA-256
-of the body in hex. A request older or newer than `SKEW_S` is refused. Within that time one can be sent again, which a
-stateless function does not mind; use TLS against readers. An Idempotency-Key is not signed: by changing it somebody in
-between could have a call refused, or executed twice.
+of the body in hex. A request older or newer than `SKEW_S` is refused. Within that time a request can be replayed, which
+is harmless for a stateless function; use TLS for confidentiality. An Idempotency-Key is not signed: an attacker who
+changes it could have a call refused, or executed twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 __all__ = ["SKEW_S", "key_of", "sign", "verify"]
 
 SKEW_S = 300.0
-"""How far clocks may be apart, as in AWS's signature version 4."""
+"""Maximum clock difference in seconds, as in AWS's signature version 4."""
 
 _SCHEME = "ROLLART-HMAC-SHA256"
 _HEADER = re.compile(_SCHEME + r" Credential=([^,\s]+), Timestamp=(\d+), Signature=([0-9a-f]{64})")
@@ -31,12 +31,12 @@ def sign(key: str, secret: str, *, method: str, path: str, body: bytes, now: flo
 
 
 def verify(header: str, secrets: Mapping[str, str], *, method: str, path: str, body: bytes, now: float) -> str | None:
-    """What is wrong with a request's Authorization header, or None. `secrets` is by key id."""
+    """The error of a request's Authorization header, or None. `secrets` is by key id."""
     found = _HEADER.fullmatch(header.strip())
     if found is None:
         return f"no {_SCHEME} authorization"
     key, timestamp, signature = found.groups()
-    # An unknown key costs the same work as a known one, so that answers do not tell which keys exist.
+    # An unknown key takes the same work as a known one, so that timing does not reveal which keys exist.
     expected = _hex(secrets.get(key, ""), method, path, timestamp, body)
     if not hmac.compare_digest(expected, signature) or key not in secrets:
         return "the signature does not match"
@@ -46,7 +46,7 @@ def verify(header: str, secrets: Mapping[str, str], *, method: str, path: str, b
 
 
 def key_of(header: str) -> str:
-    """The key id of an Authorization header of ours, '' of any other: who sent a request, once `verify` agrees."""
+    """The key id of this package's Authorization header, '' of any other. It is trustworthy only after `verify`."""
     found = _HEADER.fullmatch(header.strip())
     return found[1] if found is not None else ""
 

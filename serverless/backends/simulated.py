@@ -27,9 +27,10 @@ __all__ = ["Profile", "SimulatedBackend", "SimulatedMachines"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How a function behaves. Seconds; a latency is `call_s + items * item_s`, times a log-normal factor.
+    """The simulated behaviour of a function. Seconds; a latency is `call_s + items * item_s`, times a log-normal
+    factor.
 
-    `sigma` 0 makes it constant; its median is the given one. `faults` are probabilities of a call, by kind:
+    The factor's median is 1; `sigma` 0 makes the latency constant. `faults` are probabilities per call, by kind:
     TIMEOUT never answers, CRASH and OUT_OF_MEMORY end the worker halfway, others are answers.
     """
 
@@ -38,7 +39,7 @@ class Profile:
     item_s: float = 0.001
     sigma: float = 0.0
     overhead_s: float = 0.0
-    """The way there and back: waited for, not billed."""
+    """Round-trip overhead in seconds: waited for, not billed."""
     faults: Mapping[FaultKind, float] | None = None
     failed_start: float = 0.0
     """Probability that a start fails (retryable)."""
@@ -50,8 +51,8 @@ class Profile:
 
 
 class SimulatedMachines:
-    """Machines that hold modelled workers, as `hosted.WorkerHosts` has real ones: a new worker goes where there are
-    fewest, of several to the one named first. One that is turned down takes its workers along."""
+    """Simulated machines for workers, as `hosted.WorkerHosts` has real ones: a new worker goes to the machine with the
+    fewest, ties to the one named first. A machine that goes down loses its workers."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._workers: dict[str, dict[_SimulatedWorker, None]] = {name: {} for name in names}
@@ -73,7 +74,7 @@ class SimulatedMachines:
         self._changed = asyncio.Event()
 
     async def room(self) -> None:
-        """Returns once a machine is up."""
+        """Wait until a machine is up."""
         while not any(self._up.values()):
             changed = self._changed
             await changed.wait()
@@ -105,9 +106,9 @@ def _lost() -> WorkerLost:
 
 
 class SimulatedBackend:
-    """Implements `Backend` and `Scalable`. `functions` maps a name to the callable that a real package would hold; it
-    runs inline and takes no loop time. Functions without a profile get the default one. Workers are on `machines`, or
-    where nothing can happen to them."""
+    """Implements `Backend` and `ScalableBackend`. `functions` maps a name to the callable that a real package would
+    contain; it runs inline and takes no loop time. Functions without a profile get the default one. Workers run on
+    `machines`, or without machines that could fail."""
 
     provider = "simulated"
 
@@ -136,14 +137,14 @@ class SimulatedBackend:
         return await self._host.pool(function).invoke(event, deadline_s, cause)
 
     def workers(self, function: str) -> int:
-        """Workers of a function that exist now."""
+        """The current number of a function's workers."""
         return self._host.pool(function).size
 
     def load(self, function: str) -> WorkerLoad:
         return self._host.load(function)
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `Scalable`."""
+        """See `ScalableBackend`."""
         return self._host.keep(function, workers, keep_alive_s)
 
     async def __aenter__(self) -> SimulatedBackend:
@@ -154,7 +155,7 @@ class SimulatedBackend:
         await self._host.close()
 
     async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> _SimulatedWorker:
-        """Launcher: a cold start on the loop."""
+        """Implements `Launcher`: a simulated cold start."""
         name = package.spec.name
         profile = self._profiles.get(name, Profile())
         rng = self._host.state(name, lambda: random.Random(f"{self._seed}/{name}"))
@@ -189,7 +190,7 @@ class _SimulatedWorker:
         self.init_s = init_s
         self.alive = True
         self.left: Callable[[], object] | None = None
-        """To be called at its end, where it is on a machine that may go down."""
+        """Called at the worker's end, if it is on a machine that may go down."""
         self._gone = gone
         self._lost = asyncio.Event()
 
@@ -220,13 +221,13 @@ class _SimulatedWorker:
             self.left()
 
     def lose(self) -> None:
-        """Its machine goes down."""
+        """Handle the loss of its machine."""
         self.kill()
         self._lost.set()
         self._gone()
 
     async def _pass(self, seconds: float) -> None:
-        """So much of a call's time. `WorkerLost` if the machine goes down meanwhile."""
+        """Let a part of a call's time pass. Raises `WorkerLost` if the machine goes down meanwhile."""
         if self.left is None:
             await asyncio.sleep(seconds)
             return

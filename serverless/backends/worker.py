@@ -1,6 +1,6 @@
-"""What a pool needs of its workers: one execution environment, who starts it, and how long to leave failing starts be.
+"""The workers of a pool as ports: an execution environment, its launcher, and the back-off of failing starts.
 
-Knows nothing of processes: the local and the simulated backend start theirs in their own way.
+Independent of processes: the local and the simulated backend start workers in their own way.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from serverless.types import InfraFault
 __all__ = ["WorkerReply", "StartFailures", "Launcher", "WorkerRequest", "Worker", "WorkerFault", "WorkerLost"]
 
 _FIRST_S, _LONGEST_S = 1.0, 60.0
-"""Of the pauses between starts that nobody waits for: a function that crashes as it loads costs at most a start a
-minute and worker."""
+"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
+most one start per minute and worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """One call as a worker sees it. `remaining_s` is the time limit, counted from receipt."""
+    """One call to a worker. `remaining_s` is the time limit, counted from receipt."""
 
     id: str
     event: Sequence[dict[str, Any]]
@@ -30,7 +30,8 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """`run_s` is the handler's time as the worker measured it; `keep` False if the worker ends after it."""
+    """A worker's answer. `run_s` is the handler's time as measured by the worker; `keep` is False if the worker ends
+    after it."""
 
     body: object
     run_s: float
@@ -39,7 +40,7 @@ class WorkerReply:
 
 
 class WorkerFault(Exception):
-    """A worker died under its call, or did not start."""
+    """A worker died during its call, or did not start."""
 
     def __init__(self, fault: InfraFault) -> None:
         super().__init__(fault.detail)
@@ -47,8 +48,8 @@ class WorkerFault(Exception):
 
 
 class WorkerLost(WorkerFault):
-    """A worker's machine is gone, or cannot be reached: what it was called with need have no part in that, and no
-    answer of it will be heard. The call is made again elsewhere."""
+    """A worker's machine is lost or unreachable. The call need not have caused this, and any later answer is ignored.
+    The call is repeated elsewhere."""
 
 
 class Worker(Protocol):
@@ -56,7 +57,7 @@ class Worker(Protocol):
 
     @property
     def init_s(self) -> float:
-        """Time of the function's own start-up, which is billed with the first call."""
+        """Seconds of the function's own start-up, billed with the first call."""
 
     @property
     def alive(self) -> bool: ...
@@ -64,18 +65,19 @@ class Worker(Protocol):
     async def call(self, request: WorkerRequest) -> WorkerReply: ...
 
     def kill(self) -> None:
-        """End it now, whatever it does. Idempotent."""
+        """End the worker at once, even during a call. Idempotent."""
 
 
 class Launcher(Protocol):
     async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        """A ready worker, or `WorkerFault`. `gone` is called once if it ends by itself. Cleans up if cancelled."""
+        """Start a worker and wait until it is ready. Raises `WorkerFault`. `gone` is called once if the worker ends by
+        itself. Cleans up if cancelled."""
 
 
 @dataclass(slots=True)
 class StartFailures:
-    """Starts that failed, or workers that ended while nothing called them, since a call was last answered. Those within
-    one pause are one round. Loop seconds."""
+    """Failed starts, and ends of idle workers, since the last answered call. Failures within one pause count as one
+    round. Loop seconds."""
 
     rounds: int = 0
     until: float = 0.0
@@ -86,5 +88,5 @@ class StartFailures:
             self.rounds += 1
 
     def pause_s(self, now: float) -> float:
-        """Seconds until another start is worth a try, 0 for now."""
+        """Seconds until the next start should be tried, 0 for now."""
         return max(0.0, self.until - now)

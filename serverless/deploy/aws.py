@@ -403,9 +403,9 @@ class AwsDeployer:
         return made, True
 
     def _prune(self, control: LambdaControl, name: str) -> None:
-        """Prune versions. Keeps `keep_versions` of those that were current, the same number of those that only runs
-        called, and each version named by an alias. A version that cannot be removed (a run's role may lack the
-        permission) is left to the next deployment."""
+        """Prune versions. Keeps the newest `keep_versions` former current versions, the same number of versions that
+        only runs called, and each version named by an alias. A version that cannot be removed (a run's role may lack
+        the permission) is left to the next deployment."""
         with contextlib.suppress(ServerlessError):
             named = {alias.number for alias in control.aliases(name)}
             deployed = set(control.deployed(name))
@@ -498,8 +498,8 @@ def _pinned(function: str, alias: str, qualifier: str, version: LambdaVersion) -
 def _rollback_version(
     function: str, kept: list[LambdaVersion], live: LambdaVersion | None, wanted: str, deployed: Sequence[str]
 ) -> LambdaVersion:
-    """The version for a rollback: the newest one older than the current among those that were current (`deployed`), or
-    the one with the given digest prefix."""
+    """The version for a rollback: the one with the given digest prefix, else the newest former current version
+    (`deployed`) older than the current one."""
     if not kept:
         raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
     known = ", ".join(f"{v.digest[:12]} (version {v.number})" for v in kept)

@@ -1,4 +1,4 @@
-"""The archive that Lambda runs: a package, and its requirements as wheels of Lambda's Linux and interpreter."""
+"""The archive for Lambda: a package with its requirements as wheels for Lambda's Linux and interpreter."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ _UNZIPPED_BYTES = 262_144_000
 """Lambda's limit of 250 MB, layers included."""
 
 _LOCK = "rollart_installed.lock"
-"""What was installed; the package's own lock says what was asked for."""
+"""The installed versions; the package's own lock has the requested ones."""
 
 _VERSION = "rollart_version"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _INSTALL_S = 600.0
 _LEFT_OUT = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
-"""Of a wheel's metadata: what differs by the machine that installed it."""
+"""Files of a wheel's metadata that depend on the machine that installed it."""
 
 
 def bundle(package: Package, settings: AwsSettings) -> bytes:
-    """A zip, the same bytes for the same content. `PackageError` with a remedy where it cannot be built or is too big.
+    """A zip with the same bytes for the same content. Raises `PackageError` with a remedy if it cannot be built or is
+    too large.
 
-    Entries are stored, not deflated (deflated bytes differ between zlib builds), unless only deflated they are small
-    enough to upload directly. The package's version is one of them: versions never share a `CodeSha256`.
+    Entries are stored, not deflated (deflated bytes differ between zlib builds), unless only deflation makes them small
+    enough for a direct upload. The package's version is one of the entries, so that versions never share a
+    `CodeSha256`.
     """
     files = dict(package.files)
     if package.spec.requirements:
@@ -94,7 +96,8 @@ def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:
 
 
 def _platforms(settings: AwsSettings) -> list[str]:
-    """Wheel tags that run there: Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc 2.26)."""
+    """The wheel tags that run on Lambda: Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc
+    2.26)."""
     machine = "aarch64" if settings.architecture == "arm64" else "x86_64"
     modern = int(settings.runtime.rpartition(".")[2]) >= 12
     minors = (34, 31, 28, 27, 26, 24, 17) if modern else (26, 24, 17)
@@ -102,7 +105,7 @@ def _platforms(settings: AwsSettings) -> list[str]:
 
 
 def _wanted(path: str) -> bool:
-    """Scripts name this machine's interpreter, and Lambda's compiled bytecode is its own."""
+    """True for files to ship. Scripts contain this machine's interpreter path, and Lambda compiles its own bytecode."""
     head, _, _ = path.partition("/")
     dropped = head == "bin" or "__pycache__" in path
     return not dropped and not (head.endswith(".dist-info") and path.rpartition("/")[2] in _LEFT_OUT)

@@ -21,10 +21,10 @@ __all__ = ["ALIAS", "LambdaAlias", "LambdaControl", "LambdaVersion"]
 T = TypeVar("T")
 
 ALIAS = "live"
-"""Names the current version: deployments and rollbacks move it. A run calls an alias of its own."""
+"""The alias of the current version: deployments and rollbacks move it. A run calls its own alias."""
 
 _CURRENT = "rollart: current were "
-"""Begins the description of the alias `live`; the numbers of the versions that it has named follow."""
+"""Prefix of the description of the alias `live`; the numbers of its earlier versions follow."""
 _CURRENT_MOST = 30
 """Numbers in that description, which has at most 256 characters."""
 
@@ -32,11 +32,11 @@ _MARK = "rollart:"
 _DIGEST_TAG = "rollart:digest"
 _COMPARED = ("Runtime", "Handler", "MemorySize", "Timeout")
 _CONFLICTS = 30
-"""Attempts while another change of the function is under way: together with the waits about a minute."""
+"""Attempts while another change of the function is in progress: with the waits about a minute."""
 _POLL_S = 0.5
 _WAIT_POLLS = 360
 _ROLE_S = 60.0
-"""A new role is not known everywhere at once (IAM is eventually consistent, seconds as a rule)."""
+"""Seconds until a new role is known everywhere (IAM is eventually consistent, usually within seconds)."""
 _SMOKE_THROTTLES = 20
 
 _TRUST = {
@@ -60,7 +60,7 @@ class LambdaVersion:
     created: str
 
     def runs(self, digest: str, wanted: Mapping[str, Any], settings: AwsSettings) -> bool:
-        """Whether it is this package, set up so."""
+        """True if this is the version of a package with the given configuration."""
         placed = self.architecture == settings.architecture and settings.role_arn in ("", self.role)
         return placed and self.digest == digest and dict(self.settings) == dict(wanted)
 
@@ -72,7 +72,7 @@ class LambdaVersion:
 
 @dataclass(frozen=True, slots=True)
 class LambdaAlias:
-    """A name of a version. `number` is Lambda's number of that."""
+    """An alias of a version. `number` is Lambda's number of the version."""
 
     name: str
     number: str
@@ -80,7 +80,7 @@ class LambdaAlias:
 
 
 class LambdaControl:
-    """Owns the boto3 clients. Used from one thread at a time; `stop`, from any, ends its waits."""
+    """Owns the boto3 clients. Used from one thread at a time; `stop`, from any thread, ends its waits."""
 
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
@@ -88,7 +88,7 @@ class LambdaControl:
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """From now until `resume`, whatever would wait raises `BackendFailed`."""
+        """Until `resume`, every wait raises `BackendFailed`."""
         self._stop.set()
 
     def resume(self) -> None:
@@ -117,7 +117,7 @@ class LambdaControl:
         return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
 
     def aliases(self, name: str) -> list[LambdaAlias]:
-        """None if there is no such function."""
+        """The aliases of a function, none if it does not exist."""
         with translate_errors(f"listing aliases of {name}"):
             try:
                 pages = self._lambda.get_paginator("list_aliases").paginate(FunctionName=name)
@@ -127,8 +127,8 @@ class LambdaControl:
         return [LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
 
     def deployed(self, name: str) -> list[str]:
-        """Numbers of the versions that were current at some time, the oldest first. Where the alias does not say, those
-        of all versions."""
+        """Numbers of the versions that have been current, oldest first; of all versions if the alias does not record
+        them."""
         for alias in self.aliases(name):
             if alias.name == ALIAS and alias.description.startswith(_CURRENT):
                 return alias.description.removeprefix(_CURRENT).split()
@@ -142,7 +142,7 @@ class LambdaControl:
         return sorted(name for name in found if name.startswith(self._settings.prefix))
 
     def ours(self, name: str) -> bool:
-        """Whether a function exists, `BackendFailed` if it does and is not rollart's."""
+        """True if a function exists. Raises `BackendFailed` if it does and is not rollart's."""
         with translate_errors(f"looking for {name}"):
             try:
                 found = self._lambda.get_function(FunctionName=name)
@@ -155,7 +155,7 @@ class LambdaControl:
         return True
 
     def role(self) -> str:
-        """The execution role's ARN; made if it is missing and none was given."""
+        """The execution role's ARN; the role is created if it is missing and none was given."""
         if self._settings.role_arn:
             return self._settings.role_arn
         name = self._settings.role_name
@@ -172,7 +172,7 @@ class LambdaControl:
                     AssumeRolePolicyDocument=json.dumps(_TRUST),
                     Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
                 )
-            except iam.exceptions.EntityAlreadyExistsException:  # another deployment's, of this moment
+            except iam.exceptions.EntityAlreadyExistsException:  # created by a concurrent deployment
                 made = iam.get_role(RoleName=name)
             arn = str(made["Role"]["Arn"])
             _, partition, _, _, account, _ = arn.split(":", 5)
@@ -187,8 +187,8 @@ class LambdaControl:
         return arn
 
     def upload(self, name: str, archive: bytes, digest: str, wanted: Mapping[str, Any], *, create: bool) -> None:
-        """Code and configuration, with the waits that Lambda wants between. `DeploymentOvertaken` if another
-        deployment has created the function meanwhile."""
+        """Upload code and configuration, with the waits that Lambda requires in between. Raises `DeploymentOvertaken`
+        if another deployment has created the function meanwhile."""
         function = self._lambda
         role = self.role()
         where, forget = self._place(name, archive)
@@ -220,7 +220,8 @@ class LambdaControl:
             forget()
 
     def publish(self, name: str, archive: bytes, digest: str) -> str:
-        """A new version's number. `DeploymentOvertaken` if the code of another deployment got in between."""
+        """Publish a new version and return its number. Raises `DeploymentOvertaken` if the code is another
+        deployment's."""
         sha = base64.b64encode(hashlib.sha256(archive).digest()).decode()
         with translate_errors(f"publishing {name}"):
             try:
@@ -236,35 +237,36 @@ class LambdaControl:
         return number
 
     def smoke(self, name: str, number: str, timeout_s: float) -> LambdaReport | None:
-        """Call a version with the empty list: its answer must be one, or `BackendFailed` with the function's error."""
+        """Call a version with the empty list. Raises `BackendFailed` with the function's error unless the answer is a
+        list."""
         client = self._clients.of("lambda", once_s=timeout_s + 20.0)
         with translate_errors(f"trying {name}:{number}"):
             answer = self._unthrottled(
                 lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail")
             )
             payload = answer["Payload"].read()
-        told = parse_report(answer.get("LogResult", ""))
+        bill = parse_report(answer.get("LogResult", ""))
         if "FunctionError" in answer:
             words = function_log_tail(answer.get("LogResult", ""))
-            detail = function_fault(payload, told).detail
-            raise SmokeFailed(f"{detail}; its log ends: {words}" if words else detail, told)
+            detail = function_fault(payload, bill).detail
+            raise SmokeFailed(f"{detail}; its log ends: {words}" if words else detail, bill)
         try:
             body = json.loads(payload)
         except ValueError:
             body = payload
         if not isinstance(body, list):
-            raise SmokeFailed(f"it answered an empty list with {body!r:.200}, not with a list", told)
-        return told
+            raise SmokeFailed(f"it answered an empty list with {body!r:.200}, not with a list", bill)
+        return bill
 
     def point(self, name: str, version: LambdaVersion) -> None:
-        """Make a version current. The alias moves last: what fails has moved nothing."""
+        """Make a version current. The alias moves last, so that a failure has moved nothing."""
         numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
         with translate_errors(f"tagging {name}"):
             self._lambda.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
         self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
 
     def name(self, name: str, alias: str, number: str, description: str) -> None:
-        """Let an alias name a version; it is made where there is none."""
+        """Point an alias to a version; the alias is created if it is missing."""
         function = self._lambda
         target = {"FunctionName": name, "Name": alias, "FunctionVersion": number, "Description": description}
         with translate_errors(f"moving {name}:{alias} to {number}"):
@@ -274,7 +276,7 @@ class LambdaControl:
                 function.create_alias(**target)
 
     def remove_alias(self, name: str, alias: str) -> None:
-        """With its warm environments. Nothing if it is gone."""
+        """Remove an alias with its provisioned environments. No effect if it is gone."""
         with translate_errors(f"deleting {name}:{alias}"):
             try:
                 self.set_warm(name, 0, alias)
@@ -283,7 +285,8 @@ class LambdaControl:
                 pass
 
     def remove(self, name: str, number: str = "") -> None:
-        """A version, or with none given the function with all of them. One that is gone or still used is left."""
+        """Remove a version, or without a number the function with all versions. A version that is gone or still used is
+        skipped."""
         function = self._lambda
         chosen = {"Qualifier": number} if number else {}
         with translate_errors(f"deleting {name} {number}".rstrip()):
@@ -327,7 +330,7 @@ class LambdaControl:
                 return 0
 
     def set_warm(self, name: str, count: int, alias: str = ALIAS, *, wait: bool = True) -> None:
-        """Keep so many environments ready, and `wait` until they are; 0 gives them back."""
+        """Set the number of provisioned environments, and `wait` until they are ready; 0 releases them."""
         chosen = {"FunctionName": name, "Qualifier": alias}
         if not count and not self.warm(name, alias):
             return
@@ -364,7 +367,7 @@ class LambdaControl:
         return self._clients.of("lambda")
 
     def _place(self, name: str, archive: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Where Lambda finds the archive, and what removes it from there."""
+        """The archive's location for Lambda, and a function that removes it from there."""
         if len(archive) <= DIRECT_BYTES:
             return {"ZipFile": archive}, lambda: None
         bucket = self._settings.bucket
@@ -383,15 +386,15 @@ class LambdaControl:
         self._lambda.get_waiter(waiter).wait(**chosen, WaiterConfig={"Delay": _POLL_S, "MaxAttempts": _WAIT_POLLS})
 
     def _unconflicted(self, call: Callable[[], T], attempts: int = _CONFLICTS) -> T:
-        """Again while another change of the function is under way."""
+        """Retry while another change of the function is in progress."""
         return self._again(call, lambda e: error_code(e) == "ResourceConflictException", attempts, 2.0)
 
     def _assumable(self, call: Callable[[], T]) -> T:
-        """Again while Lambda does not know a new role yet."""
+        """Retry while Lambda does not know a new role yet."""
         return self._again(call, lambda e: "cannot be assumed" in str(e), int(_ROLE_S), 1.0)
 
     def _unthrottled(self, call: Callable[[], T]) -> T:
-        """Again while throttled: nothing has been executed then."""
+        """Retry while throttled: a throttled call is not executed."""
         return self._again(call, lambda e: error_code(e) == "TooManyRequestsException", _SMOKE_THROTTLES, _POLL_S)
 
     def _again(self, call: Callable[[], T], passing: Callable[[Exception], bool], attempts: int, pause_s: float) -> T:
@@ -410,18 +413,18 @@ class LambdaControl:
 
 
 class DeploymentOvertaken(BackendFailed):
-    """Another deployment of the function got in between two steps of this one."""
+    """Another deployment of the function interfered between two steps of this one."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"other deployments of {name} get in between again and again", remedy="deploy it again")
 
 
 class SmokeFailed(BackendFailed):
-    """A new version did not answer as it must. `parse_report` is the bill of the trial, if there is one."""
+    """The trial of a new version failed. `report` is the bill of the trial, if there is one."""
 
-    def __init__(self, message: str, told: LambdaReport | None) -> None:
+    def __init__(self, message: str, bill: LambdaReport | None) -> None:
         super().__init__(message)
-        self.report = told
+        self.report = bill
 
 
 def _version(found: Mapping[str, Any]) -> LambdaVersion:

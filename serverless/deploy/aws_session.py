@@ -1,4 +1,4 @@
-"""The boto3 clients of one account and region, and the one place where its errors become ours."""
+"""The boto3 clients of one account and region, and the translation of their errors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NOT_SIGNED_IN = (
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
 )
-"""Of botocore.exceptions."""
+"""Names in botocore.exceptions."""
 
 
 def library(name: str) -> Any:
-    """A provider library, imported now; `ExtraMissing` if it is not installed."""
+    """Import a provider library. Raises `ExtraMissing` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -37,13 +37,13 @@ def library(name: str) -> Any:
 
 
 def error_code(error: BaseException) -> str:
-    """The error code of a botocore `ClientError`, '' of anything else."""
+    """The error code of a botocore `ClientError`, '' of any other error."""
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def translate_error(error: BaseException, doing: str) -> ServerlessError | None:
-    """Ours for an error of botocore or aiobotocore; None for any other."""
+    """The error of this package for an error of botocore or aiobotocore; None for any other."""
     names = {one.__name__ for one in type(error).__mro__}
     if names.intersection(_NOT_SIGNED_IN):
         return CredentialsMissing(f"{doing}: AWS knows no user: {error}", remedy=_SIGN_IN)
@@ -63,7 +63,7 @@ def translate_error(error: BaseException, doing: str) -> ServerlessError | None:
 
 @contextlib.contextmanager
 def translate_errors(doing: str) -> Iterator[None]:
-    """Errors of boto3 within leave as ours."""
+    """Translate boto3's errors inside the block."""
     try:
         yield
     except ServerlessError:
@@ -85,8 +85,8 @@ class Boto3Clients:
         self._session: Any = None
 
     def of(self, service: str, *, once_s: float = 0.0) -> Any:
-        """A client that repeats failed requests, as the control plane wants; with `once_s`, one that sends each
-        request once and waits so long for its answer."""
+        """A client that retries failed requests, for the control plane; with `once_s`, a client that sends each request
+        once and waits that long for its answer."""
         if (service, once_s) not in self._made:
             config = library("botocore.config").Config(
                 connect_timeout=5,

@@ -3,7 +3,7 @@
 Packed verbatim as `rollart_handler.py` beside `rollart_manifest.json`; the same file runs under every backend.
 As in Lambda, the function is loaded when the module is imported (the init phase), once per worker.
 
-What an item's code does, and what becomes of it:
+An item's code and its result:
   returns a number, Scored or a dict             its score
   returns ModelFault, {"model_fault": why}, or   the policy's fault, with its floor
     raises PolicyFault

@@ -1,8 +1,8 @@
-"""The control plane of this machine: functions kept under a directory, with versions, a current one, and a way back.
+"""The control plane of this machine: functions kept under a directory, with versions, a current one, and rollback.
 
-    <root>/deployed/<function>/state.json            which version is current, and all that are kept, newest first
+    <root>/deployed/<function>/state.json            the current version and all kept ones, newest first
     <root>/deployed/<function>/<digest>/             a version's files
-    <root>/logs/<function>/<slot>.log                what its workers printed (`LocalBackend(root=root)`)
+    <root>/logs/<function>/<slot>.log                the output of its workers (`LocalBackend(root=root)`)
 
 Processes may share a root: changes happen under a lock, and `state.json` is replaced whole.
 """
@@ -33,12 +33,12 @@ from serverless.types import Cause
 __all__ = ["KEPT", "LocalDeployer"]
 
 KEPT = 5
-"""Versions that stay after a deployment, the current one included: ways back, at a few KB each."""
+"""Versions kept after a deployment for rollbacks, the current one included, at a few KB each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """`number` counts up and is the provider's own name of a version."""
+    """A version. `number` increases and is the provider's own name of it."""
 
     version: str
     number: int
@@ -54,7 +54,7 @@ class _State:
     concurrency: int | None = None
 
     def find(self, function: str, version: str) -> _Version:
-        """That of this number, else the only one whose digest starts so."""
+        """The version of this number, else the only one with this digest prefix."""
         numbered = [one for one in self.versions if str(one.number) == version]
         found = numbered or [one for one in self.versions if one.version.startswith(version)]
         if len(found) == 1:
@@ -65,9 +65,9 @@ class _State:
 
 
 class LocalDeployer:
-    """Implements `Deployer`. A package of it (`package`) is what `LocalBackend.deploy` takes.
+    """Implements `Deployer`. Its `package` returns packages for `LocalBackend.deploy`.
 
-    A deployment is tried in a worker of its own before it becomes current.
+    A deployment is tried in its own worker before it becomes current.
     """
 
     provider = "local"
@@ -80,8 +80,8 @@ class LocalDeployer:
         clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
         allow_unsafe: bool = False,
     ) -> None:
-        """The trial of a new version is billed to the meter as a SMOKE call. `allow_unsafe`: untrusted functions that
-        never use the sandbox are tried as well."""
+        """The trial of a new version is billed to the meter as a SMOKE call. `allow_unsafe`: also try untrusted
+        functions that never use the sandbox."""
         self._root = root.resolve()
         self._meter = meter
         self._allow_unsafe = allow_unsafe
@@ -174,7 +174,8 @@ class LocalDeployer:
             return deployed
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
-        if not (self._root / "logs" / function).is_dir():  # of a backend with this root, deployed here or not
+        # The logs may belong to a backend with this root whose function was not deployed here.
+        if not (self._root / "logs" / function).is_dir():
             self._known(function)
         return logs.read(self._root / "logs", function, since_s=since_s, limit=limit)
 
@@ -185,9 +186,9 @@ class LocalDeployer:
             shutil.rmtree(self._root / "logs" / function, ignore_errors=True)
 
     def package(self, function: str, version: str = "") -> Package:
-        """A deployed version, the current one unless named, as it was packed and as it is scaled now.
+        """A deployed version, by default the current one, as it was packed, with its current scaling settings.
 
-        `PackageError` if its files are not those that were deployed.
+        Raises `PackageError` if its files differ from the deployed ones.
         """
         state = self._known(function)
         chosen = state.find(function, version or state.current)
@@ -215,7 +216,7 @@ class LocalDeployer:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One change at a time, over all processes; a second one is refused rather than made to wait."""
+        """Serialise changes across processes; a concurrent one is refused at once."""
         self._root.mkdir(parents=True, exist_ok=True)
         with (self._root / "deploy.lock").open("w") as file:
             try:
@@ -274,7 +275,7 @@ class LocalDeployer:
 
 
 async def _try(package: Package, meter: MeterSink | None, *, allow_unsafe: bool) -> None:
-    """Load it and call it with an empty list: its answer must be one."""
+    """Load the function and call it with an empty list; the answer must be a list."""
     async with LocalBackend(meter=meter, allow_unsafe=allow_unsafe) as backend:
         await backend.deploy(package)
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s

@@ -1,12 +1,12 @@
-"""What a Modal container runs: the package's handler, with answers that need no pickle. A program of the container.
+"""The program of a Modal container: the package's handler, with answers that need no pickle.
 
-Deployed with a package under one root, from which Modal imports it as `serverless.deploy.modal_entry`. `call` takes
-and gives JSON as bytes, and raises nothing that code of the function can raise:
+Deployed with a package under one root, from which Modal imports it as `serverless.deploy.modal_entry`. `call` takes and
+returns JSON as bytes, and raises no exception of the function's code:
 
   in    {"id", "name", "version", "memory_mb", "timeout_s", "event": [...]}
   out   {"worker", "call", "version", "init_s", "run_s"} and "body", or "fault": {"kind", "detail", "retryable"}
 
-`init_s` is the container's start, in its first answer only; later ones say 0. `call` is Modal's id of the call.
+`init_s` is the container's start-up time in its first answer, and 0 in later ones. `call` is Modal's id of the call.
 """
 # ruff: noqa: TID251 - a container measures its own time; the loop's clock is in another process.
 
@@ -25,7 +25,7 @@ from typing import Any
 __all__ = ["VERSION", "call"]
 
 VERSION = "rollart_version"
-"""File with the version of the package that a container has."""
+"""The file with the version of a container's package."""
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -55,7 +55,7 @@ class _Container:
     handler: Any
     version: str
     init_s: float
-    """Of the next answer."""
+    """The start-up seconds for the next answer."""
 
 
 def call(payload: bytes) -> bytes:
@@ -108,7 +108,7 @@ def _call_id() -> str:
 
 
 def _age() -> float:
-    """Seconds since this process was started, or 0 where the system does not tell."""
+    """Seconds since this process started, or 0 if the system does not report it."""
     try:
         ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -125,6 +125,5 @@ def _load() -> _Container:
 
 
 if (_ROOT / "rollart_manifest.json").exists():
-    # As on Lambda, the function loads when its module is imported. In a deployer there is no manifest, and no user code
-    # is run.
+    # As on Lambda, the function loads when its module is imported. A deployer has no manifest, so it runs no user code.
     _container = _load()

@@ -174,7 +174,7 @@ def _manifest(sources: SourceFiles, attribute: str, spec: FunctionSpec, locked: 
 
 
 def _declared(sources: SourceFiles) -> dict[str, dict[str, Any]]:
-    """The decorated rewards of the entry; if it has none, those that it imports from its own package."""
+    """The decorated rewards of the entry, else the ones it imports from its own package."""
     text = sources.entry.read_bytes().decode(errors="replace")
     own = declarations(text, filename=str(sources.entry))
     if own or not sources.package:

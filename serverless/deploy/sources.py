@@ -1,7 +1,8 @@
-"""Finds what a function's source consists of, by reading it: user code is not run.
+"""Finds the files of a function's source by static analysis: user code is not run.
 
-A source is a file, a module or a package directory. What it imports from files beside it or from its own package,
-relatively or by name, comes along; a directory comes whole, with its data files. Anything else is a requirement.
+A source is a file, a module or a package directory. Modules that it imports, relatively or by name, from files beside
+it or from its own package are included. A directory is included whole, with its data files. All other imports are
+requirements.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from serverless.errors import PackageError, SpecInvalid
 __all__ = ["SKIPPED", "SourceDefinition", "SourceFiles", "collect", "tree"]
 
 SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
-"""Never packed."""
+"""Names that are never packed."""
 
 _OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function"})
 """Top-level names that a package already holds."""
@@ -26,7 +27,7 @@ _OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function
 
 @dataclass(frozen=True, slots=True)
 class SourceDefinition:
-    """Where an attribute is really defined: imports are followed. `name` is its name there."""
+    """The definition of an attribute, with imports followed. `name` is its name there."""
 
     path: pathlib.Path
     body: tuple[ast.stmt, ...]
@@ -35,8 +36,8 @@ class SourceDefinition:
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """`files` are archive path -> file (below `function/`); `module` is the dotted name of the entry, `package`
-    whether it is one of a package's modules. `attribute` is what the source named after ':'."""
+    """The files of a source. `files` maps archive paths (below `function/`) to files; `module` is the dotted name of
+    the entry; `package` is True if it belongs to a package. `attribute` is the name after ':' in the source."""
 
     entry: pathlib.Path
     files: Mapping[str, pathlib.Path]
@@ -75,7 +76,8 @@ class SourceFiles:
 
 
 def collect(source: str, root: pathlib.Path, *, function: str = "") -> SourceFiles:
-    """All files of a source; relative paths are of `root`. `PackageError` for what is missing or cannot be packed."""
+    """Collect all files of a source. Relative paths are resolved against `root`. Raises `PackageError` for files that
+    are missing or cannot be packed."""
     path, attribute = _locate(source, root)
     if path.is_dir():
         return _directory(path, attribute)
@@ -96,7 +98,7 @@ def collect(source: str, root: pathlib.Path, *, function: str = "") -> SourceFil
 
 
 def tree(path: pathlib.Path) -> ast.Module:
-    """`SpecInvalid` if it is not Python."""
+    """Parse a file. Raises `SpecInvalid` if it is not Python."""
     try:
         return ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -154,7 +156,7 @@ def _dotted(path: pathlib.Path, top: pathlib.Path) -> str:
 
 
 def _closure(entry: pathlib.Path) -> set[pathlib.Path]:
-    """The entry and what it imports of its own package, or beside it, with the packages on the way."""
+    """The entry and its imports from its own package, or from files beside it, with the packages in between."""
     found: set[pathlib.Path] = set()
     pending = [entry]
     while pending:
@@ -183,7 +185,7 @@ def _parents(path: pathlib.Path, top: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _targets(node: ast.Import | ast.ImportFrom, path: pathlib.Path, entry: pathlib.Path) -> list[pathlib.Path]:
-    """The files of our own that an import in `path` means: below the entry's package, or beside the entry."""
+    """The local files of an import in `path`: below the entry's package, or beside the entry."""
     if isinstance(node, ast.ImportFrom) and node.level:
         own = _top(path)
         if own is None or node.level > len(path.relative_to(own).parts):
@@ -221,7 +223,7 @@ def _of_dotted(base: pathlib.Path, dotted: str, members: list[str]) -> list[path
 
 
 def _imported(body: tuple[ast.stmt, ...], name: str) -> tuple[ast.ImportFrom, str] | None:
-    """The `from ... import` that gives a module this name, unless something defines it after."""
+    """The `from ... import` that binds this name in a module, unless a later statement redefines it."""
     link: tuple[ast.ImportFrom, str] | None = None
     for statement in body:
         if isinstance(statement, ast.ImportFrom):
@@ -234,7 +236,7 @@ def _imported(body: tuple[ast.stmt, ...], name: str) -> tuple[ast.ImportFrom, st
 
 
 def _binds(path: pathlib.Path, name: str) -> bool:
-    """Whether a module's top level gives `name` a meaning."""
+    """True if a module binds `name` at its top level."""
     for node in tree(path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
             return True

@@ -1,4 +1,4 @@
-"""What `rollart rewards init` writes: a reward that works, cases that it passes, and what to do next."""
+"""The files of `rollart rewards init`: a working reward, cases that it passes, and the next steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _case(key: str, completion: str, expected: dict[str, object]) -> dict[str, o
 
 
 def files(name: str = "my_reward") -> dict[str, str]:
-    """File name -> text. `PackageError` if `name` cannot name a function."""
+    """Texts by file name. Raises `PackageError` if `name` cannot name a function."""
     if keyword.iskeyword(name) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,63}", name):
         raise PackageError(f"{name!r} cannot name a reward", remedy="use small letters, digits and underscores")
     cases = [
@@ -78,7 +78,7 @@ def files(name: str = "my_reward") -> dict[str, str]:
 
 
 def write(directory: pathlib.Path, name: str = "my_reward") -> list[pathlib.Path]:
-    """Write the files; the paths. `PackageError` if one of them exists: nothing is overwritten then."""
+    """Write the files and return their paths. Raises `PackageError`, without writing, if one of them exists."""
     texts = files(name)
     taken = [file for file in texts if (directory / file).exists()]
     if taken:

@@ -1,7 +1,8 @@
-"""How many workers a function should have, from how many calls were under way. Pure: the caller has the clock.
+"""The number of workers for a function, from its number of concurrent calls. Pure: the caller has the clock.
 
 Knative's pod autoscaler (KPA) with its constants: the mean concurrency of a stable window decides, unless a short panic
-window asks for twice of what is ready; then the number only grows until a whole stable window has passed in calm.
+window requires twice the ready number; the number then only grows until a whole stable window has passed without
+another panic.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["Autoscaler", "ScalePolicy"]
 class ScalePolicy:
     """Knative's constants (config-autoscaler). Windows and delays in seconds.
 
-    `target` calls per worker at once times `utilisation` is what one worker is asked to carry; a worker of ours serves
-    one call at a time. Steps of RL training are shorter than web traffic's days: scale the windows to their length.
+    One worker carries `target` concurrent calls times `utilisation`; a worker of this package serves one call at a
+    time. Steps of RL training are shorter than the daily cycles of web traffic: scale the windows to their length.
     """
 
     target: float = 1.0
@@ -29,9 +30,9 @@ class ScalePolicy:
     max_up: float = 1000.0
     max_down: float = 2.0
     grace_s: float = 30.0
-    """The last worker stays so long after the last call."""
+    """Seconds that the last worker stays after the last call."""
     down_delay_s: float = 0.0
-    """The number is the largest that was wanted in this time."""
+    """Seconds over which the maximum of the wanted numbers applies."""
 
     def __post_init__(self) -> None:
         if not (0 < self.utilisation <= 1 and self.target > 0 and 0 < self.panic_share <= 1 and self.stable_s > 0):
@@ -41,7 +42,7 @@ class ScalePolicy:
 
 
 class Autoscaler:
-    """One function's. `observe` at every tick, then `wanted`. Times must not go back."""
+    """The autoscaler of one function. Call `observe` at every tick, then `wanted`. Times must not decrease."""
 
     def __init__(self, policy: ScalePolicy | None = None) -> None:
         self._policy = policy or ScalePolicy()
@@ -56,7 +57,7 @@ class Autoscaler:
         return self._panic_since is not None
 
     def observe(self, t: float, concurrency: float) -> None:
-        """Calls under way and waiting, at time `t` or on average since the last tick."""
+        """Record the running and waiting calls, at time `t` or on average since the last tick."""
         if self._seen and t < self._seen[-1][0]:
             raise ValueError(f"time went back from {self._seen[-1][0]:g} to {t:g}")
         self._seen.append((t, concurrency))
@@ -66,7 +67,7 @@ class Autoscaler:
             self._last_call = t
 
     def wanted(self, t: float, ready: int) -> int:
-        """Workers that there should be at `t`, with `ready` of them serving."""
+        """The wanted number of workers at `t`, with `ready` of them up."""
         policy = self._policy
         carried = policy.target * policy.utilisation
         stable = self._mean(t - policy.stable_s) / carried

@@ -1,4 +1,4 @@
-"""When waiting items leave as one call, and how many. Pure."""
+"""Decides when waiting items are sent as one call, and how many. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["BatchPolicy", "SendBatch", "WaitForItems"]
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """The first `count` waiting items go now."""
+    """Send the first `count` waiting items now."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForItems:
-    """Nothing goes now; look again after `seconds`, or when something changes."""
+    """Send nothing now; decide again after `seconds`, or when an item arrives."""
 
     seconds: float
 

@@ -1,4 +1,4 @@
-"""How many calls of a function a provider bears at once. Pure: AIMD on refusals and on growing latency."""
+"""The concurrency that a provider sustains for a function. Pure: AIMD on refusals and on growing latency."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from serverless.types import InfraFault, Throttle
 __all__ = ["ConcurrencyWindow", "ConcurrencyPolicy"]
 
 _FAST = 0.9
-"""Up to this share of the window that the last refusal left, one answer makes room for one call more; beyond it a whole
-window of answers does (TCP CUBIC)."""
+"""Up to this share of the window left by the last refusal, each answer adds one call. Beyond it, a whole window of
+answers adds one (TCP CUBIC)."""
 
 _USUAL, _RECENT = 0.02, 0.2
 """Weights of a new answer in the usual and the recent latency: about the last 50 and the last 5 answers."""
 
 _CLIP = 1.5
-"""One answer counts as at most this many times the factor (in logarithms) slower than usual: five in a row are needed
-before the recent latency passes the factor."""
+"""Clipping of one answer, as a multiple of the factor (in logarithms) over the usual latency: five slow answers in a
+row are needed before the recent latency exceeds the factor."""
 
 _SURE = 20
-"""Answers of a size before it has a usual latency."""
+"""Answers of a size after which its usual latency is known."""
 
 _LEAST_SHARE = 0.25
-"""Latency alone never takes more than three quarters of the concurrency: longer responses are no overload."""
+"""Latency alone never removes more than three quarters of the concurrency: longer responses are no overload."""
 
 _PROBE_S = 30.0
-"""A limit of the function's own is set by a person: it is tried again this often, in case that person raised it."""
+"""Seconds after which a limit of the function's own, which a person sets, is probed again in case it was raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyPolicy:
-    """`most` is the function's concurrency. `wait_s` and `max_wait_s` bound the jittered waits after refusals in a row
-    for which the provider asked no wait of its own. `latency_factor` None: latency is not looked at."""
+    """The settings of a window. `most` is the function's concurrency. `wait_s` and `max_wait_s` bound the jittered
+    waits after consecutive refusals without a requested wait. `latency_factor` None: latency is ignored."""
 
     most: int
     wait_s: float = 0.05
@@ -43,16 +43,19 @@ class ConcurrencyPolicy:
 
 
 class ConcurrencyWindow:
-    """Calls in flight that are allowed now: starts at `most` (a burst is what functions are for) and stays in 1..most.
+    """The number of calls allowed in flight: starts at `most` (functions are meant for bursts) and stays in 1..most.
 
-    A refusal says what to do:
+    A refusal's limit determines the reaction:
+
       CONCURRENCY, unknown  shrink to the calls in flight that were not refused, to no less than half per burst of calls
       RESERVED              shrink to those at once, and do not grow for half a minute
-      RATE, SCALING, QUEUE  begin no call for a while; the window stays (QUEUE is the bound of our own side)
-    `retry_after_s` is how long a refused call itself waits. It holds others back only where the limit is one of all
-    calls (the third row) or nothing is in flight; otherwise the next call that ends makes room, and the window does not
-    grow before that time has passed. Where a pause has no `retry_after_s`, it has full jitter over its upper half.
-    Bound: a constant capacity c is met after at most log2(most / c) + 1 bursts; then a round of answers adds one call,
+      RATE, SCALING, QUEUE  begin no call for a while; the window stays (QUEUE is the bound of this side)
+
+    `retry_after_s` is the wait of the refused call itself. It delays other calls only if the limit applies to all calls
+    (the third row) or none is in flight. Otherwise the next call that ends makes room, and the window does not grow
+    before that time has passed. A pause without `retry_after_s` has full jitter over its upper half.
+
+    Bound: a constant capacity c is met after at most log2(most / c) + 1 bursts. Then a round of answers adds one call,
     so that about one call in c + 1 is refused, and no more than one or two per `retry_after_s`.
     """
 
@@ -61,7 +64,7 @@ class ConcurrencyWindow:
         self._size = float(policy.most)
         self._accepted = float(policy.most)
         self._least = 1.0
-        """What refusals of the present burst may shrink the window to."""
+        """The size to which refusals of the present burst may shrink the window."""
         self._grows_at = -math.inf
         self._begun = 0
         self._full = 0
@@ -77,31 +80,31 @@ class ConcurrencyWindow:
         return int(self._size)
 
     def ready_at(self) -> float:
-        """No call begins before this loop time."""
+        """The loop time before which no call may begin."""
         return self._ready
 
     @property
     def refused_in_a_row(self) -> int:
-        """Windows of calls that were refused since the last answer."""
+        """Windows of calls refused since the last answer."""
         return self._in_a_row
 
     def restart(self) -> None:
-        """The provider is back after an outage: two calls, then one more per answer (twice as many per round trip, as
-        TCP's slow start), so that all that has waited does not fall upon it at once."""
+        """Restart slowly after an outage: two calls, then one more per answer (doubling per round trip, as TCP's slow
+        start), so that the waiting items do not reach the provider at once."""
         if self._size > 2.0:
             self._accepted = self._size
             self._size = 2.0
 
     def begin(self, in_flight: int = 0) -> int:
-        """A call begins beside `in_flight` others; its number."""
+        """Record the start of a call beside `in_flight` others. Returns its number."""
         self._begun += 1
         if in_flight + 1 >= int(self._size):
             self._full = self._begun
         return self._begun
 
     def answered(self, now: float, seconds: float, items: int, *, in_flight: int, number: int = 0) -> None:
-        """Call `number`, of `items`, was answered `seconds` after it began; `in_flight` others are still out. It makes
-        room for more only if the window has been full since it began: else there was room."""
+        """Record the answer of call `number`, with `items`, after `seconds`; `in_flight` others remain. The window
+        grows only if it has been full since the call began."""
         self._in_a_row = 0
         if self._slower(seconds, items) or now < self._grows_at:
             return
@@ -110,8 +113,8 @@ class ConcurrencyWindow:
             self._size = min(self._policy.most, self._size + step)
 
     def throttled(self, fault: InfraFault, now: float, number: int, rng: random.Random, *, in_flight: int) -> None:
-        """Call `number` was refused; `in_flight` others are still out."""
-        fresh = number > self._cut_at  # of another burst than the last refusal
+        """Record the refusal of call `number`; `in_flight` others remain."""
+        fresh = number > self._cut_at  # another burst than that of the last refusal
         if fresh:
             self._cut_at = self._begun
             self._in_a_row += 1
@@ -130,17 +133,17 @@ class ConcurrencyWindow:
             self._ready = max(self._ready, now + rng.uniform(longest / 2.0, longest))
 
     def _slower(self, seconds: float, items: int) -> bool:
-        """Note a latency; True if the window was cut for it: by a tenth, at most once per window of answers.
+        """Record a latency. True if it shrank the window: by a tenth, at most once per window of answers.
 
-        Compared in logarithms with the usual latency of calls of a like number of items, since load makes batches
-        larger; the usual one follows, so that a lasting change (longer responses) becomes usual.
+        The latency is compared, in logarithms, with the usual one for calls with a similar number of items, since load
+        makes batches larger. The usual latency follows, so that a lasting change (longer responses) becomes usual.
         """
         factor = self._policy.latency_factor
         if factor is None:
             return False
         kind, log = items.bit_length(), math.log(max(seconds, 1e-6))
         seen, usual = self._usual.get(kind, (0, log))
-        # Clipped, so that it takes several slow answers in a row: a single straggler is no load.
+        # Clipped, so that several slow answers in a row are needed: a single straggler is no load.
         above = min(log - usual, _CLIP * math.log(factor))
         self._usual[kind] = seen + 1, usual + max(_USUAL, 1.0 / (seen + 1)) * above
         self._slow_cut -= 1

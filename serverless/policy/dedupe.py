@@ -1,4 +1,4 @@
-"""When two items are one: what they have in common is their key. Pure."""
+"""The key of an item, equal for equal items. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["cacheable", "item_key", "copy_outcome"]
 def item_key(version: str, item: WireItem) -> bytes | None:
     """SHA-256 over the function's version and the canonical JSON of the item without its id; 32 bytes.
 
-    None if it has no canonical form (NaN, bytes): such an item is never taken for another.
+    None if it has no canonical form (NaN, bytes): such an item never equals another.
     """
     try:
         text = canonical([version, item["messages"], item["reference_answer"], item["metadata"]])
@@ -25,10 +25,10 @@ def item_key(version: str, item: WireItem) -> bytes | None:
 
 
 def cacheable(outcome: Outcome) -> bool:
-    """What the function said is kept, what the platform did never is."""
+    """True for outcomes of the function; faults of the platform are never cached."""
     return not isinstance(outcome, InfraFault)
 
 
 def copy_outcome(outcome: Outcome) -> Outcome:
-    """The same outcome, sharing nothing that its receiver could change."""
+    """A copy of the outcome that shares no mutable state with it."""
     return replace(outcome, metrics=dict(outcome.metrics)) if isinstance(outcome, Scored) else outcome

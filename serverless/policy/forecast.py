@@ -1,8 +1,8 @@
-"""Reward calls that are about to come, from the trajectories that are under way. Pure.
+"""Forecasts reward calls from the live trajectories. Pure.
 
-A web service has to guess its load; RL training knows it: every live trajectory will ask for its reward once, when it
-ends. How long trajectories of a kind last is seen as they end; the chance that one of a known age ends within the next
-seconds follows from those durations (the hazard of the empirical distribution).
+A web service must estimate its load; in RL training it is known: every live trajectory requests its reward once, when
+it ends. Durations are recorded by kind of trajectory as they end. The probability that a trajectory of a given age ends
+within the next seconds follows from these durations (the hazard of the empirical distribution).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dataclasses import dataclass
 __all__ = ["ExpectedCalls", "Forecast", "workers_for"]
 
 KEPT = 512
-"""Durations kept per kind: a quantile of 0.99 needs some hundred; older ones are of another policy."""
+"""Durations kept per kind: a 0.99 quantile needs several hundred; older ones belong to another policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCalls:
-    """Calls within a horizon: their mean and variance (each live trajectory is one independent chance)."""
+    """Mean and variance of the calls within a horizon (each live trajectory is an independent Bernoulli variable)."""
 
     mean: float
     variance: float
 
     def upper(self, z: float) -> float:
-        """`z` standard deviations above the mean: 1.64 for 95 %."""
+        """The mean plus `z` standard deviations: 1.64 for 95 %."""
         return self.mean + z * math.sqrt(self.variance)
 
 
 class Forecast:
-    """Durations by kind of trajectory (a domain), newest `kept` of each."""
+    """Durations by kind of trajectory (a domain), the newest `kept` of each."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -40,7 +40,7 @@ class Forecast:
         self._sorted: dict[str, list[float]] = {}
 
     def ended(self, kind: str, seconds: float) -> None:
-        """A trajectory that asked for its reward lasted so long."""
+        """Record the duration of a trajectory that requested its reward."""
         recent = self._recent.setdefault(kind, deque())
         ordered = self._sorted.setdefault(kind, [])
         recent.append(seconds)
@@ -58,21 +58,21 @@ class Forecast:
         return ExpectedCalls(mean, variance)
 
     def seen(self, kind: str) -> int:
-        """Durations that are known of a kind."""
+        """The number of recorded durations of a kind."""
         return len(self._sorted.get(kind, ()))
 
     def among(self, kind: str, began: Sequence[float], now: float, horizon_s: float) -> ExpectedCalls:
-        """`within` for all of one kind, given when they began, earliest first: O(kept * log(live)).
+        """`within` for all trajectories of one kind, given their start times, earliest first: O(kept * log(live)).
 
-        The chance of an ending only changes at an age that is one of the durations, or the horizon short of one:
-        all that are between two such ages have the same.
+        The probability of ending changes only at ages that equal a duration, or a duration minus the horizon: all
+        trajectories between two such ages have the same one.
         """
         ordered = self._sorted.get(kind)
         if not ordered or not began:
             return ExpectedCalls(0.0, 0.0)
         if len(began) < len(ordered) // 4:
             return self.within(horizon_s, ((kind, now - t) for t in began))
-        # (age, whether it is passed or comes within reach there); what comes within reach at once first
+        # (age, 1 if a duration is passed there, 0 if one comes within the horizon); the latter first
         cuts = sorted([(d - horizon_s, 0) for d in ordered] + [(d, 1) for d in ordered])
         known, reached, passed, older = len(ordered), 0, 0, len(began)
         mean = variance = 0.0
@@ -90,8 +90,8 @@ class Forecast:
         return ExpectedCalls(mean + older, variance)
 
     def chance(self, kind: str, age: float, horizon_s: float) -> float:
-        """That a trajectory of this age ends within the horizon. Older than any that was seen: it is overdue, and the
-        longest that were seen say nothing more; it is counted as about to end. 0 for a kind that was never seen."""
+        """Probability that a trajectory of this age ends within the horizon. A trajectory older than every recorded
+        duration is overdue and counts as about to end. 0 for a kind without records."""
         ordered = self._sorted.get(kind)
         if not ordered:
             return 0.0
@@ -103,10 +103,10 @@ class Forecast:
 
 
 def workers_for(calls: float, service_s: float, horizon_s: float, *, items: float = 1.0) -> int:
-    """Workers that serve `calls` arriving evenly within the horizon (Little's law): at least one for any call, at most
-    one for each.
+    """Workers for `calls` items that arrive evenly within the horizon (Little's law): at least one for any, at most one
+    for each.
 
-    `items` go in one call, which takes `service_s` seconds.
+    One call carries `items` and takes `service_s` seconds.
     """
     if calls <= 1e-6:
         return 0

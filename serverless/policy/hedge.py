@@ -1,4 +1,4 @@
-"""When a late call is made a second time. Pure."""
+"""The hedging policy: when a late call is made a second time. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from dataclasses import dataclass
 __all__ = ["HedgeBudget", "HedgePolicy", "Latencies"]
 
 _KEPT = 200
-"""Answers over which the quantile rolls: ten beyond a p95, and a change is seen after as many calls."""
+"""Answers over which the quantile rolls: ten lie beyond a p95, and a change shows after as many calls."""
 
 _SAVED = 5.0
-"""Most hedges that a quiet time saves up for a burst of late calls."""
+"""Maximum number of hedges saved in a quiet time for a burst of late calls."""
 
 
 _MOST = 10.0
-"""Late is at most this many medians: stragglers that were not hedged (the first ones, or for want of budget) are among
-the answers, and where they are as many as the quantile leaves out they would become the measure of themselves."""
+"""Upper bound of the lateness threshold, in medians. Stragglers that were not hedged (the first ones, or for lack of
+budget) are among the answers; where they are as frequent as the quantile leaves out, they would determine their own
+threshold."""
 
 
 @dataclass(frozen=True, slots=True)
 class HedgePolicy:
-    """A call is late when it is out longer than the `quantile` of the answers seen, by a margin; none is before
-    `min_observations` of them. Extra calls are at most `budget` of the calls made."""
+    """A call is late when it takes longer than the `quantile` of recorded answers by a margin; none is late before
+    `min_observations` answers. Extra calls are at most `budget` of the calls made."""
 
     quantile: float = 0.95
     budget: float = 0.05
@@ -47,7 +48,7 @@ class HedgeBudget:
         self._tokens = min(max(_SAVED, self._budget), self._tokens + self._budget)
 
     def take(self, *, spare: float = 0.0) -> bool:
-        """Spend a token, if `spare` of them are left then."""
+        """Spend a token, if `spare` tokens remain afterwards."""
         if self._tokens < 1.0 + spare:
             return False
         self._tokens -= 1.0
@@ -55,10 +56,10 @@ class HedgeBudget:
 
 
 class Latencies:
-    """The last answers' latencies in seconds, by calls of a like number of items.
+    """Latencies of recent answers in seconds, bucketed by number of items.
 
-    Only answers count: a call that lost to its hedge was cancelled, so stragglers do not raise the quantile that is to
-    catch them. Work is O(log 200) and one small move per answer.
+    Only answers count: a call that lost to its hedge was cancelled, so stragglers do not raise the quantile that must
+    detect them. Work is O(log 200) and one small move per answer.
     """
 
     __slots__ = ("_policy", "_rings")
@@ -75,11 +76,11 @@ class Latencies:
         insort(ranked, seconds)
 
     def late_after(self, items: int) -> float | None:
-        """Seconds after which a call of `items` is late; None while too little is known.
+        """Seconds after which a call of `items` is late; None with too few observations.
 
-        The quantile, and as much again as it lies above the median: one call in twenty is beyond a p95, so without
-        that margin the ordinary ones would use up a budget of 5 % (at 2 % stragglers, of 1,500 simulated calls: 73
-        hedges of which 27 answered first; with it 27, of which 26 did).
+        The threshold is the quantile plus its distance from the median. One call in twenty exceeds a p95, so without
+        that margin ordinary calls would use up a budget of 5 % (at 2 % stragglers, of 1,500 simulated calls: 73 hedges
+        of which 27 answered first; with it 27, of which 26 did).
         """
         found = self._rings.get(items.bit_length())
         if found is None or len(found[1]) < self._policy.min_observations:

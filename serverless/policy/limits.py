@@ -1,4 +1,4 @@
-"""How long one item may take, learned from correct answers to the same prompt. Pure.
+"""The adaptive time limit of an item, learned from correct answers to the same prompt. Pure.
 
 RollPacker (arXiv 2509.21009), reward scheduler: T = min(max(T_min, factor * T_anchor), T_max), where T_anchor is the
 longest time of a correct answer so far.
@@ -25,15 +25,15 @@ class LimitPolicy:
     metric: str = "seconds"
 
     def limit(self, anchor_s: float | None) -> float:
-        """Seconds for an item; the longest while no correct answer was seen."""
+        """Time limit of an item in seconds; the maximum before the first correct answer."""
         if anchor_s is None:
             return self.max_s
         return min(max(self.min_s, self.factor * anchor_s), self.max_s)
 
 
 def prompt_key(item: Item) -> str:
-    """What answers to one prompt have in common: metadata `group`, else a digest of the reference and of every message
-    but the last assistant's ('' if they have no canonical form: then all such items share one anchor)."""
+    """The key of a prompt: metadata `group`, else a digest of the reference and of every message but the last
+    assistant's ('' without a canonical form: all such items share one anchor)."""
     group = item.metadata.get("group")
     if isinstance(group, str | int):
         return str(group)
@@ -49,10 +49,10 @@ def prompt_key(item: Item) -> str:
 
 
 class AnchorTimes:
-    """The slowest correct answer by prompt. Bounds: an anchor never falls, so a limit never does, and an answer no
-    slower than a correct one to the same prompt is never cut (factor >= 1), up to `max_s`.
+    """The time of the slowest correct answer by prompt. Bounds: an anchor never decreases, so a limit never does, and
+    an answer no slower than a correct one to the same prompt is never cut (factor >= 1), up to `max_s`.
 
-    Keeps `most` prompts; the one that was longest without a correct answer is forgotten first.
+    Keeps `most` prompts; the one with the longest time since a correct answer is dropped first.
     """
 
     def __init__(self, policy: LimitPolicy, *, most: int = 100_000) -> None:
@@ -64,8 +64,8 @@ class AnchorTimes:
         return self._policy.limit(self._slowest.get(key))
 
     def learn(self, key: str, outcome: Scored, seconds: float) -> None:
-        """`seconds` is the time of the call, which stands in for the item's own where the function reports none: the
-        longer of the two, so it errs towards patience."""
+        """Record a correct answer. `seconds` is the duration of the call, used if the function reports no time of the
+        item: the longer of the two, so the limit errs on the long side."""
         if outcome.value < self._policy.correct:
             return
         took = max(0.0, outcome.metrics.get(self._policy.metric, seconds))

@@ -1,6 +1,6 @@
 """A ready-made reward for generated programs: the last ```python block of the completion against tests.
 
-What an item's metadata says:
+An item's metadata:
   tests      a list of {"stdin": text, "stdout": text} (a program that reads and prints) or {"assert": code} (run after
              the program, in its namespace); or
   check      one such code for all
@@ -9,14 +9,13 @@ What an item's metadata says:
   memory_mb  memory limit of one test (default 512)
 
 Scored      with the metrics `passed`, `tests` and `seconds` (of the slowest test that ran)
-ModelFault  0.0 where there is no program, or none of its tests came to a result: it raised, ran out of time or memory,
-            flooded its output, attacked its sandbox. The reason says which, of the first test
-InfraFault  ENVIRONMENT, retryable, where no sandbox can be had: never a score
+ModelFault  0.0 without a program, or if no test came to a result: it raised, ran out of time or memory, exceeded its
+            output limit or attacked its sandbox. The reason names the cause for the first test
+InfraFault  ENVIRONMENT, retryable, if no sandbox is available: never a score
 
 Expected outputs never enter the sandbox, so tests with `stdout` cannot be read by the program. Code of `assert` shares
-the process of the program: a program that just ends early does not pass, one that is written to tamper with its tests
-can.
-Lines are compared without white space at their ends, and without empty lines at the end of the output.
+the process of the program: a program that merely ends early does not pass, but a program written to tamper with its
+tests can. Lines are compared without white space at their ends, and without empty lines at the end of the output.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A ready-made reward for mathematics: the completion's answer against the reference, by the math-verify library.
 
-The library keeps time by signals (so it raises in threads), and sympy may take for ever or all memory on an expression
-that a policy wrote. So each comparison runs in a process of its own, forked from one that has the library loaded.
+The library implements time limits by signals (so it raises in threads), and sympy may take unlimited time or memory on
+an expression of the policy. So each comparison runs in its own process, forked from one with the library loaded.
 
-What an item's metadata says: timeout_s (default 10; adaptive limits arrive here), memory_mb (default 1024).
+An item's metadata: timeout_s (default 10; adaptive limits arrive here), memory_mb (default 1024).
 
 Scored      1.0 for an equivalent answer, else 0.0 (also where the completion has none)
-ModelFault  0.0 where the comparison runs out of time or memory, or crashes: the reference is parsed first, so what
-            is to blame is the completion
-InfraFault  ENVIRONMENT where no process can be had; the item's error where it has no reference that can be parsed
+ModelFault  0.0 where the comparison runs out of time or memory, or crashes: the reference is parsed first, so the
+            completion is the cause
+InfraFault  ENVIRONMENT if no process can be started; the item's error if it has no parsable reference
 """
 # ruff: noqa: TID251 - it waits for its own child in a worker, which has no loop
 

@@ -1,8 +1,8 @@
-"""Runs programs that nobody has read: the part that rewards for generated code stand on.
+"""Runs untrusted programs: the basis of rewards for generated code.
 
-A program gets standard input, the Python runtime read-only and a scratch directory; no network, no environment, no
-files of the host, no other program's leavings, and as much time, memory and output as its `Limits` say. See `launch`
-for the ladder of isolation and `inside` for what runs in it.
+A program gets standard input, the Python runtime read-only and a scratch directory. It gets no network, no environment,
+no files of the host and no remains of other programs, and as much time, memory and output as its `Limits` allow. See
+`launch` for the ladder of isolation and `inside` for the programs in the sandbox.
 """
 
 from serverless.sandbox.box import AsyncBox, Box, Sandbox, detect, sandbox

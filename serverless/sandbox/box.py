@@ -40,20 +40,21 @@ def sandbox(
     size: int = 1,
     allow_unsafe: bool = False,
 ) -> Sandbox:
-    """A sandbox for programs that nobody has read: enter it with `with` (a `Box`) or `async with` (an `AsyncBox`).
+    """A sandbox for untrusted programs: enter it with `with` (a `Box`) or `async with` (an `AsyncBox`).
 
-    rung: one of `detect()`, or None for the best that works here
-    limits: of programs that are run without limits of their own
+    rung: a name of `detect()`, or None for the best that works here
+    limits: default limits of programs
     preload: modules to import before any program; installed packages are visible only if there is one
-    size: programs at once, of the asynchronous form
-    allow_unsafe: where nothing works, run with limits of time and memory alone
-    Entering raises `SandboxUnavailable` if no rung works, with the reason of each.
+    size: concurrent programs, of the asynchronous form
+    allow_unsafe: if no rung works, run with limits of time and memory alone
+
+    Entering raises `SandboxUnavailable` with the reason of each rung if none works.
     """
     return Sandbox(rung, limits=limits or Limits(), preload=preload, size=size, allow_unsafe=allow_unsafe)
 
 
 def detect() -> list[Rung]:
-    """Every rung, best first, tried for real: a sandbox is started and runs a program."""
+    """Every rung, best first, after a real trial: a sandbox is started and runs a program."""
     found = []
     for rung in (*LADDER, UNSAFE):
         try:
@@ -67,7 +68,7 @@ def detect() -> list[Rung]:
 
 
 class Sandbox:
-    """What `sandbox` returns: settings, to be entered in one of two ways."""
+    """The settings from `sandbox`, to be entered in one of two ways."""
 
     def __init__(
         self, rung: str | None, *, limits: Limits, preload: Sequence[str], size: int, allow_unsafe: bool
@@ -92,15 +93,15 @@ class Sandbox:
         await self._entered_async.aclose()
 
     def box(self) -> Box:
-        """The blocking form for whoever keeps it until the process ends, as the reward of a worker does."""
+        """The blocking form, for owners that keep it until the process ends, such as a worker's reward."""
         return Box(SandboxProcess(self._rung, **self._settings))
 
 
 class Box:
     """Runs one program at a time, blocking; callers from several threads take turns.
 
-    It starts at the first program, or when entered, and again after a program broke it. It ends with `close`, with
-    this process, and with the thread that started it (a rule of the kernel): the next program then starts another.
+    It starts at the first program, or when entered, and again after a program broke it. It ends with `close`, with this
+    process, and with the thread that started it (a rule of the kernel); the next program then starts another.
     """
 
     def __init__(self, core: SandboxProcess, *, quiet: bool = False) -> None:
@@ -110,12 +111,12 @@ class Box:
 
     @property
     def rung(self) -> str:
-        """'' before the start."""
+        """The rung; '' before the start."""
         return self._core.way.rung if self._core.way else ""
 
     @property
     def way(self) -> str:
-        """How the rung was taken; '' before the start."""
+        """The name of the launch method; '' before the start."""
         return self._core.way.name if self._core.way else ""
 
     @property
@@ -129,7 +130,7 @@ class Box:
             _warn(self._core)
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-        """What the program did. `SandboxUnavailable` if it could not be run, which is never its own doing."""
+        """Run a program. Raises `SandboxUnavailable` if it could not be run, which the program cannot cause."""
         with self._turn:
             return _drive(self._core.run(program, stdin, limits))
 
@@ -146,10 +147,10 @@ class Box:
 
 
 class AsyncBox:
-    """Runs as many programs at once as it has sandboxes. Owned by the task that enters it.
+    """Runs as many concurrent programs as it has sandboxes. Owned by the task that enters it.
 
-    `run` waits for a free sandbox, unblocked by the end of another program, then for its own. Cancelling it kills the
-    program and its sandbox; the next one starts anew.
+    `run` waits for a free sandbox, unblocked by the end of another program, then for its own program. Cancelling it
+    kills the program and its sandbox; the next one starts anew.
     """
 
     def __init__(self, cores: list[SandboxProcess]) -> None:

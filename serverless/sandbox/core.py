@@ -1,4 +1,4 @@
-"""One sandbox without its waiting: what to send and to expect, as generators that `box` drives, blocking or not."""
+"""The protocol of one sandbox without I/O: generators of steps that `box` drives, blocking or not."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["SandboxProcess", "ExitStep", "Io", "ReceiveStep", "SendStep"]
 T = TypeVar("T")
 
 _START_S = 60.0
-"""Most for a start, preloads included."""
+"""Maximum seconds for a start, preloads included."""
 
 _GRACE_S = 10.0
-"""Beyond its wall limit a job may take this long to be killed, cleaned up and answered for."""
+"""Seconds beyond its wall limit that a job may take to be killed, cleaned up and answered."""
 
 _STOP_S = 2.0
-"""A sandbox that was told to end and has not after this is killed."""
+"""Seconds after which a sandbox that was asked to end is killed."""
 
 _ESCAPED = 6
-"""Most bytes of JSON per byte of output."""
+"""Maximum bytes of JSON per byte of output."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
-    """Answered with whether it could be sent; TimeoutError after `seconds`."""
+    """Send data. The result is True if it was sent; raises `TimeoutError` after `seconds`."""
 
     launched: Launched
     data: bytes
@@ -42,7 +42,8 @@ class SendStep:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveStep:
-    """Answered with `count` bytes, or None at the end of the stream; TimeoutError after `seconds`."""
+    """Receive data. The result is `count` bytes, or None at the end of the stream; raises `TimeoutError` after
+    `seconds`."""
 
     launched: Launched
     count: int
@@ -51,7 +52,7 @@ class ReceiveStep:
 
 @dataclass(frozen=True, slots=True)
 class ExitStep:
-    """Answered when the process has ended, or after `seconds`."""
+    """Wait for the end of the process, at most `seconds`."""
 
     process: subprocess.Popen[bytes]
     seconds: float
@@ -61,15 +62,15 @@ Io: TypeAlias = Generator[SendStep | ReceiveStep | ExitStep, Any, T]
 
 
 class SandboxProcess:
-    """Owns the process of one sandbox, and starts another one after its end. One job at a time.
+    """Owns the process of one sandbox, and starts another one after its end. Runs one job at a time.
 
-    A process that was forked from its owner's starts its own.
+    A process forked from the owner starts its own.
     """
 
     def __init__(
         self, rung: str | None, *, limits: Limits, preload: Sequence[str], allow_unsafe: bool, only: str = ""
     ) -> None:
-        """`only`: of the ways to take the rung, that of this name."""
+        """`only`: use only the launch method of this name."""
         if rung == UNSAFE and not allow_unsafe:
             raise SandboxUnavailable("the rung 'unsafe' isolates nothing", remedy="pass allow_unsafe=True to accept it")
         self._limits = limits
@@ -83,11 +84,11 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the outermost process of the sandbox, None while there is none."""
+        """The process id of the sandbox's outermost process, None while there is none."""
         return self._launched.process.pid if self._launched is not None else None
 
     def start(self) -> Io[None]:
-        """Take the best way that works. `SandboxUnavailable` with the reason of each if none does."""
+        """Use the best launch method that works. Raises `SandboxUnavailable` with the reason of each if none does."""
         if self._owner != os.getpid():
             self._launched, self._owner = None, os.getpid()
         if self._launched is not None:
@@ -129,7 +130,7 @@ class SandboxProcess:
         raise SandboxUnavailable("the sandbox died twice before it took the program", remedy="is memory short?")
 
     def close(self) -> Io[None]:
-        """End it and wait until everything inside has ended."""
+        """End the sandbox and wait until all its processes have ended."""
         launched, self._launched = self._launched, None
         if launched is not None and self._owner == os.getpid():
             try:
@@ -139,7 +140,7 @@ class SandboxProcess:
                 launched.end()
 
     def discard(self) -> None:
-        """Kill it: the next job gets a new one."""
+        """Kill the sandbox: the next job gets a new one."""
         launched, self._launched = self._launched, None
         if launched is not None:
             launched.end()
@@ -170,7 +171,7 @@ class SandboxProcess:
 
 
 def _ran(answer: dict[str, Any]) -> Ran | None:
-    """Checked as if the program had written it."""
+    """Validate an answer as if the program had written it."""
     try:
         return Ran(
             stdout=str(answer["stdout"]),
@@ -186,7 +187,7 @@ def _ran(answer: dict[str, Any]) -> Ran | None:
 
 
 def _message(launched: Launched, seconds: float, most: int) -> Io[dict[str, Any] | None]:
-    """One frame, or None at the end of the stream and for what is no frame."""
+    """One frame, or None at the end of the stream and for invalid frames."""
     head = yield ReceiveStep(launched, 4, seconds)
     if head is None:
         return None

@@ -1,11 +1,11 @@
-"""The wall around a whole worker of an untrusted function, whether or not its code keeps to the sandbox.
+"""Isolation of a whole worker of an untrusted function, whether or not its code uses the sandbox.
 
-Where this machine can have it, such a worker itself gets namespaces of its own (no network, no other process), a root
-that holds Python, this package and the function, read-only, a scratch directory of its own, and a user of its own if
-we are root. Inside, a sandbox still takes a rung with namespaces: that is tried for real, once, and where it would not
-work there is no wall, since the programs' own box matters more. Measured as root on Linux 6.18: bubblewrap works inside
-this wall; inside Landlock (which forbids every mount) only Landlock without namespaces does.
-What the wall does not do: filter system calls, as a sandbox inside it needs mounts and namespaces.
+Where this machine supports it, such a worker gets its own namespaces (no network, no other process), a read-only root
+with Python, this package and the function, its own scratch directory, and its own user if this process is root. A
+sandbox inside must still find a rung with namespaces. This is tried once; if it fails, the worker is not isolated,
+since the sandbox of the programs matters more. Measured as root on Linux 6.18: bubblewrap works inside this isolation;
+inside Landlock (which forbids every mount) only Landlock without namespaces does. System calls are not filtered, as a
+sandbox inside needs mounts and namespaces.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _PROBE_S = 60.0
 
 
 def order(trust: str, *, allow_unsafe: bool) -> dict[str, Any]:
-    """What is to be added to the order for a worker (`backends._worker`): `wall`, or nothing."""
+    """The addition to a worker's order (`backends._worker`): `wall`, or nothing."""
     if trust != "untrusted" or allow_unsafe or not _works():
         return {}
     return {"wall": True}
 
 
 def enter(channel: socket.socket, package: str, scratch: str) -> None:
-    """Put this single-threaded process behind the wall. Returns in a child of it: the caller's own process stays
-    outside, only to end with the child. OSError where the machine refuses."""
+    """Isolate this single-threaded process. Returns in a child; the calling process stays outside, only to end with the
+    child. Raises `OSError` if the machine refuses."""
     from serverless.sandbox.inside import confine, zygote
     from serverless.sandbox.launch import unused_uid, visible_paths
 
     root = os.geteuid() == 0
     uid = unused_uid() if root else None
     if root:
-        # Whatever the umask was; its parents go on shutting out others.
+        # Independent of the umask; the parent directories still exclude other users.
         for path in (pathlib.Path(package), *pathlib.Path(package).rglob("*")):
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
     binds = visible_paths([str(pathlib.Path(__file__).parents[1]), sys.prefix, package])
@@ -64,7 +64,7 @@ def enter(channel: socket.socket, package: str, scratch: str) -> None:
 
 @functools.cache
 def _works() -> bool:
-    """Whether the wall stands here, and a sandbox with namespaces within it."""
+    """True if the isolation works here, and a sandbox with namespaces inside it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         scratch = pathlib.Path(directory, "scratch")
         scratch.mkdir()

@@ -1,9 +1,9 @@
 """The seccomp filter of the sandbox, assembled without a library for x86_64 and aarch64. Pure.
 
-What it refuses has no place in a program that computes: tracing, mounts, namespaces, sockets, kernel keys and
-modules, shared memory that outlives a process, changes to other processes. A foreign instruction set kills, x32 and
-calls newer than those known here do not exist (ENOSYS).
-Numbers: Linux 6.1, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
+It refuses system calls that a computing program does not need: tracing, mounts, namespaces, sockets, kernel keys and
+modules, shared memory that outlives a process, changes to other processes. A foreign instruction set kills the process;
+x32 and calls newer than those known here do not exist (ENOSYS). Numbers: Linux 6.1,
+arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_* by `os.uname().machine`."""
 
 PID = 0x5049_4421
-"""Stands in the filter of `single=True` for the process's own id, which is known after the fork only."""
+"""Placeholder in the filter of `single=True` for the process's own id, which is known only after the fork."""
 
 _NEWEST = 450
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
@@ -27,7 +27,7 @@ _CLONE_THREAD = 0x0001_0000
 _AF_UNIX = 1
 _SET_PDEATHSIG = 1
 _TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: typing into the terminal of others."""
+"""TIOCSTI and TIOCLINUX: injecting input into another process's terminal."""
 
 CALLS: dict[str, tuple[int, int]] = {
     "add_key": (248, 217),
@@ -138,7 +138,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "vfork": (58, -1),
     "vhangup": (153, 58),
 }
-"""System calls that the filter treats in some way: number on x86_64 and on aarch64, -1 where it has none."""
+"""System calls that the filter mentions: number on x86_64 and on aarch64, -1 where it has none."""
 
 _REFUSED = [
     "acct",
@@ -220,7 +220,7 @@ _ABSENT = [
     "move_mount",
     "open_tree",
 ]
-"""Callers fall back on older calls, of which the arguments can be seen (those of clone3 are in memory)."""
+"""Callers fall back to older calls, whose arguments can be inspected (those of clone3 are in memory)."""
 
 _REFUSED_ALONE = [
     "chmod",
@@ -249,13 +249,13 @@ _REFUSED_ALONE = [
     "utimes",
     "vfork",
 ]
-"""Without namespaces also these: what Landlock does not cover, and what could leave a process behind."""
+"""Refused also without namespaces: calls that Landlock does not cover, and calls that could leave a process behind."""
 
 
 def program(machine: str, *, single: bool = False) -> bytes:
-    """The filter as `struct sock_filter[]`. KeyError for a machine that has no table.
+    """The filter as `struct sock_filter[]`. Raises `KeyError` for a machine without a table.
 
-    `single` is for jobs without namespaces: one process with any number of threads, which may signal itself alone.
+    `single` is for jobs without namespaces: one process with any number of threads, which may signal only itself.
     """
     column = list(ARCHITECTURES).index(machine)
     code = [
@@ -291,7 +291,8 @@ def program(machine: str, *, single: bool = False) -> bytes:
 
 
 def _if(argument: int, test: int, value: int, *, refuse: bool) -> list[bytes]:
-    """EPERM if the low half of an argument passes the test (`refuse`), or if it does not; else go on."""
+    """EPERM if the low half of an argument passes the test (with `refuse`), or if it does not (without); else
+    continue."""
     hit, miss = (0, 1) if refuse else (1, 0)
     return [
         _word(_LOAD, 16 + 8 * argument),

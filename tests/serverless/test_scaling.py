@@ -32,7 +32,7 @@ COLD_S, WORK_S, BATCH = 5.0, 2.0, 24
 
 
 class Rollouts:
-    """`Demand` of one domain."""
+    """`DemandSource` of one domain."""
 
     def __init__(self) -> None:
         self.began: dict[str, float] = {}
@@ -206,7 +206,7 @@ def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone()
 
 
 class Slow(Modelled):
-    """`Provisions` on virtual time: a change takes `takes_s`; it may fail, or hang."""
+    """`ProvisionedBackend` on virtual time: a change takes `takes_s`; it may fail, or hang."""
 
     calls_included = False
 

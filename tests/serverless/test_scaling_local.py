@@ -25,7 +25,7 @@ CALLS = 6
 
 
 class Announced:
-    """`Demand` whose trajectories a test begins and ends."""
+    """`DemandSource` whose trajectories a test begins and ends."""
 
     def __init__(self) -> None:
         self.began: list[float] = []

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox: programs of the standard library alone, started as the top-level package `inside`."""
+"""The programs inside the sandbox: standard library only, started as the top-level package `inside`."""

@@ -1,6 +1,6 @@
 """Isolation without a helper binary: namespaces, a private root, Landlock and seccomp by system calls.
 
-Entered by `main` with the descriptor of a socket as its argument; the first frame on it says what to do:
+Entered by `main` with the descriptor of a socket as its argument; the first frame on it is the configuration:
   mode       "namespaces": user (unless root), mount, pid, network, IPC, UTS and cgroup namespaces, a root of its own
              "single": none of them; jobs are one process each, and see the names, not the content, of host files
              "open": none of them, and jobs may be many processes

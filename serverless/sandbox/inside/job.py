@@ -1,4 +1,4 @@
-"""One program inside the sandbox: its pipes, and how it is run. Standard library only; see `zygote.py`."""
+"""One program inside the sandbox: its pipes and its execution. Standard library only; see `zygote.py`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any, NoReturn
 
 
 class SandboxJob:
-    """The pipes of one job, seen from both of its ends."""
+    """The pipes of one job, with both ends."""
 
     def __init__(self, stdin: bytes, most: int) -> None:
         self._in_r, self._in_w = os.pipe()
         self._out_r, self._out_w = os.pipe()
         self._err_r, self._err_w = os.pipe()
-        self._trouble_r, self._trouble_w = os.pipe()
+        self._error_r, self._error_w = os.pipe()
         self._stdin = memoryview(stdin)
         self._most = most
         self._got: dict[int, bytearray] = {self._out_r: bytearray(), self._err_r: bytearray()}
-        self._trouble = b""
+        self._error = b""
         self.overflown = False
         self._poll = select.poll()
 
@@ -38,7 +38,7 @@ class SandboxJob:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            for source, target in ((self._in_r, 0), (self._out_w, 1), (self._err_w, 2), (self._trouble_w, 3)):
+            for source, target in ((self._in_r, 0), (self._out_w, 1), (self._err_w, 2), (self._error_w, 3)):
                 os.dup2(source, target)
             os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             confine()
@@ -48,7 +48,7 @@ class SandboxJob:
             os._exit(70)
 
     def close_theirs(self) -> None:
-        for fd in (self._in_r, self._out_w, self._err_w, self._trouble_w):
+        for fd in (self._in_r, self._out_w, self._err_w, self._error_w):
             os.close(fd)
         for fd in (*self._got, self._in_w):
             os.set_blocking(fd, False)
@@ -60,7 +60,7 @@ class SandboxJob:
             self._close_stdin()
 
     def move(self, woken: int, channel: int, seconds: float) -> bool:
-        """Feed and read once, or wait until there is something to do. False if the caller has gone."""
+        """Write and read once, or wait until a pipe is ready. False if the caller has gone."""
         self._poll.register(woken, select.POLLIN)
         self._poll.register(channel, 0)
         for fd, _ in self._poll.poll(seconds * 1000.0 + 1.0):
@@ -73,19 +73,19 @@ class SandboxJob:
         return True
 
     def drain(self) -> str:
-        """What is still in the pipes of a job that has ended; 'output' if that is too much. Closes them."""
+        """Read the rest of the pipes of an ended job and close them; 'output' if that exceeds the limit."""
         for fd in self._got:
             while not self.overflown and self._take(fd):
                 pass
             os.close(fd)
         self._close_stdin()
-        self._trouble = os.read(self._trouble_r, 1000)
-        os.close(self._trouble_r)
+        self._error = os.read(self._error_r, 1000)
+        os.close(self._error_r)
         return "output" if self.overflown else ""
 
     def failure(self) -> str:
-        """Why the program was not started, '' if it was."""
-        return self._trouble.decode(errors="replace")
+        """The error that prevented the program's start, '' if it started."""
+        return self._error.decode(errors="replace")
 
     def text(self) -> tuple[str, str]:
         out, err = (bytes(part).decode("utf-8", "replace") for part in self._got.values())
@@ -124,7 +124,7 @@ class SandboxJob:
 
 
 def run(program: str) -> NoReturn:
-    """The program as `__main__`, ended as the interpreter ends."""
+    """Run the program as `__main__`, and end as the interpreter ends."""
     code = 1
     try:
         _open_streams()
@@ -148,7 +148,8 @@ def run(program: str) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """The interpreter's own, made before the fork, lead nowhere. They stay open for as long as the process lives."""
+    """Open new standard streams: the interpreter's own, made before the fork, lead nowhere. They stay open for the life
+    of the process."""
     streams = {
         "stdin": io.TextIOWrapper(
             io.BufferedReader(io.FileIO(0, "rb", closefd=False)), encoding="utf-8", errors="replace"

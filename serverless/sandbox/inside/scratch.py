@@ -1,4 +1,4 @@
-"""The scratch directory of jobs: its size, and emptying it whatever they made of it. Standard library only."""
+"""The scratch directory of jobs: its size, and its removal in any state. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ MOST_ENTRIES = 2000
 
 
 class Dirty(Exception):
-    """More is left than can be removed quickly."""
+    """More entries are left than can be removed quickly."""
 
 
 def empty(directory: str, *, most: int) -> None:
-    """Remove all in it: `Dirty` after `most` entries. Inner directories are moved up, so that no depth is too much."""
+    """Remove all entries. Raises `Dirty` after `most` entries. Inner directories are moved up, so that any depth
+    works."""
     done = 0
     while True:
         with os.scandir(directory) as entries:
@@ -32,7 +33,7 @@ def empty(directory: str, *, most: int) -> None:
                     if done > most:
                         raise Dirty
                     if entry.is_dir(follow_symlinks=False):
-                        # Its own permissions count too: its '..' changes.
+                        # Its own permissions count too, since its '..' changes.
                         os.chmod(entry.path, 0o700)
                         os.rename(entry.path, f"{directory}/.up-{os.getpid()}-{done}")
                     else:
@@ -41,7 +42,7 @@ def empty(directory: str, *, most: int) -> None:
 
 
 def size(directory: str) -> int:
-    """Bytes on disk below it; of a tree of more than `MOST_ENTRIES` more than any limit."""
+    """Bytes on disk below the directory; a value above any limit for more than `MOST_ENTRIES` entries."""
     total, seen, left = 0, 0, [directory]
     while left:
         with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:

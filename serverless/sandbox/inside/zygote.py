@@ -65,7 +65,7 @@ def start(channel: socket.socket, config: dict[str, Any]) -> NoReturn:
 
 
 class Zygote:
-    """Owns the jobs. Runs no code of theirs."""
+    """Owns the jobs. Runs none of their code."""
 
     def __init__(self, channel: socket.socket, config: dict[str, Any]) -> None:
         self._channel = channel
@@ -76,10 +76,10 @@ class Zygote:
         self._others = 1 if self._mode == "namespaces" else int(config["others"])
         become(config["uid"])
         os.umask(0o022)
-        # Its memory is not for jobs of the same user, and whatever they leave behind is its child.
+        # Jobs of the same user must not read its memory, and processes that they leave behind become its children.
         prctl(_SET_DUMPABLE, 0)
         prctl(_SUBREAPER, 1)
-        # After the change of user, which clears it.
+        # Set after the change of user, which clears it.
         prctl(_PDEATHSIG, signal.SIGKILL)
         null = os.open("/dev/null", os.O_RDWR)
         for fd in (0, 1, 2):
@@ -101,7 +101,7 @@ class Zygote:
         gc.collect()
         gc.freeze()
         self._base = _address_space()
-        # What the wall clock of one job measures does not include the collector's first full pass.
+        # Keeps the collector's first full pass out of the wall time of a job.
         gc.set_threshold(10_000, 20, 20)
 
     def serve(self) -> None:
@@ -114,7 +114,7 @@ class Zygote:
         """Run one program and clean up after it."""
         limits = order["limits"]
         job = SandboxJob(order["stdin"].encode("utf-8", "surrogatepass"), limits["output_bytes"])
-        # Before the fork: from here on, whatever ends this process is the program's doing.
+        # Sent before the fork: from here on, any end of this process is caused by the program.
         send(self._channel, {"started": True})
         began = time.monotonic()
         try:
@@ -150,12 +150,13 @@ class Zygote:
         }
 
     def _watch(self, job: SandboxJob, pid: int, deadline: float, files: int) -> tuple[str, int | None, Any]:
-        """Move its bytes until it ends, runs out of time or writes too much: (why it must end, status, usage)."""
+        """Transfer data until the job ends, runs out of time or writes too much. Returns (reason to end it, status,
+        usage)."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "time", None, None
-            # With namespaces the scratch directory is a file system of that size.
+            # With namespaces the scratch directory is a file system of limited size.
             look = self._mode != "namespaces"
             if look and scratch.size(self._scratch) > files + _SLACK:
                 return "output", None, None
@@ -171,7 +172,7 @@ class Zygote:
                 return "", status, usage
 
     def _confine(self, limits: dict[str, Any]) -> None:
-        """In the job, before its program."""
+        """Confine the job before its program."""
         # With a pid namespace it dies with process 1 anyway.
         prctl(_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
@@ -196,7 +197,7 @@ class Zygote:
             seccomp(self._filter.replace(struct.pack("<I", _PID), struct.pack("<I", os.getpid())))
 
     def _sweep(self, job: int) -> float:
-        """Kill and reap every other process of the sandbox; the CPU seconds that they used."""
+        """Kill and reap every other process of the sandbox. Returns the CPU seconds that they used."""
         cpu = 0.0
         while True:
             try:
@@ -209,7 +210,8 @@ class Zygote:
                 return cpu
 
     def _strays(self, job: int) -> list[int]:
-        """Who may be left of a job. In a pid namespace -1 is everybody but us, and leaves a fork bomb no gap."""
+        """Process ids that may be left of a job. In a pid namespace -1 is every process but this one, which leaves a
+        fork bomb no gap."""
         if self._mode == "namespaces":
             return [-1]
         if self._mode == "single":
@@ -243,7 +245,8 @@ def _verdict(code: int, cpu: float, cpu_limit: float, stderr: str) -> str:
     last = stderr.rstrip().rpartition("\n")[2]
     if code == 1 and _MEMORY_ERROR.match(last):
         return "memory"
-    # Nobody in the sandbox but itself could have sent it: it is the kernel's, out of memory, or its own.
+    # The signal came from the kernel, out of memory, or from the program itself: no other process of the sandbox could
+    # send it.
     return "signal" if code < 0 else "exit"
 
 
@@ -282,7 +285,7 @@ def become(uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        no_capabilities()  # the change of user leaves the inheritable ones
+        no_capabilities()  # the change of user keeps the inheritable ones
 
 
 def no_capabilities() -> None:
@@ -301,7 +304,7 @@ def prctl(option: int, *arguments: Any) -> None:
 
 
 def seccomp(code: bytes) -> None:
-    """Load a filter (`struct sock_filter[]`) for this process and its children, for good."""
+    """Load a filter (`struct sock_filter[]`) for this process and its children, permanently."""
     buffer = ctypes.create_string_buffer(code, len(code))
 
     class Program(ctypes.Structure):

@@ -1,6 +1,6 @@
 """Containers are processes of the real runtime: `python -m modal._container_entrypoint`, one unix socket each.
 
-A `Pool` serves one function version: it starts containers for waiting inputs up to `max_containers`, keeps
+A `WorkerPool` serves one function version: it starts containers for waiting inputs up to `max_containers`, keeps
 `min_containers`, ends idle ones after `scaledown_window`, and waits longer and longer after starts that failed.
 """
 
