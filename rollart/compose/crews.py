@@ -7,7 +7,7 @@ import functools
 from rollart.compose.environments import host_count
 from rollart.compose.functions import function_host_count
 from rollart.ports import Recorder
-from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.function_hosts import FunctionFleet
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.nodes import Nodes
@@ -22,13 +22,13 @@ def host_count_keepers(
     environments: HostFleet | None,
     functions: FunctionFleet | None,
     recorder: Recorder,
-) -> list[CrewKeeper]:
+) -> list[HostAutoscaler]:
     """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
     found = []
     if nodes is not None and environments is not None:
         count = functools.partial(host_count, wanted)
-        found.append(CrewKeeper(environments, nodes, count, recorder, what="environments"))
+        found.append(HostAutoscaler(environments, nodes, count, recorder, what="environments"))
     if nodes is not None and functions is not None:
         count = functools.partial(function_host_count, wanted)
-        found.append(CrewKeeper(functions, nodes, count, recorder, what="function workers"))
+        found.append(HostAutoscaler(functions, nodes, count, recorder, what="function workers"))
     return found

@@ -37,7 +37,7 @@ from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.policy.lease import Expiry
 from rollart.ports import Recovered, RunEvent
-from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.function_hosts import FunctionFleet
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.metering import EngineMeter
@@ -263,7 +263,7 @@ def _fleets(context: RunContext) -> list[HostFleet | FunctionFleet]:
     return [fleet for fleet in (context.environments, context.functions) if fleet is not None]
 
 
-async def _start_hosts(context: RunContext) -> list[CrewKeeper]:
+async def _start_hosts(context: RunContext) -> list[HostAutoscaler]:
     """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
     for fleet in _fleets(context):
         await fleet.ready()

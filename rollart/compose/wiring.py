@@ -50,7 +50,7 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Charge, RunEvent, Runtime
-from rollart.runtime.buffer import Column, Due
+from rollart.runtime.buffer import Due, SampleColumn
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
@@ -62,7 +62,7 @@ from rollart.runtime.leases import Leases
 from rollart.runtime.nodes import Nodes
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.scheduler import SchedulerSettings
-from rollart.runtime.session import EvaluationPlan, Session
+from rollart.runtime.session import ControlSession, EvaluationPlan
 from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
@@ -222,7 +222,7 @@ class RunContext:
                 finally:  # most useful for a run that fails on function faults
                     record_offload(self.ledger, offload, asyncio.get_running_loop().time())
 
-    def session(self) -> Session:
+    def session(self) -> ControlSession:
         """The run over the started parts."""
         return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
@@ -325,7 +325,7 @@ def control_settings(
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
         cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
         due=batch_deadline(run.batch),
-        columns=[Column(name) for name in run.training.columns],
+        columns=[SampleColumn(name) for name in run.training.columns],
         reference=run.training.loss.kl > 0,
         waits=WaitLimits(
             env_reset_s=leases.env_step_s,

@@ -7,10 +7,10 @@ from rollart.model import AbortReason
 from rollart.ports import Environment
 from rollart.runtime.hosting import host_of
 
-__all__ = ["Aborted", "environment_fault"]
+__all__ = ["TrajectoryAborted", "environment_fault"]
 
 
-class Aborted(Exception):
+class TrajectoryAborted(Exception):
     """A trajectory ends without a sample, for a reason that the ledger keeps. Data, not a crash.
 
     `host`: the environment host that failed it, if one did; `incident`: the end of a host, which others share."""
@@ -23,7 +23,7 @@ class Aborted(Exception):
         self.incident = incident
 
 
-def environment_fault(what: str, error: Exception, environment: Environment | None) -> Aborted:
+def environment_fault(what: str, error: Exception, environment: Environment | None) -> TrajectoryAborted:
     """What went wrong with an environment, as a sentence that names its host and where to look."""
     own = host_of(environment)
     host, incident = own, ""
@@ -35,4 +35,4 @@ def environment_fault(what: str, error: Exception, environment: Environment | No
     else:
         detail = f"environment {what} raised {one_line(error, 500)}"
     remedy = f" (rollart logs --role {own})" if own else ""
-    return Aborted(AbortReason.INFRA_FAULT, detail + remedy, host=host, incident=incident)
+    return TrajectoryAborted(AbortReason.INFRA_FAULT, detail + remedy, host=host, incident=incident)

@@ -13,14 +13,14 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.pacing import StartPace
-from rollart.runtime.redundant import Redundant
-from rollart.runtime.rounds import Launch, Prompt, Rounds
-from rollart.runtime.sharing import Shares
+from rollart.runtime.redundant import RedundantRollout
+from rollart.runtime.rounds import PendingPrompt, TailBatchingRounds, TailRoundLaunch
+from rollart.runtime.sharing import DomainShares
 
-__all__ = ["Admitting"]
+__all__ = ["AdmissionLoop"]
 
 
-class Admitting:
+class AdmissionLoop:
     """Owns the slots and the order of prompts. Synchronous; the scheduler asks between two awaits.
 
     `drawn` and `consumed` count per domain and survive a resume, which counts whole batches; `short`, which the buffer
@@ -39,7 +39,7 @@ class Admitting:
         redundancy: Redundancy,
         additional: Mapping[str, int],
         tail: TailSettings | None,
-        shares: Shares | None = None,
+        shares: DomainShares | None = None,
         pace: StartPace | None = None,
     ) -> None:
         self._domains = {d.name: d for d in domains}
@@ -52,17 +52,17 @@ class Admitting:
         self._shares = shares
         self._pace = pace if shares is None else None
         self.slots = SlotLedger()
-        self.redundant = Redundant(domains, redundancy, additional)
-        self.rounds = None if tail is None else Rounds(self._domains, tail, self.draw)
+        self.redundant = RedundantRollout(domains, redundancy, additional)
+        self.rounds = None if tail is None else TailBatchingRounds(self._domains, tail, self.draw)
         self.drawn = dict.fromkeys(self._domains, 0)
         self.consumed = dict.fromkeys(self._domains, 0)
         self.short: Mapping[str, int] = dict.fromkeys(self._domains, 0)
 
-    def reserve(self) -> list[Launch]:
+    def reserve(self) -> list[TailRoundLaunch]:
         """Take slots for every group that may start now."""
         if self.rounds is not None:
             return self._next_round(self.rounds)
-        fresh: list[Launch] = []
+        fresh: list[TailRoundLaunch] = []
         deferring: set[str] = set()
         while (name := self._next_domain(deferring)) is not None:
             domain = self._domains[name]
@@ -71,7 +71,7 @@ class Admitting:
                 continue
             (prompt,) = self.draw(domain, 1)
             self.slots.admit(prompt.group, name, domain.group_size)
-            fresh.append(Launch(prompt, self.members(domain)))
+            fresh.append(TailRoundLaunch(prompt, self.members(domain)))
         return fresh
 
     def _defers(self, domain: Domain) -> bool:
@@ -121,21 +121,21 @@ class Admitting:
                 found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
         return found
 
-    def draw(self, domain: Domain, count: int) -> list[Prompt]:
+    def draw(self, domain: Domain, count: int) -> list[PendingPrompt]:
         """The domain's next prompts."""
         prompts = self.next(domain, count)
         self.drawn[domain.name] += count
         return prompts
 
-    def next(self, domain: Domain, count: int) -> list[Prompt]:
+    def next(self, domain: Domain, count: int) -> list[PendingPrompt]:
         """Those that would be drawn."""
         first = self.drawn[domain.name]
         return [
-            Prompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
+            PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
             for i in range(first, first + count)
         ]
 
-    def _next_round(self, rounds: Rounds) -> list[Launch]:
+    def _next_round(self, rounds: TailBatchingRounds) -> list[TailRoundLaunch]:
         """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
         fresh, rounds.replacements = rounds.replacements, []
         left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}

@@ -9,17 +9,17 @@ from rollart.ports import FINISHED, Charge, Journal, Recorder, RunEvent
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.groups import GroupRun, GroupTable, Rolling
-from rollart.runtime.redundant import Cancellations, Redundant
-from rollart.runtime.rewarding import Rewarding
-from rollart.runtime.sharing import Shares
-from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
+from rollart.runtime.redundant import Cancellations, RedundantRollout
+from rollart.runtime.rewarding import TrajectoryRewarding
+from rollart.runtime.sharing import DomainShares
+from rollart.runtime.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
 
-__all__ = ["Attempts", "charged"]
+__all__ = ["FailedAttempts", "charged"]
 
 
-class Attempts:
+class FailedAttempts:
     """Each member's own task calls `member` and lives in it. It waits for its trajectory, its reward and the journal;
-    a cancellation whose reason stands in its `Live` ends it. `quiet` is set whenever a trajectory ended.
+    a cancellation whose reason stands in its `TrajectoryState` ends it. `quiet` is set whenever a trajectory ended.
 
     Invariant: a group has no more samples written down than it needs, each once.
     """
@@ -28,16 +28,16 @@ class Attempts:
         self,
         groups: GroupTable,
         runner: TrajectoryRunner,
-        rewarding: Rewarding,
+        rewarding: TrajectoryRewarding,
         journal: Journal,
         recorder: Recorder,
         *,
         seed: int,
         stage: FreeRunning,
         faults: FaultMeter,
-        redundant: Redundant,
+        redundant: RedundantRollout,
         cancellations: Cancellations,
-        shares: Shares | None = None,
+        shares: DomainShares | None = None,
     ) -> None:
         self._shares = shares
         self._groups = groups
@@ -67,13 +67,13 @@ class Attempts:
                     run.live.pop(member, None)
                     await self._keep(run, member, sample, live)
                     return
-                except Aborted as aborted:
+                except TrajectoryAborted as aborted:
                     # An environment may turn our cancellation into an error of its own: it was ours all the same.
-                    ended = aborted if live.abort is None else Aborted(live.abort)
+                    ended = aborted if live.abort is None else TrajectoryAborted(live.abort)
                 except asyncio.CancelledError:
                     if live.abort is None:
                         raise
-                    ended = Aborted(live.abort)
+                    ended = TrajectoryAborted(live.abort)
                 if live.abort is not None:
                     _uncancel()
                 if run.live.pop(member, None) is not None:  # else its row was written with its sample
@@ -83,7 +83,7 @@ class Attempts:
         finally:
             self._groups.ended(run)
 
-    def _again(self, run: GroupRun, member: int, live: Live, ended: Aborted, attempt: int) -> bool:
+    def _again(self, run: GroupRun, member: int, live: TrajectoryState, ended: TrajectoryAborted, attempt: int) -> bool:
         """An attempt ended without a sample: whether there is to be another."""
         reason, detail = ended.reason, ended.detail
         if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
@@ -100,7 +100,7 @@ class Attempts:
             return False
         return self._groups.fail(run, member, reason, detail, ended.incident)
 
-    async def _attempt(self, live: Live) -> TrainSample:
+    async def _attempt(self, live: TrajectoryState) -> TrainSample:
         self._stage.join()
         self.rolling.begin(live)
         try:
@@ -113,7 +113,7 @@ class Attempts:
             self._stage.leave()
             self.quiet.set()
 
-    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
+    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
         """Write the sample down, unless its group has enough of them."""
         self._faults.ended(None)
         self._redundant.ended(run.domain, None)
@@ -129,7 +129,7 @@ class Attempts:
             del run.writing[member]
         await self._settle(run, member, sample, live)
 
-    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
+    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
         """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""
         if not self._groups.holds(run):
             if run.ended is AbortReason.REDUNDANT:
@@ -137,13 +137,13 @@ class Attempts:
             return
         if self._runner.stale(sample.v0):
             await self._journal.outdate(sample.id)
-            raise Aborted(AbortReason.STALE, "scored after its bound")
+            raise TrajectoryAborted(AbortReason.STALE, "scored after its bound")
         self._cancellations.ended(run, live, sample)
         self._groups.finish(run, member, sample)
 
-    def _live(self, run: GroupRun, member: int, attempt: int) -> Live:
+    def _live(self, run: GroupRun, member: int, attempt: int) -> TrajectoryState:
         suffix = "" if attempt == 1 else f"r{attempt}"
-        return Live(
+        return TrajectoryState(
             id=TrajectoryId(f"{run.id}.{member}{suffix}"),
             group=run.id,
             domain=run.domain,
@@ -157,7 +157,7 @@ class Attempts:
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
-    def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> Charge:
+    def _charge(self, live: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
         if self._shares is not None:
             self._shares.spent(live.domain, live.engine_seconds)
         if sample is None:
@@ -171,7 +171,7 @@ def _uncancel() -> None:
     task.uncancel()
 
 
-def charged(live: Live, outcome: str, score: float | None, success: bool | None) -> Charge:
+def charged(live: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
     """The ledger row of a trajectory that ends now."""
     return Charge(
         live.id,

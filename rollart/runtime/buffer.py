@@ -22,15 +22,15 @@ from rollart.policy.samplers import Deadline, Fifo
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import PickedRow, ReadyRows, Sampler, SampleRow, SampleTable, Selection
 from rollart.runtime.pacing import BatchPace
-from rollart.runtime.sharing import Shares
+from rollart.runtime.sharing import DomainShares
 
-__all__ = ["COLUMNS", "Column", "Due", "SampleBuffer"]
+__all__ = ["COLUMNS", "SampleColumn", "Due", "SampleBuffer"]
 
 COLUMNS = ("trajectory", "reward")
 """What is written of a sample before it is here; what trains reads both."""
 
 
-class Column(enum.StrEnum):
+class SampleColumn(enum.StrEnum):
     """What tasks of their own may write of a sample, each task named after its column."""
 
     REFERENCE = "ref_logprobs"
@@ -39,7 +39,7 @@ class Column(enum.StrEnum):
     """From the rewards of a whole group."""
 
 
-READS = {Column.REFERENCE: ("trajectory",), Column.ADVANTAGE: ("trajectory", "reward")}
+READS = {SampleColumn.REFERENCE: ("trajectory",), SampleColumn.ADVANTAGE: ("trajectory", "reward")}
 
 PORTION = 16
 """Rows of one call at most: so many are soon done, and what comes meanwhile waits no longer than that."""
@@ -83,8 +83,8 @@ class SampleBuffer:
         token_budget: int | None = None,
         due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
-        shares: Shares | None = None,
-        columns: Sequence[Column] = (),
+        shares: DomainShares | None = None,
+        columns: Sequence[SampleColumn] = (),
     ) -> None:
         """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
         the groups of each such batch. `pace`: batches wait for groups at their bound. `measure`: how many tokens ids
@@ -97,7 +97,7 @@ class SampleBuffer:
         self.table.declare(TRAINING, every, whole_groups=True)
         self._columns = {column: asyncio.Event() for column in columns}
         for column in columns:
-            self.table.declare(column, READS[column], whole_groups=column is Column.ADVANTAGE)
+            self.table.declare(column, READS[column], whole_groups=column is SampleColumn.ADVANTAGE)
         self._filled: dict[str, TrainSample] = {}
         """Samples in the table with what is written of them, where there are columns to fill."""
         self._quotas = dict(quotas)
@@ -154,20 +154,20 @@ class SampleBuffer:
         for row in self.table.drop(group_id) if self._columns else ():
             self._filled.pop(row, None)
 
-    async def lacking(self, column: Column) -> list[TrainSample]:
+    async def lacking(self, column: SampleColumn) -> list[TrainSample]:
         """The next samples whose column the caller is to fill, at least one, each once; `ADVANTAGE` by whole groups.
         Unblocked by `offer`."""
-        sampler = _everything if column is Column.ADVANTAGE else Fifo(PORTION, at_least=1)
+        sampler = _everything if column is SampleColumn.ADVANTAGE else Fifo(PORTION, at_least=1)
         while (taken := self.table.take(column, sampler)) is None:
             self._columns[column].clear()
             await self._columns[column].wait()
         return [self._filled[row] for row in taken.consumed]
 
-    def fill(self, column: Column, row: str, values: tuple[float, ...]) -> None:
+    def fill(self, column: SampleColumn, row: str, values: tuple[float, ...]) -> None:
         """Write a column of one sample, which may be gone by now. Empty values: training computes them."""
         if not self.table.put(row, column):
             return
-        name = "reference" if column is Column.REFERENCE else "advantage"
+        name = "reference" if column is SampleColumn.REFERENCE else "advantage"
         self._filled[row] = dataclasses.replace(self._filled[row], **{name: values})  # type: ignore[arg-type]
         self._changed.set()
 
@@ -274,7 +274,7 @@ class SampleBuffer:
         chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(NEVER)) or ()}
         return [self._groups[r.id] for r in ready if r.id not in chosen]
 
-    async def _grow_fairly(self, shares: Shares, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
+    async def _grow_fairly(self, shares: DomainShares, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         while (room := shares.room(self._fresh(version), taken)) is not None:
             if any(room.values()):
                 chosen = self._fitting(version, room)

@@ -14,7 +14,7 @@ from rollart.errors import LeaseExpired, TrainerError, TrainerRefused
 from rollart.model import TrainSample
 from rollart.policy.lease import Expiry
 from rollart.ports import Trainer
-from rollart.runtime.buffer import Column, SampleBuffer
+from rollart.runtime.buffer import SampleBuffer, SampleColumn
 from rollart.runtime.leases import Leases
 from rollart.runtime.training import Training
 
@@ -31,7 +31,7 @@ class Columns:
 
     def __init__(
         self,
-        columns: Sequence[Column],
+        columns: Sequence[SampleColumn],
         trainer: Trainer,
         buffer: SampleBuffer,
         leases: Leases,
@@ -53,16 +53,16 @@ class Columns:
             for column in self._columns:
                 tasks.create_task(self._run(column), name=column)
 
-    async def _run(self, column: Column) -> None:
+    async def _run(self, column: SampleColumn) -> None:
         while True:
             samples = await self._buffer.lacking(column)
             values = await self._values(column, samples)
             for sample, mine in zip(samples, values, strict=True):
                 self._buffer.fill(column, sample.id, mine)
 
-    async def _values(self, column: Column, samples: Sequence[TrainSample]) -> Sequence[tuple[float, ...]]:
+    async def _values(self, column: SampleColumn, samples: Sequence[TrainSample]) -> Sequence[tuple[float, ...]]:
         """Nothing for what the trainer refuses: the step will find out which of its samples it cannot have."""
-        ask = self._trainer.reference if column is Column.REFERENCE else self._trainer.advantages
+        ask = self._trainer.reference if column is SampleColumn.REFERENCE else self._trainer.advantages
         attempt = 1
         while True:
             life = self._training.lives

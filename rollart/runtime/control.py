@@ -17,27 +17,27 @@ from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
-from rollart.runtime.buffer import Column, Due, SampleBuffer
+from rollart.runtime.buffer import Due, SampleBuffer, SampleColumn
 from rollart.runtime.columns import Columns
-from rollart.runtime.cutting import Cut, whole
+from rollart.runtime.cutting import TokenBudgetCut, whole
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
-from rollart.runtime.lending import Lender, LendingSettings
+from rollart.runtime.lending import DeviceLender, LendingSettings
 from rollart.runtime.nodes import Nodes
 from rollart.runtime.pacing import BatchPace
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
 from rollart.runtime.resharding import Resharder, ReshardSettings
-from rollart.runtime.rewarding import Rewarding
+from rollart.runtime.rewarding import TrajectoryRewarding
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
-from rollart.runtime.session import EvaluationPlan, Session
-from rollart.runtime.sharing import Shares
+from rollart.runtime.session import ControlSession, EvaluationPlan
+from rollart.runtime.sharing import DomainShares
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
-from rollart.runtime.together import Together
+from rollart.runtime.together import GroupColocation
 from rollart.runtime.training import StepDone, Training
 from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
 from rollart.runtime.updating import UpdateRule
@@ -54,7 +54,7 @@ class ControlSettings:
     cut_tokens: int | None = None
     """Tokens of a batch that are trained (`cutting.Cut`); None: all."""
     due: Due | None = None
-    columns: Sequence[Column] = ()
+    columns: Sequence[SampleColumn] = ()
     """What is filled as samples end, before training takes them."""
     reference: bool = False
     """Version 0 is kept: the loss is held to it."""
@@ -128,7 +128,7 @@ class ControlPlane:
         self._settings = settings
         self._hooks = hooks
         rules = settings.schedule.rules
-        together = Together() if settings.together else None
+        together = GroupColocation() if settings.together else None
         self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
         prefetch = _prefetch(domains, leases, recorder, settings)
         runner = TrajectoryRunner(
@@ -149,7 +149,7 @@ class ControlPlane:
         self.scheduler = Scheduler(
             domains,
             runner,
-            Rewarding(rewarder, leases, reward_s=settings.waits.reward_s),
+            TrajectoryRewarding(rewarder, leases, reward_s=settings.waits.reward_s),
             buffer,
             journal,
             recorder,
@@ -190,7 +190,7 @@ class ControlPlane:
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
-            samples=whole if settings.cut_tokens is None else Cut(settings.cut_tokens, settings.measure),
+            samples=whole if settings.cut_tokens is None else TokenBudgetCut(settings.cut_tokens, settings.measure),
             overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
         )
 
@@ -199,9 +199,9 @@ class ControlPlane:
         *,
         supervisor: EngineSupervisor | None = None,
         parts: Sequence[EnginePart] = (),
-    ) -> Session:
+    ) -> ControlSession:
         """The run over this control plane; its engines have joined the gateway."""
-        return Session(
+        return ControlSession(
             self.gateway,
             self.scheduler,
             self._training,
@@ -262,11 +262,11 @@ class ControlPlane:
         first = (0,) if self._settings.reference else ()
         return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading()), *first]
 
-    def _lending(self, recorder: Recorder, trainer: ResourceClock) -> Lender | None:
+    def _lending(self, recorder: Recorder, trainer: ResourceClock) -> DeviceLender | None:
         settings, borrow = self._settings.lending, self._hooks.borrow
         if settings is None or borrow is None:
             return None
-        lender = Lender(
+        lender = DeviceLender(
             self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == ResourceState.BUSY
         )
         self.gateway.on_lost = lender.lost
@@ -294,11 +294,11 @@ class ControlPlane:
         self._hooks.version(version)
 
 
-def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> Shares | None:
+def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> DomainShares | None:
     if settings.fairness is None:
         return None
     rules = settings.rules
-    return Shares(
+    return DomainShares(
         domains,
         settings.fairness,
         recorder,
@@ -309,7 +309,11 @@ def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSe
 
 
 def _buffer(
-    domains: Sequence[Domain], leases: Leases, recorder: Recorder, settings: ControlSettings, shares: Shares | None
+    domains: Sequence[Domain],
+    leases: Leases,
+    recorder: Recorder,
+    settings: ControlSettings,
+    shares: DomainShares | None,
 ) -> SampleBuffer:
     rules = settings.schedule.rules
     quotas = {d.name: d.quota for d in domains}
@@ -357,7 +361,7 @@ def _gateway(
     version: int,
     settings: ControlSettings,
     hooks: Hooks,
-    together: Together | None,
+    together: GroupColocation | None,
 ) -> Gateway:
     rules, updates = settings.schedule.rules, settings.updates
     differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and begin with one version

@@ -11,7 +11,7 @@ from rollart.errors import RollartError
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.nodes import Nodes
 
-__all__ = ["Crew", "CrewKeeper"]
+__all__ = ["AutoscaledHosts", "HostAutoscaler"]
 
 RETRY_S = 30.0
 """After a host for which there was no room: what is free lies on too many nodes, or others hold it."""
@@ -19,7 +19,7 @@ RETRY_S = 30.0
 LONGEST_S = 3600.0
 
 
-class Crew(Protocol):
+class AutoscaledHosts(Protocol):
     """Hosts of one kind that are kept alive: `HostFleet`, `FunctionFleet`."""
 
     heard: Callable[[], None]
@@ -37,7 +37,7 @@ class Crew(Protocol):
         """It gets no more work, and ends when what it has is done."""
 
 
-class CrewKeeper:
+class HostAutoscaler:
     """A task of the run: `run` never returns. It alone spawns and retires hosts of the crew while it runs.
 
     It waits for nodes that come or go, for hosts that come up or end, and after a host that found no room `RETRY_S`.
@@ -47,7 +47,13 @@ class CrewKeeper:
     """
 
     def __init__(
-        self, crew: Crew, nodes: Nodes, count: Callable[[Mapping[str, int]], int], recorder: Recorder, *, what: str
+        self,
+        crew: AutoscaledHosts,
+        nodes: Nodes,
+        count: Callable[[Mapping[str, int]], int],
+        recorder: Recorder,
+        *,
+        what: str,
     ) -> None:
         """`count`: hosts, at least one, for so many devices by pool; `what` they hold, in a word."""
         self._crew = crew

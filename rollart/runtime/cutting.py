@@ -9,7 +9,7 @@ from rollart.model import Group, TrainSample
 from rollart.policy.samplers import TokenBudget
 from rollart.policy.table import ReadyRows, SampleRow
 
-__all__ = ["Cut", "whole"]
+__all__ = ["TokenBudgetCut", "whole"]
 
 
 def whole(groups: Sequence[Group], step: int) -> list[TrainSample]:
@@ -18,7 +18,7 @@ def whole(groups: Sequence[Group], step: int) -> list[TrainSample]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class TokenBudgetCut:
     """At most `tokens` tokens of a batch, so that every step takes the same time: whole samples in an order drawn by
     step and id, the one at the edge up to where the budget ends, the rest left out. A batch with fewer stays whole.
 

@@ -19,14 +19,14 @@ from rollart.model import EngineStats
 from rollart.policy.concurrency import CONCURRENCY, AimdSettings, ConcurrencyLimits, KvPressure, LimitChange
 from rollart.policy.lease import Expiry
 from rollart.policy.line import AdmissionQueue
-from rollart.runtime.homes import Tell
+from rollart.runtime.homes import EventEmitter
 from rollart.runtime.leases import Leases
-from rollart.runtime.members import Member, Roster, SessionKv
-from rollart.runtime.skew import Skew
-from rollart.runtime.together import Together, Unit
-from rollart.runtime.turn import Turn
+from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
+from rollart.runtime.skew import SkewAwareDispatch
+from rollart.runtime.together import ColocatedGroup, GroupColocation
+from rollart.runtime.turn import TurnState
 
-__all__ = ["ConcurrencySettings", "Entrance"]
+__all__ = ["ConcurrencySettings", "KvAdmission"]
 
 MEMORY = 0.02
 """Weight of one finished trajectory in its domain's mean length: about fifty back."""
@@ -51,11 +51,11 @@ class ConcurrencySettings:
 
 @dataclass(slots=True)
 class _Waiter:
-    turn: Turn
+    turn: TurnState
     placed: asyncio.Future[None]
 
 
-class Entrance:
+class KvAdmission:
     """Owns the limits and the line. `Turns` asks `enter` before a turn of a trajectory that lives nowhere.
 
     `enter` waits for room (unblocked by a trajectory that ends or moves, by a higher limit, by an engine that joins or
@@ -68,10 +68,10 @@ class Entrance:
     def __init__(
         self,
         settings: ConcurrencySettings,
-        roster: Roster,
+        roster: EngineRegistry,
         leases: Leases,
-        tell: Tell,
-        place: Callable[[Turn], bool | None],
+        tell: EventEmitter,
+        place: Callable[[TurnState], bool | None],
     ) -> None:
         """`place` gives a turn's trajectory a home: True if it has one; None if nobody could be one, room or not."""
         self._settings = settings
@@ -88,9 +88,9 @@ class Entrance:
             long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
         }
         """By whether they are for long trajectories; one for all where lengths do not matter."""
-        self._skew = Skew() if settings.skew_aware else None
-        self._together: Together | None = None
-        self._follow: Callable[[Turn], bool] = lambda _: False
+        self._skew = SkewAwareDispatch() if settings.skew_aware else None
+        self._together: GroupColocation | None = None
+        self._follow: Callable[[TurnState], bool] = lambda _: False
         self._pumping = False
         self._stirred = asyncio.Event()
         self._counted: dict[str, tuple[int, int]] = {}
@@ -110,7 +110,7 @@ class Entrance:
     def waiting(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    async def enter(self, turn: Turn) -> None:
+    async def enter(self, turn: TurnState) -> None:
         """Returns when the turn's trajectory has a home, or when nobody could be one now."""
         unit = None if self._together is None else self._together.unit(turn.session)
         if unit is None:
@@ -123,13 +123,13 @@ class Entrance:
             with self._leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
 
-    def hold_together(self, together: Together, follow: Callable[[Turn], bool]) -> None:
+    def hold_together(self, together: GroupColocation, follow: Callable[[TurnState], bool]) -> None:
         """Groups are let in whole: one of them stands in line for the others. `follow` gives a turn's trajectory the
         seat that its group took for it, and says whether there was one."""
         self._together, self._follow = together, follow
         together.on_room = self.pump
 
-    async def _ask_for(self, turn: Turn, unit: Unit) -> None:
+    async def _ask_for(self, turn: TurnState, unit: ColocatedGroup) -> None:
         """Stand in line for the whole group; once over, however it ended, the others look anew."""
         asking = unit.asking = asyncio.Event()
         try:
@@ -138,7 +138,7 @@ class Entrance:
             unit.asking = None
             asking.set()
 
-    async def _line_up(self, turn: Turn, unit: Unit | None = None) -> None:
+    async def _line_up(self, turn: TurnState, unit: ColocatedGroup | None = None) -> None:
         came = self._came.get(turn.session)
         again = came is not None
         if came is None:
@@ -183,7 +183,7 @@ class Entrance:
         finally:
             self._pumping = False
 
-    def takes(self, member: Member, turn: Turn, seats: int = 1) -> bool:
+    def takes(self, member: RegisteredEngine, turn: TurnState, seats: int = 1) -> bool:
         """Whether the engine may be the home of one more trajectory, this turn's, or of so many of its group."""
         kv = member.kv
         if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
@@ -197,18 +197,18 @@ class Entrance:
             self.wanted(turn.domain, turn.length), share=limits.settings.high, sessions=seats
         )
 
-    def settled(self, turn: Turn, member: Member) -> None:
+    def settled(self, turn: TurnState, member: RegisteredEngine) -> None:
         """The trajectory lives there now."""
         self.admitted += 1
         member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
 
-    def begins(self, turn: Turn, member: Member, output: float) -> None:
+    def begins(self, turn: TurnState, member: RegisteredEngine, output: float) -> None:
         """The turn is sent to its engine; `output` tokens are expected."""
         member.kv.begin(turn.session, turn.length + int(output))
         turn.sent_at = asyncio.get_running_loop().time()
         self._stirred.set()
 
-    def ends(self, kv: SessionKv, turn: Turn, member: Member, sampled: int) -> None:
+    def ends(self, kv: SessionKv, turn: TurnState, member: RegisteredEngine, sampled: int) -> None:
         kv.domain, kv.tokens = turn.domain, turn.length + sampled
         if self._skew is not None:
             kv.prompt, kv.said = turn.prompt, kv.said + sampled
@@ -218,7 +218,7 @@ class Entrance:
             member.quiet_at = asyncio.get_running_loop().time()
             self.pump()
 
-    def forget(self, session: str, kv: SessionKv, *, held: list[Member]) -> None:
+    def forget(self, session: str, kv: SessionKv, *, held: list[RegisteredEngine]) -> None:
         """The trajectory is over: its room is free, and its length is news."""
         self._came.pop(session, None)
         for member in held:
@@ -234,7 +234,7 @@ class Entrance:
         """The trajectory is over, and nothing was known of it yet: it waited while weights changed."""
         self._came.pop(session, None)
 
-    def joined(self, member: Member) -> None:
+    def joined(self, member: RegisteredEngine) -> None:
         """What fits is known of an engine that was here before."""
         if member.engine.id in self._facts:
             member.kv.set_capacity(*self._facts[member.engine.id])
@@ -264,7 +264,7 @@ class Entrance:
         long together, and a batch that has to be smaller is faster."""
         return max(tokens, int(self._final.get(domain, 0.0)))
 
-    def _homes(self) -> list[Member]:
+    def _homes(self) -> list[RegisteredEngine]:
         return [m for m in self._roster.members.values() if m.seat.role is not EngineRole.PREFILL]
 
     async def _look(self) -> None:
@@ -278,7 +278,7 @@ class Entrance:
             self._skew.reserve(homes, len(self._came), most)
         self.pump()
 
-    async def _ask(self, member: Member) -> None:
+    async def _ask(self, member: RegisteredEngine) -> None:
         try:
             with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
                 stats = await member.engine.stats()
@@ -289,7 +289,7 @@ class Entrance:
         if member.seat.role is not EngineRole.PREFILL and member.healthy:
             self._judge(member, stats)
 
-    def _learn(self, member: Member, tokens: int, sessions: int | None) -> None:
+    def _learn(self, member: RegisteredEngine, tokens: int, sessions: int | None) -> None:
         name = member.engine.id
         facts = self._facts[name] = float(tokens), float("inf") if sessions is None else float(sessions)
         if (member.kv.capacity, member.kv.most) != facts:
@@ -299,7 +299,7 @@ class Entrance:
             most = min(self._settings.aimd.high * tokens / each, facts[1])
             self.limits.begin(name, int(most), now=asyncio.get_running_loop().time())
 
-    def _judge(self, member: Member, stats: EngineStats) -> None:
+    def _judge(self, member: RegisteredEngine, stats: EngineStats) -> None:
         name, kv = member.engine.id, member.kv
         evicted, preempted = self._counted.get(name, (0, 0))
         self._counted[name] = kv.evicted, stats.preemptions

@@ -12,7 +12,7 @@ from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
 from rollart.runtime.attempts import charged
 from rollart.runtime.domain import Domain
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
+from rollart.runtime.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
 
 __all__ = ["Evaluation", "EvaluationResult"]
 
@@ -91,7 +91,7 @@ class Evaluation:
 
     async def _episode(self, label: str, domain: Domain, seed: int) -> Trajectory | None:
         for attempt in (1, 2):
-            live = Live(
+            live = TrajectoryState(
                 id=TrajectoryId(f"eval-{label}-{domain.name}-{seed}.{attempt}"),
                 group=GroupId(f"eval-{label}-{domain.name}-{seed}"),
                 domain=domain,
@@ -103,7 +103,7 @@ class Evaluation:
             )
             try:
                 trajectory = await self._runner.run(live)
-            except Aborted as aborted:
+            except TrajectoryAborted as aborted:
                 self._recorder.charge(charged(live, str(aborted.reason), None, None))
                 self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
                 self._faults.check()

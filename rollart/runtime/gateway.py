@@ -21,12 +21,12 @@ from rollart.policy.lease import Expiry
 from rollart.policy.routing import RoutingPolicy
 from rollart.policy.syncing import engines_to_update
 from rollart.ports import Engine, Recorder, RunEvent
-from rollart.runtime.entrance import ConcurrencySettings, Entrance
+from rollart.runtime.entrance import ConcurrencySettings, KvAdmission
 from rollart.runtime.leases import Leases
-from rollart.runtime.members import Member, Roster
-from rollart.runtime.together import Together
-from rollart.runtime.turns import GatewayLimits, Turn, Turns
-from rollart.runtime.updating import UpdateRule, Updates
+from rollart.runtime.members import EngineRegistry, RegisteredEngine
+from rollart.runtime.together import GroupColocation
+from rollart.runtime.turns import GatewayLimits, TurnExecutor, TurnState
+from rollart.runtime.updating import RollingUpdates, UpdateRule
 
 __all__ = ["Gateway", "GatewayLimits"]
 
@@ -56,7 +56,7 @@ class Gateway:
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
         updates: UpdateRule | None = None,
-        together: Together | None = None,
+        together: GroupColocation | None = None,
     ) -> None:
         """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
         generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any.
@@ -66,10 +66,10 @@ class Gateway:
         self._limits = limits
         self._on_suspect = on_suspect
         self._recorder = recorder
-        self._roster = Roster(seats or {})
+        self._roster = EngineRegistry(seats or {})
         # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
         self._moving = asyncio.Lock()
-        self._turns = Turns(
+        self._turns = TurnExecutor(
             leases,
             limits,
             self._roster,
@@ -86,7 +86,7 @@ class Gateway:
         self.updates = (
             None
             if updates is None
-            else Updates(
+            else RollingUpdates(
                 updates,
                 self._turns,
                 self._roster,
@@ -114,7 +114,7 @@ class Gateway:
         return self._turns.paths
 
     @property
-    def entrance(self) -> Entrance | None:
+    def entrance(self) -> KvAdmission | None:
         """What bounds the trajectories of an engine; to be run while the run goes on."""
         return self._turns.entrance
 
@@ -308,7 +308,7 @@ class Gateway:
         attempt: the turn is prefilled where it is decoded.
         """
         self._requests += 1
-        turn = Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
+        turn = TurnState(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)
@@ -381,7 +381,7 @@ class Gateway:
             self._turns.gate.set()
             self._turns.notify()
 
-    async def _load(self, member: Member, weights: WeightsRef) -> None:
+    async def _load(self, member: RegisteredEngine, weights: WeightsRef) -> None:
         member.shares.hold(ResourceState.SYNC)
         try:
             async with self._leases.hold(
@@ -393,7 +393,7 @@ class Gateway:
         except (EngineError, LeaseExpired) as error:
             self._suspect(member, error)
 
-    async def _resume(self, member: Member) -> None:
+    async def _resume(self, member: RegisteredEngine) -> None:
         try:
             async with self._leases.hold(
                 "publish", f"resume of {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
@@ -404,7 +404,7 @@ class Gateway:
         except (EngineError, LeaseExpired) as error:
             self._suspect(member, error)
 
-    def _doubt(self, member: Member, error: EngineError | LeaseExpired) -> None:
+    def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
         """A turn failed. A broken connection takes the engine out at once; a turn that was only slow has the engine
         looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
         if isinstance(error, EngineError):
@@ -414,7 +414,7 @@ class Gateway:
                 member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
             self._on_suspect(member.engine.id)
 
-    def _suspect(self, member: Member, error: EngineError | LeaseExpired) -> None:
+    def _suspect(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
         if member.healthy:
             self._event("engine_down", member.engine.id, cause=str(error))
             self.lose(member.engine.id)

@@ -16,7 +16,7 @@ from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
 from rollart.runtime.pacing import Unfinished
-from rollart.runtime.trajectory import Live
+from rollart.runtime.trajectory import TrajectoryState
 
 __all__ = ["GroupRun", "GroupTable", "Rolling"]
 
@@ -34,7 +34,7 @@ class GroupRun:
     seed: int
     state: GroupState
     samples: dict[int, TrainSample] = field(default_factory=dict)
-    live: dict[int, Live] = field(default_factory=dict)
+    live: dict[int, TrajectoryState] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     trying: set[int] = field(default_factory=set)
     """Members that may still bring a sample."""
@@ -76,7 +76,7 @@ class GroupRun:
         return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
 
     def cancel(self, members: Iterable[int], reason: AbortReason) -> None:
-        """Abort members under way: each task sees a cancellation whose reason stands in its `Live`."""
+        """Abort members under way: each task sees a cancellation whose reason stands in its `TrajectoryState`."""
         for member in members:
             live = self.live.get(member)
             if live is not None and live.abort is None:
@@ -87,11 +87,11 @@ class GroupRun:
 class RollingWatch(Protocol):
     """Told of trajectories as they begin, end their last turn, and leave, however they ended. None of it waits."""
 
-    def began(self, live: Live) -> None: ...
+    def began(self, live: TrajectoryState) -> None: ...
 
-    def rolled(self, live: Live) -> None: ...
+    def rolled(self, live: TrajectoryState) -> None: ...
 
-    def left(self, live: Live) -> None: ...
+    def left(self, live: TrajectoryState) -> None: ...
 
 
 class Rolling:
@@ -106,19 +106,19 @@ class Rolling:
         self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
         self.watch: RollingWatch | None = None
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: TrajectoryState) -> None:
         if self.watch is not None:
             self.watch.began(live)
         self._began.setdefault(live.domain.name, {})[live.id] = live.started
 
-    def ask(self, live: Live, now: float) -> None:
+    def ask(self, live: TrajectoryState, now: float) -> None:
         """It asks for its reward now."""
         if self.watch is not None:
             self.watch.rolled(live)
         self._ended.append((live.domain.name, now - live.started))
         self.leave(live)
 
-    def leave(self, live: Live) -> None:
+    def leave(self, live: TrajectoryState) -> None:
         """It rolls out no more, however it ended. Idempotent."""
         if self.watch is not None:
             self.watch.left(live)

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 from rollart.model import EngineId
 from rollart.policy.handing import HandoffDepth
-from rollart.runtime.members import Member
+from rollart.runtime.members import RegisteredEngine
 
-__all__ = ["Handoffs"]
+__all__ = ["HandoffQueue"]
 
 
 @dataclass(slots=True)
 class _Queue:
-    member: Member
+    member: RegisteredEngine
     depth: HandoffDepth
     open: int = 0
     """Hand-offs whose KV is being computed, or was and is not asked for yet."""
     line: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
-class Handoffs:
+class HandoffQueue:
     """Owns the places. `enter` waits for one, in the order of arrival, unblocked by hand-offs that end their prefill
     and by turns that leave the decode engine. Invariant: who is let in finds fewer than the depth under way
     beyond the engine's free slots, counting those that wait there for one: it never stands idle for the bound.
@@ -38,13 +38,13 @@ class Handoffs:
         self._slots = slots
         self._queues: dict[EngineId, _Queue] = {}
 
-    def full(self, member: Member) -> bool:
+    def full(self, member: RegisteredEngine) -> bool:
         """Whether the next one has to wait."""
         queue = self._queue(member)
         queue.member = member  # an engine that came back is another one
         return bool(queue.line) or not self._room(queue)
 
-    async def enter(self, member: Member) -> None:
+    async def enter(self, member: RegisteredEngine) -> None:
         """Take a place; `leave` gives it back."""
         queue = self._queue(member)
         if not self.full(member):
@@ -63,17 +63,17 @@ class Handoffs:
             self._pump(queue)
             raise
 
-    def prefilled(self, member: Member, seconds: float) -> None:
+    def prefilled(self, member: RegisteredEngine, seconds: float) -> None:
         """What the prefill for this engine took."""
         self._queue(member).depth.prefilled(seconds)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: RegisteredEngine) -> None:
         """The hand-off is the decode engine's matter now, or came to nothing."""
         queue = self._queue(member)
         queue.open -= 1
         self._pump(queue)
 
-    def ended(self, member: Member) -> None:
+    def ended(self, member: RegisteredEngine) -> None:
         """A turn left the engine."""
         queue = self._queues.get(member.engine.id)
         if queue is not None:
@@ -90,7 +90,7 @@ class Handoffs:
                 place.set_result(None)
                 queue.open += 1
 
-    def _queue(self, member: Member) -> _Queue:
+    def _queue(self, member: RegisteredEngine) -> _Queue:
         queue = self._queues.get(member.engine.id)
         if queue is None:
             queue = self._queues[member.engine.id] = _Queue(member, HandoffDepth(self._fixed))

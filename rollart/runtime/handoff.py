@@ -16,14 +16,14 @@ from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.model import Completion, GenerateRequest
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
-from rollart.runtime.members import Member
+from rollart.runtime.members import RegisteredEngine
 
 __all__ = [
     "SESSION_ENDS",
     "VERSIONED",
-    "NothingKept",
-    "Pulls",
-    "TakenBack",
+    "NoKvHandedOver",
+    "KvPulls",
+    "HandoffRevoked",
     "decode_params",
     "discard",
     "prefill_params",
@@ -39,11 +39,11 @@ SESSION_ENDS = "session_ends"
 """Of a prefill leg: no turn follows. The engine that computes it keeps no KV beyond what is handed over."""
 
 
-class TakenBack(HandoffFailed):
+class HandoffRevoked(HandoffFailed):
     """Nothing failed: the weights change, or an engine drains, and the turn is routed anew."""
 
 
-class NothingKept(HandoffFailed):
+class NoKvHandedOver(HandoffFailed):
     """The prefill engine answered without a hand-off value."""
 
 
@@ -76,11 +76,11 @@ def decode_params(answer: Completion, engine: str, *, last: bool = False) -> Map
     """What the decode engine is to pull; of the `last` turn it need give nothing back. `HandoffFailed` if the prefill
     engine kept nothing for it."""
     if not answer.kv_transfer:
-        raise NothingKept(f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?")
+        raise NoKvHandedOver(f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?")
     return {**answer.kv_transfer, "return_kv": False} if last else answer.kv_transfer
 
 
-class Pulls:
+class KvPulls:
     """The legs of hand-offs that an update of the weights would spoil; it takes them back before it begins.
 
     A decode leg may still be pulling: an engine that loads new weights in the middle of a pull would decode on KV of
@@ -100,7 +100,9 @@ class Pulls:
         self._settled = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def pull(self, request: GenerateRequest, source: Member, home: Member) -> AsyncIterator[None]:
+    async def pull(
+        self, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
+    ) -> AsyncIterator[None]:
         """The body is the decode leg: until it ends, `source` may be asked for the KV, and must be there."""
         source.lent += 1
         try:
@@ -112,8 +114,8 @@ class Pulls:
                 self._returned()
 
     @contextlib.asynccontextmanager
-    async def leg(self, request: GenerateRequest, *members: Member, prefills: bool) -> AsyncIterator[None]:
-        """The body is a leg of a hand-off. `TakenBack` in it when an update takes it back."""
+    async def leg(self, request: GenerateRequest, *members: RegisteredEngine, prefills: bool) -> AsyncIterator[None]:
+        """The body is a leg of a hand-off. `HandoffRevoked` in it when an update takes it back."""
         if not prefills and VERSIONED in (request.kv_transfer or {}):
             yield
             return
@@ -125,7 +127,7 @@ class Pulls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise TakenBack("the weights change") from None
+            raise HandoffRevoked("the weights change") from None
         finally:
             del self._open[request.request_id]
             self._taken.discard(request.request_id)
@@ -152,22 +154,24 @@ class Pulls:
         return count
 
 
-def spoilt(version: int, source: Member, home: Member, known: Mapping[str, Member]) -> HandoffFailed | None:
+def spoilt(
+    version: int, source: RegisteredEngine, home: RegisteredEngine, known: Mapping[str, RegisteredEngine]
+) -> HandoffFailed | None:
     """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
     for member in (source, home):
         name = member.engine.id
         if known.get(name) is not member or not member.healthy:
             return HandoffFailed(f"{name} is gone")
         if member.updating:
-            return TakenBack("the weights change")
+            return HandoffRevoked("the weights change")
         if member.version != version:
             return HandoffFailed(f"{name} has v{member.version}")
         if member.draining:
-            return TakenBack(f"{name} drains")
+            return HandoffRevoked(f"{name} drains")
     return None
 
 
-async def discard(member: Member, request_id: str, leases: Leases, seconds: float) -> None:
+async def discard(member: RegisteredEngine, request_id: str, leases: Leases, seconds: float) -> None:
     """Nobody will pull the KV of this request's prefill leg: the engine may drop it. Its own lease does so if this
     fails."""
     request_id = prefill_id(request_id)

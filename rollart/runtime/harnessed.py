@@ -12,7 +12,7 @@ from rollart.episodes import HarnessEpisode, HarnessFactory, HarnessRequest
 from rollart.errors import LeaseExpired, one_line
 from rollart.model import AbortReason, Completion, Sampling, Segment, SegmentKind, Step, Turn
 from rollart.ports import Tokenizer
-from rollart.runtime.aborted import Aborted
+from rollart.runtime.aborted import TrajectoryAborted
 from rollart.runtime.domain import Domain
 
 __all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns", "unless_gone"]
@@ -47,39 +47,40 @@ def harness_turns(
 
 
 def begun(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
-    """The episode, started. `Aborted` if it cannot be."""
+    """The episode, started. `TrajectoryAborted` if it cannot be."""
     try:
         return begin(session, seed)
     except Exception as error:
-        raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
 
 
 async def unless_gone(gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]) -> Completion | None:
-    """The answer; None, and its generation is cancelled, once whoever asked is gone. `Aborted` as it raises it."""
+    """The answer; None, and its generation is cancelled, once whoever asked is gone. `TrajectoryAborted` as it raises
+    it."""
     if gone is None:
         return await answer
-    found: list[Completion | Aborted] = []
+    found: list[Completion | TrajectoryAborted] = []
 
     async def wait() -> None:
         try:
             found.append(await answer)
-        except Aborted as error:
+        except TrajectoryAborted as error:
             found.append(error)
 
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(wait(), name="an answer")
         gone.add_done_callback(lambda _: waiting.cancel())
-    if found and isinstance(found[0], Aborted):
+    if found and isinstance(found[0], TrajectoryAborted):
         raise found[0]
     return found[0] if found else None  # type: ignore[return-value]
 
 
 def ended(episode: HarnessEpisode) -> Step:
-    """What it was worth by its own account. `Aborted` if that is no usable step."""
+    """What it was worth by its own account. `TrajectoryAborted` if that is no usable step."""
     try:
         return checked_step(episode.ending())
     except Exception as error:
-        raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
 
 
 def harness_fault(error: Exception) -> str:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from rollart.fleet import EnginePlacement
 from rollart.policy.affinity import HardwareAffinity
-from rollart.runtime.members import Member
+from rollart.runtime.members import RegisteredEngine
 
-__all__ = ["DomainBook", "Tell"]
+__all__ = ["DomainStatistics", "EventEmitter"]
 
 OUTPUT_MEMORY = 0.05
 """Weight of one turn in a domain's mean output: about twenty turns back, which follows a policy that learns to stop."""
@@ -20,14 +20,14 @@ HOMES_MEMORY = 1 / 64
 which would herd every trajectory into it."""
 
 
-class Tell(Protocol):
+class EventEmitter(Protocol):
     def __call__(self, kind: str, subject: str, **fields: str | int | float | None) -> None: ...
 
 
-class DomainBook:
+class DomainStatistics:
     """Synchronous; fed by `Turns`."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: EventEmitter) -> None:
         self._tell = tell
         self._outputs: dict[str, float] = {}
         self._homes: dict[str, dict[str, float]] = {}
@@ -44,7 +44,7 @@ class DomainBook:
     def homed(
         self,
         domain: str,
-        member: Member,
+        member: RegisteredEngine,
         affinity: HardwareAffinity,
         *,
         preferred: bool,

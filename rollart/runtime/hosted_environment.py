@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
 from rollart.policy.places import PlacementRequest
-from rollart.runtime.places import Place
+from rollart.runtime.places import HostSlot
 
 if TYPE_CHECKING:
     from rollart.runtime.hosting import HostFleet
@@ -30,7 +30,7 @@ class HostedEnvironment:
 
     def __init__(self, fleet: HostFleet, domain: str, episode: str) -> None:
         self._fleet, self._domain, self._episode = fleet, domain, episode
-        self._place: Place | None = None
+        self._place: HostSlot | None = None
         self._fault = False
 
     @property
@@ -85,7 +85,7 @@ class HostedEnvironment:
         finally:
             self._fleet.leave(place, fault=self._fault)
 
-    async def _call(self, place: Place, work: Awaitable[tuple[T, float]]) -> T:
+    async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
         began = _now()
         try:
             return await self._fleet.call(place.host, place.link, work)

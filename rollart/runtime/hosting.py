@@ -27,11 +27,11 @@ from rollart.policy.lease import Expiry
 from rollart.policy.memory import MemoryAction, MemoryWatch
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
 from rollart.runtime.hosted_environment import HostedEnvironment, host_of
-from rollart.runtime.hostlife import Host
+from rollart.runtime.hostlife import EnvironmentHostState
 from rollart.runtime.hostwatch import HostLimits, HostPart, all_or_none, trouble
 from rollart.runtime.leases import Leases
-from rollart.runtime.pictures import Pictures
-from rollart.runtime.places import Place, Places
+from rollart.runtime.pictures import ImageAvailability
+from rollart.runtime.places import HostSlot, HostSlots
 
 __all__ = ["HostFleet", "HostedEnvironment", "host_of"]
 
@@ -72,11 +72,11 @@ class HostFleet:
         self._recorder = recorder
         self._limits = limits
         self._policy = HostSelector(rules or HostRules())
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, EnvironmentHostState] = {}
         self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
-        self.places: Places = Places(self._choose, leases, recorder)
-        self._pictures = Pictures(leases, limits.pull_s, self._seen)
+        self.places: HostSlots = HostSlots(self._choose, leases, recorder)
+        self._pictures = ImageAvailability(leases, limits.pull_s, self._seen)
         self._pictured = False
         """Whether any host brings images."""
         self._ends = IncidentTracker()
@@ -147,7 +147,7 @@ class HostFleet:
         """One host more; its name. It takes episodes once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         part = await self._make(f"environment-{next(self._numbers)}")
-        host = self._hosts[part.id] = Host(part)
+        host = self._hosts[part.id] = EnvironmentHostState(part)
         self._policy.join(part.id)
         self._keeping[part.id] = self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
         return part.id
@@ -165,7 +165,7 @@ class HostFleet:
     def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
 
-    def _choose(self, wanted: frozenset[str]) -> Host | None:
+    def _choose(self, wanted: frozenset[str]) -> EnvironmentHostState | None:
         """A host with room for an episode: one that has the `wanted` images, rather than another."""
         most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
         for name, host in self._hosts.items():
@@ -177,7 +177,7 @@ class HostFleet:
                 return self._hosts[chosen]
         return None
 
-    async def call(self, host: Host, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
+    async def call(self, host: EnvironmentHostState, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
         """What the host answers; its overhead and its silence are counted."""
         began = _now()
         if not host.calls and host.link is not None:
@@ -195,17 +195,17 @@ class HostFleet:
             self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
         return result
 
-    def made(self, host: Host, domain: str, made: EnvironmentOrigin) -> None:
+    def made(self, host: EnvironmentHostState, domain: str, made: EnvironmentOrigin) -> None:
         """An episode has its environment: told in sums, at the 1st, 2nd, 4th ... and when the host ends."""
         making = host.making.setdefault(domain, EnvironmentCreation())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):
             self._tell_making(host, domain, making)
 
-    def _tell_making(self, host: Host, domain: str, making: EnvironmentCreation) -> None:
+    def _tell_making(self, host: EnvironmentHostState, domain: str, making: EnvironmentCreation) -> None:
         self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
 
-    def known(self, host: Host, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
+    def known(self, host: EnvironmentHostState, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
         """The fault as others are to know it: the end of a host is its node's, where that took others too."""
         if not fault.incident:
             return fault
@@ -213,7 +213,7 @@ class HostFleet:
             host.taken = host.live
         return EnvironmentFault(fault.host, fault.what, incident=self._ended(host, link))
 
-    def _ended(self, host: Host, link: EnvironmentHost) -> str:
+    def _ended(self, host: EnvironmentHostState, link: EnvironmentHost) -> str:
         return self._ends.of(link.life, host.id, link.node, _now())
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
@@ -227,7 +227,9 @@ class HostFleet:
         if (host := self._hosts.get(link.id)) is not None:
             host.images = said.there
 
-    async def pull(self, host: Host, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str) -> None:
+    async def pull(
+        self, host: EnvironmentHostState, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str
+    ) -> None:
         """The host has the episode's images. Bounded by a lease of its own: a reset's is too short for it."""
         with self._leases.hold(owner, f"images of its environment on {host.id}", self._limits.pull_s, Expiry.GAP_FILL):
             try:
@@ -242,7 +244,7 @@ class HostFleet:
         """Whether a call that is given up now was given up because it took too long."""
         return _now() - began >= self._limits.call_s * (1 - 1e-6)
 
-    def leave(self, place: Place, *, fault: bool) -> None:
+    def leave(self, place: HostSlot, *, fault: bool) -> None:
         """An episode is over: its place is free."""
         host, alive = place.host, place.link.alive
         host.episodes += 1
@@ -253,11 +255,11 @@ class HostFleet:
         self.places.free(place)
         host.changed.set()
 
-    def _left_alone(self, host: Host, cause: str | None) -> None:
+    def _left_alone(self, host: EnvironmentHostState, cause: str | None) -> None:
         if cause is not None:
             self.tell("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
 
-    async def _keep(self, host: Host) -> None:
+    async def _keep(self, host: EnvironmentHostState) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
         host.kept = True
         cause, failed, since = "", None, _now()
@@ -293,7 +295,7 @@ class HostFleet:
         finally:
             await self._end(host)
 
-    async def _start(self, host: Host, cause: str) -> None:
+    async def _start(self, host: EnvironmentHostState, cause: str) -> None:
         host.part.clock.enter(ResourceState.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = host.life = await host.part.start()
@@ -304,7 +306,7 @@ class HostFleet:
         self.tell("host_started", host.id, restarts=host.restarts)
         self._notify()
 
-    def _heavy(self, host: Host, watch: MemoryWatch, health: HostHealth) -> str:
+    def _heavy(self, host: EnvironmentHostState, watch: MemoryWatch, health: HostHealth) -> str:
         """Why the host is to be started again for its memory, in words; '' if it is not, or not yet."""
         node = "" if host.life is None else host.life.node
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
@@ -322,7 +324,7 @@ class HostFleet:
         self.places.lost(host)
         return ""
 
-    async def _lose(self, host: Host, cause: str) -> None:
+    async def _lose(self, host: EnvironmentHostState, cause: str) -> None:
         """Its episodes learn of it from the connection's end."""
         host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
@@ -334,7 +336,7 @@ class HostFleet:
         if link is not None:
             await link.aclose()
 
-    async def _end(self, host: Host) -> None:
+    async def _end(self, host: EnvironmentHostState) -> None:
         """It is gone for good."""
         if self._hosts.pop(host.id, None) is None:
             return

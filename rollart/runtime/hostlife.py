@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from rollart.hosted import EnvironmentCreation, EnvironmentHost
 from rollart.runtime.hostwatch import HostPart
 
-__all__ = ["Host"]
+__all__ = ["EnvironmentHostState"]
 
 
 @dataclass(slots=True)
-class Host:
+class EnvironmentHostState:
     """A host of the fleet, through all of its lives. The fleet's alone to change."""
 
     part: HostPart

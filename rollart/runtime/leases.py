@@ -13,7 +13,7 @@ from rollart.errors import LeaseExpired
 from rollart.policy.lease import Expiry, Lease, LeaseBook
 from rollart.ports import Recorder, RunEvent
 
-__all__ = ["Hold", "Leases"]
+__all__ = ["HeldLease", "Leases"]
 
 COMPACT_AT = 1024
 """Ended holds that may lie behind an open one before they are swept out: about 0.2 MB."""
@@ -32,9 +32,9 @@ class Leases:
         self._lines: dict[float, _Line] = {}
         self.book = LeaseBook()
 
-    def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> Hold:
+    def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> HeldLease:
         """`async with leases.hold("lake-7.2", "a step of its environment", 30.0, Expiry.GAP_FILL): ...`"""
-        return Hold(self, owner, waiting_for, seconds, action)
+        return HeldLease(self, owner, waiting_for, seconds, action)
 
     def describe(self) -> list[str]:
         """Who has waited longest for what, one line each."""
@@ -72,7 +72,7 @@ class Leases:
             self.book.end(lease)
 
 
-class Hold(Lease):
+class HeldLease(Lease):
     """The context manager behind `Leases.hold`; used once, by one task. It never waits itself, so `with` and
     `async with` are the same; the former costs two coroutines less, which counts where a turn takes it.
 
@@ -91,7 +91,7 @@ class Hold(Lease):
         self.ended = False
         self._expired = False
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> HeldLease:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
@@ -112,7 +112,7 @@ class Hold(Lease):
             line.look()
         return self
 
-    async def __aenter__(self) -> Hold:
+    async def __aenter__(self) -> HeldLease:
         return self.__enter__()
 
     def renew(self, most_s: float) -> None:
@@ -152,7 +152,7 @@ class _Line:
         self._loop = loop
         self._book = book
         self.sweep_at = COMPACT_AT
-        self.holds: deque[Hold] = deque()
+        self.holds: deque[HeldLease] = deque()
         self.renewed = False
         """Whether a deadline was moved: the holds are in order again before the next look at them."""
         self.timer: asyncio.TimerHandle | None = None

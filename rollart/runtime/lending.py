@@ -25,9 +25,9 @@ from rollart.policy.parallelism import (
 )
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
-from rollart.runtime.trajectory import Live
+from rollart.runtime.trajectory import TrajectoryState
 
-__all__ = ["Lender", "LendingSettings"]
+__all__ = ["DeviceLender", "LendingSettings"]
 
 HISTORY = 2000
 """Lengths of finished trajectories that are kept per domain: enough for a quantile of the longest percent."""
@@ -47,7 +47,7 @@ class LendingSettings:
     """Of KV."""
 
 
-class Lender:
+class DeviceLender:
     """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
     counters of engines, and for turns to leave an engine that is lent. `give_back` may be called by anybody at any time
     and takes effect at once: by a publish before weights move, and when an engine is lost, since those that stay are
@@ -71,7 +71,7 @@ class Lender:
         self._recorder = recorder
         self._borrow = borrow
         self._settings = settings
-        self._live: dict[TrajectoryId, Live] = {}
+        self._live: dict[TrajectoryId, TrajectoryState] = {}
         self._lengths: dict[str, list[float]] = {}
         self._recent: dict[str, deque[float]] = {}
         self._fresh: list[tuple[str, float]] = []
@@ -81,11 +81,11 @@ class Lender:
         """Counts what makes a look, or a lending under way, out of date."""
         self.lent: tuple[EngineId, ...] = ()
 
-    def began(self, live: Live) -> None:
+    def began(self, live: TrajectoryState) -> None:
         if live.purpose is Purpose.TRAIN:
             self._live[live.id] = live
 
-    def rolled(self, live: Live) -> None:
+    def rolled(self, live: TrajectoryState) -> None:
         """Its last turn is over."""
         self._live.pop(live.id, None)
         self._done += 1
@@ -93,7 +93,7 @@ class Lender:
         self._fresh.append((name, length))
         self._stirred.set()
 
-    def left(self, live: Live) -> None:
+    def left(self, live: TrajectoryState) -> None:
         """It ended, however."""
         self._live.pop(live.id, None)
 

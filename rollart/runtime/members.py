@@ -14,9 +14,9 @@ from rollart.policy.breaker import HandoffCircuitBreaker
 from rollart.policy.residency import KvResidency
 from rollart.policy.routing import EngineView
 from rollart.ports import Engine
-from rollart.runtime.leases import Hold
+from rollart.runtime.leases import HeldLease
 
-__all__ = ["Member", "Roster", "SessionKv"]
+__all__ = ["RegisteredEngine", "EngineRegistry", "SessionKv"]
 
 
 SAMPLED = 16
@@ -29,7 +29,7 @@ DOUBT_S = 10.0
 
 
 @dataclass(slots=True)
-class Member:
+class RegisteredEngine:
     """One engine. `work_s` is the predicted work of the requests sent and not answered; `clear_at` when the work sent
     so far would be done if it were done in turn, one second per second."""
 
@@ -64,7 +64,7 @@ class Member:
     """Trajectories that live here."""
     guests: set[str] = field(default_factory=set)
     """Trajectories that live elsewhere and were prefilled here last: their prefix KV stays."""
-    prefilling: dict[str, Hold] = field(default_factory=dict)
+    prefilling: dict[str, HeldLease] = field(default_factory=dict)
     """Leases of the prefills for other engines that it has not answered, by request."""
     kv: KvResidency = field(default_factory=KvResidency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
@@ -139,25 +139,27 @@ class SessionKv:
         self.returned = None
 
 
-class Roster:
+class EngineRegistry:
     """The engines by id, in the order they joined. Synchronous: every change takes effect between two awaits."""
 
     def __init__(self, seats: Mapping[str, EnginePlacement]) -> None:
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, RegisteredEngine] = {}
         self._seats = dict(seats)
         self.roles = False
         """Whether any engine has a role of its own."""
         self.kinds = 0
         self._prefills: list[str] = []
-        self._alike: tuple[list[Member], ...] | None = None
+        self._alike: tuple[list[RegisteredEngine], ...] | None = None
         """Members by kind and role; None after a change."""
         self._seated()
 
-    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None) -> Member:
+    def join(
+        self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None
+    ) -> RegisteredEngine:
         """An engine that comes back keeps the seat that it has by now."""
         known = self._seats.get(engine.id)
         self.seat(engine.id, seat if known is None and seat is not None else known or EnginePlacement())
-        member = self.members[engine.id] = Member(engine, version, shares, self._seats[engine.id])
+        member = self.members[engine.id] = RegisteredEngine(engine, version, shares, self._seats[engine.id])
         self._alike = None
         return member
 
@@ -177,7 +179,7 @@ class Roster:
         self._seats.pop(engine_id, None)
         self._seated()
 
-    def home(self, engine_id: str | None, version: int) -> Member | None:
+    def home(self, engine_id: str | None, version: int) -> RegisteredEngine | None:
         """The engine, if a trajectory that lives there can have its next turn there."""
         member = None if engine_id is None else self.members.get(engine_id)
         if member is None or member.version != version or not member.serves:
@@ -207,11 +209,11 @@ class Roster:
         self,
         session: str,
         version: int,
-        home: Member | None,
+        home: RegisteredEngine | None,
         cached: Mapping[str, int],
         now: float,
         slots: int,
-        takes: Callable[[Member], bool] | None = None,
+        takes: Callable[[RegisteredEngine], bool] | None = None,
         followed: bool = False,
     ) -> list[EngineView]:
         """Engines as routing sees them: `some`; with a `home` that one and of the others those that prefill, since no
@@ -245,8 +247,8 @@ class Roster:
         ]
 
     def _taking(
-        self, some: dict[EngineId, Member], version: int, takes: Callable[[Member], bool]
-    ) -> dict[EngineId, Member]:
+        self, some: dict[EngineId, RegisteredEngine], version: int, takes: Callable[[RegisteredEngine], bool]
+    ) -> dict[EngineId, RegisteredEngine]:
         """Those that prefill, and of the others those that take the trajectory: of all if none of `some` does."""
         prefills = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL}
         for members in (some.values(), self.members.values()):
@@ -266,13 +268,13 @@ class Roster:
             for m in self.some(session, version)
         ]
 
-    def some(self, session: str, version: int) -> Iterable[Member]:
+    def some(self, session: str, version: int) -> Iterable[RegisteredEngine]:
         """Engines to choose from by load: all, or in a large fleet a few of every kind and role, drawn by the session's
         name; all of those of which none drawn serves."""
         if len(self.members) <= 2 * SAMPLED:
             return self.members.values()
         if self._alike is None:
-            alike: dict[tuple[EngineKind, EngineRole], list[Member]] = {}
+            alike: dict[tuple[EngineKind, EngineRole], list[RegisteredEngine]] = {}
             for member in self.members.values():
                 alike.setdefault((member.seat.kind, member.seat.role), []).append(member)
             self._alike = tuple(alike.values())
@@ -292,7 +294,7 @@ class Roster:
 
     def load(self, now: float, slots: int) -> dict[EngineKind, KindLoad]:
         """By kind, of every engine that joined and has not left for good."""
-        kinds: dict[EngineKind, list[Member]] = {}
+        kinds: dict[EngineKind, list[RegisteredEngine]] = {}
         for member in self.members.values():
             kinds.setdefault(member.seat.kind, []).append(member)
         loads = {}
@@ -305,7 +307,7 @@ class Roster:
         return loads
 
 
-def _drawn(members: list[Member], seed: int, version: int) -> Iterable[Member]:
+def _drawn(members: list[RegisteredEngine], seed: int, version: int) -> Iterable[RegisteredEngine]:
     """`SAMPLED` of the members, or all if none of these serves."""
     n = len(members)
     if n <= SAMPLED:

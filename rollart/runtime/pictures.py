@@ -11,7 +11,7 @@ from rollart.hosted import EnvironmentHost, EpisodeImages
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
 
-__all__ = ["Pictures"]
+__all__ = ["ImageAvailability"]
 
 KNOWN = 4096
 """Prompts whose images are remembered: those of a few batches."""
@@ -21,7 +21,7 @@ ASKED = 16
 other episodes wait meanwhile."""
 
 
-class Pictures:
+class ImageAvailability:
     """Any task may ask `wanted`. It waits for a host's answer, or for whoever asks the same already, under a lease of
     the asker's; hosts are asked in turn, and where one ends the next is. Invariant: no prompt is asked for twice at a
     time, nor again while it is remembered."""

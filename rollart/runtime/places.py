@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from rollart.hosted import PLACES, EnvironmentHost
 from rollart.policy.places import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
 from rollart.ports import Recorder, RunEvent
-from rollart.runtime.hostlife import Host
+from rollart.runtime.hostlife import EnvironmentHostState
 from rollart.runtime.leases import Leases
 
-__all__ = ["Place", "Places"]
+__all__ = ["HostSlot", "HostSlots"]
 
 WAIT = "a place on an environment host"
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class HostSlot:
     """One episode's, on one life of one host, until it is `free`d. `give_up`: what ends an episode that is ahead of
     need; None where nothing may."""
 
-    host: Host
+    host: EnvironmentHostState
     link: EnvironmentHost
     wish: PlacementRequest
     give_up: Callable[[], None] | None = None
@@ -35,7 +35,7 @@ class _Waiter:
     wish: PlacementRequest
     wanted: frozenset[str]
     give_up: Callable[[], None] | None
-    got: asyncio.Future[Place]
+    got: asyncio.Future[HostSlot]
     in_line: bool = True
 
 
@@ -51,7 +51,7 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class Places:
+class HostSlots:
     """Owns the line and the places that are held ahead of need. Any task may `take`, which waits for a place, and holds
     it until `free`; it is unblocked by a place that gets free, or by a host that starts (`look`), in the order of
     `policy.places`.
@@ -62,12 +62,12 @@ class Places:
     present life never more places are held than it has; each is freed once.
     """
 
-    choose: Callable[[frozenset[str]], Host | None]
+    choose: Callable[[frozenset[str]], EnvironmentHostState | None]
     """A host with room, for an episode that needs these images; None if all are full."""
     leases: Leases
     recorder: Recorder
     line: PlacementQueue[_Waiter] = field(default_factory=PlacementQueue)
-    ahead: dict[Place, None] = field(default_factory=dict)
+    ahead: dict[HostSlot, None] = field(default_factory=dict)
     """Held ahead of need, oldest first."""
     going: int = 0
     sums: dict[PlacementPriority, _Sum] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Places:
         *,
         wanted: frozenset[str] = frozenset(),
         give_up: Callable[[], None] | None = None,
-    ) -> Place:
+    ) -> HostSlot:
         """A place for an episode, which holds it from now on."""
         loop = asyncio.get_running_loop()
         waiter, began = _Waiter(wish, wanted, give_up, loop.create_future()), loop.time()
@@ -100,12 +100,12 @@ class Places:
         self._count(wish.claim, loop.time() - began)
         return place
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: HostSlot) -> None:
         """Its trajectory runs: it is ahead of need no more."""
         place.give_up = None
         self.ahead.pop(place, None)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: HostSlot) -> None:
         """Its episode is over. The place of a life that is over was lost with that."""
         self.ahead.pop(place, None)
         self.going -= place.going
@@ -125,7 +125,7 @@ class Places:
                 continue
             assert host.link is not None, "a host with room serves"
             host.live += 1
-            place = Place(host, host.link, first.wish, first.give_up)
+            place = HostSlot(host, host.link, first.wish, first.give_up)
             if first.give_up is not None:
                 self.ahead[place] = None
             first.got.set_result(place)
@@ -135,7 +135,7 @@ class Places:
             for place in list(reversed(self.ahead))[:count]:
                 self._give_up(place)
 
-    def lost(self, host: Host) -> None:
+    def lost(self, host: EnvironmentHostState) -> None:
         """The host's life is over, or it takes no more episodes: what is ahead of need there is of no use."""
         for place in [place for place in self.ahead if place.host is host]:
             self._give_up(place, free=False)
@@ -145,7 +145,7 @@ class Places:
         for claim in self.sums:
             self._tell(claim)
 
-    def _give_up(self, place: Place, *, free: bool = True) -> None:
+    def _give_up(self, place: HostSlot, *, free: bool = True) -> None:
         """`free`: it will be, for another."""
         assert place.give_up is not None
         del self.ahead[place]

@@ -18,7 +18,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
 from rollart.runtime.preparing import has_place, kept, prepared
 
-__all__ = ["Ahead", "PrefetchSettings", "Prefetcher"]
+__all__ = ["PrefetchedEnvironment", "PrefetchSettings", "Prefetcher"]
 
 AHEAD = PlacementRequest(PlacementPriority.AHEAD)
 
@@ -31,7 +31,7 @@ class PrefetchSettings:
 
 
 @dataclass(slots=True)
-class Ahead:
+class PrefetchedEnvironment:
     """An environment whose reset was begun for a trajectory that does not run yet. It is its task's until `take`."""
 
     over: asyncio.Future[Observation]
@@ -94,7 +94,7 @@ class Prefetcher:
         self._leases = leases
         self._recorder = recorder
         self._reset_s, self._close_s = reset_s, close_s
-        self._held: dict[str, dict[TrajectoryId, Ahead]] = {d.name: {} for d in domains}
+        self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in domains}
         self.on_known: Callable[[], None] = lambda: None
         """Told when something may be prefetched that could not be before."""
         self.begun = self.used = self.unused = 0
@@ -115,10 +115,10 @@ class Prefetcher:
                     continue
                 if len(held) >= room:
                     return
-                ahead = held[name] = Ahead(asyncio.get_running_loop().create_future())
+                ahead = held[name] = PrefetchedEnvironment(asyncio.get_running_loop().create_future())
                 ahead.task = tasks.create_task(self._hold(domain, name, seed, ahead), name=f"reset for {name}")
 
-    def take(self, domain: str, trajectory: TrajectoryId) -> Ahead | None:
+    def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
         """The trajectory's environment, which is the caller's to close from now on; None if there is none ahead."""
         ahead = self._held[domain].pop(trajectory, None)
         if ahead is None:
@@ -160,21 +160,21 @@ class Prefetcher:
                 self._give_up(ahead)
             held.clear()
 
-    def _give_up(self, ahead: Ahead) -> None:
+    def _give_up(self, ahead: PrefetchedEnvironment) -> None:
         assert ahead.task is not None
         ahead.task.cancel()
 
-    def _yield(self, domain: str, trajectory: TrajectoryId, ahead: Ahead) -> None:
+    def _yield(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
         """Another needs its place."""
         self._drop(domain, trajectory, ahead)
         self._give_up(ahead)
 
-    def _drop(self, domain: str, trajectory: TrajectoryId, ahead: Ahead) -> None:
+    def _drop(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
         """It is not held any more; another may be, for the same trajectory."""
         if self._held[domain].get(trajectory) is ahead:
             del self._held[domain][trajectory]
 
-    async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: Ahead) -> None:
+    async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment) -> None:
         try:
             with UserCodeGuard():
                 environment = ahead.environment = domain.environment()
@@ -197,7 +197,7 @@ class Prefetcher:
                     await environment.close()
 
     async def _begin(
-        self, domain: str, trajectory: TrajectoryId, seed: int, ahead: Ahead, environment: Environment
+        self, domain: str, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment, environment: Environment
     ) -> None:
         try:
             await prepared(environment, seed, trajectory, AHEAD, lambda: self._yield(domain, trajectory, ahead))

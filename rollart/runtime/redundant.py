@@ -21,9 +21,9 @@ from rollart.policy.redundancy import (
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.groups import GroupRun
-from rollart.runtime.trajectory import Live
+from rollart.runtime.trajectory import TrajectoryState
 
-__all__ = ["Cancellations", "Redundant"]
+__all__ = ["Cancellations", "RedundantRollout"]
 
 REMEMBERED = 2000
 """Trajectories of either kind that a report looks back on: Cliff's delta is then known to about 0.03."""
@@ -35,7 +35,7 @@ ANYWHERE = ""
 """Environments say nothing of the host that they ran on."""
 
 
-class Redundant:
+class RedundantRollout:
     """What redundancy launches. Synchronous; called by the scheduler alone.
 
     Health counts attempts that met an infrastructure fault. What redundancy cancelled itself is no evidence: it would
@@ -104,7 +104,7 @@ class Cancellations:
         if self._on:
             self._kept.extend(_against(run, seen) for seen in run.seen)
 
-    def ended(self, run: GroupRun, live: Live, sample: TrainSample) -> None:
+    def ended(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
         """A member has a sample that its group may use."""
         if self._on:
             run.seen.append(noted(live, sample))
@@ -114,7 +114,7 @@ class Cancellations:
         for seen in run.seen:
             self._cancel(_against(run, seen))
 
-    def cancelled(self, run: GroupRun, live: Live, sample: TrainSample | None = None) -> None:
+    def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
         """A member was, under way or when it was scored."""
         self._cancel(_against(run, noted(live, sample)))
 
@@ -142,7 +142,7 @@ class Cancellations:
         self._changed = True
 
 
-def noted(live: Live, sample: TrainSample | None = None) -> TrajectorySnapshot:
+def noted(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
     """A trajectory as it stands now."""
     age_s = asyncio.get_running_loop().time() - live.started
     reward = None if sample is None else sample.score

@@ -21,12 +21,12 @@ from rollart.model import (
 from rollart.policy.lease import Expiry
 from rollart.ports import Rewarder
 from rollart.runtime.leases import Leases
-from rollart.runtime.trajectory import Aborted
+from rollart.runtime.trajectory import TrajectoryAborted
 
-__all__ = ["Rewarding", "train_sample"]
+__all__ = ["TrajectoryRewarding", "train_sample"]
 
 
-class Rewarding:
+class TrajectoryRewarding:
     """Called by each trajectory's own task, so what waits for a reward is bounded by admission."""
 
     def __init__(self, rewarder: Rewarder, leases: Leases, *, reward_s: float) -> None:
@@ -35,14 +35,14 @@ class Rewarding:
         self._reward_s = reward_s
 
     async def score(self, trajectory: Trajectory) -> TrainSample:
-        """The sample, or `Aborted` with INFRA_FAULT: a platform that failed is never a reward."""
+        """The sample, or `TrajectoryAborted` with INFRA_FAULT: a platform that failed is never a reward."""
         try:
             async with self._leases.hold(trajectory.id, "its reward", self._reward_s * 1.5, Expiry.RETRY):
                 outcome = await self._rewarder.score(trajectory, self._reward_s)
         except LeaseExpired as error:
-            raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
         if isinstance(outcome, InfraFault):
-            raise Aborted(AbortReason.INFRA_FAULT, f"reward {outcome.kind}: {outcome.detail}")
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"reward {outcome.kind}: {outcome.detail}")
         return train_sample(trajectory, outcome)
 
 
@@ -57,7 +57,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
         case InfraFault():
             raise ValueError(f"an infrastructure fault is not a sample: {outcome}")
     if not math.isfinite(score) or not all(map(math.isfinite, steps or ())):
-        raise Aborted(AbortReason.INFRA_FAULT, f"a reward that is no finite number: {score}")
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"a reward that is no finite number: {score}")
     action_tokens = trajectory.action_token_count
     paid = list(steps) if steps is not None else [0.0] * (action_tokens - 1) + [score]
     if len(paid) != action_tokens:

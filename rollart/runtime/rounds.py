@@ -9,7 +9,7 @@ from rollart.model import GroupId, TrainSample
 from rollart.policy.tailbatch import Response, RoundEffect, TailBatching, TailDomain, TailSettings
 from rollart.runtime.domain import Domain
 
-__all__ = ["AGAIN", "Launch", "Prompt", "Rounds"]
+__all__ = ["AGAIN", "TailRoundLaunch", "PendingPrompt", "TailBatchingRounds"]
 
 AGAIN = "~"
 """Sets a repeated launch apart: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again.
@@ -17,7 +17,7 @@ The journal counts repeated groups under the domain `lake~`, so that its count o
 
 
 @dataclass(slots=True)
-class Prompt:
+class PendingPrompt:
     """A prompt that is not trained yet. Its seed stays its own, however often it is launched."""
 
     name: str
@@ -35,16 +35,16 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TailRoundLaunch:
     """A group to start now, with this many members; `samples` of it survived a crash."""
 
-    prompt: Prompt
+    prompt: PendingPrompt
     members: int
     samples: tuple[TrainSample, ...] = ()
 
 
 @dataclass(slots=True)
-class Rounds:
+class TailBatchingRounds:
     """Owns the prompts of a run from the draw to the training. Synchronous; the scheduler calls it between two awaits.
 
     `draw` makes a domain's next fresh prompts. Invariant: each prompt that was drawn is waiting, deferred, active,
@@ -54,12 +54,12 @@ class Rounds:
 
     domains: Mapping[str, Domain]
     settings: TailSettings
-    draw: Callable[[Domain, int], list[Prompt]]
-    replacements: list[Launch] = field(default_factory=list)
+    draw: Callable[[Domain, int], list[PendingPrompt]]
+    replacements: list[TailRoundLaunch] = field(default_factory=list)
     """Prompts that take the place of dropped ones in the round."""
     number: int = 0
     kind: str = ""
-    _prompts: dict[str, Prompt] = field(default_factory=dict)
+    _prompts: dict[str, PendingPrompt] = field(default_factory=dict)
     _survived: dict[str, list[TrainSample]] = field(default_factory=dict)
     _tail: TailBatching = field(init=False)
 
@@ -70,7 +70,7 @@ class Rounds:
         """Prompts that are put off now."""
         return sum(map(len, self._tail.deferred().values()))
 
-    def begin(self, left: Mapping[str, int]) -> list[Launch]:
+    def begin(self, left: Mapping[str, int]) -> list[TailRoundLaunch]:
         """The next round. `left` = prompts per domain that the run still trains: no more are ever drawn than that."""
         held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
         fresh = {
@@ -82,7 +82,7 @@ class Rounds:
         self.number, self.kind = started.number, str(started.kind)
         return self._launches(started.launch)
 
-    def completed(self, prompt: Prompt) -> list[Prompt]:
+    def completed(self, prompt: PendingPrompt) -> list[PendingPrompt]:
         """A prompt has its samples. Returns those that are put off with it, for a later launch."""
         effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
         for index in range(prompt.domain.group_size):
@@ -90,7 +90,7 @@ class Rounds:
         del self._prompts[prompt.name]
         return [self._prompts[name] for name in effect.deferred]
 
-    def dropped(self, prompt: Prompt) -> list[Prompt]:
+    def dropped(self, prompt: PendingPrompt) -> list[PendingPrompt]:
         """A prompt is given up. Another one takes its place, in `replacements`."""
         name = prompt.domain.name
         kept = self._tail.deferred()[name] or self._tail.waiting()[name]
@@ -99,7 +99,7 @@ class Rounds:
         self.replacements += self._launches(effect.launch)
         return [self._prompts[name] for name in effect.deferred]
 
-    def prompt(self, group_id: str) -> Prompt:
+    def prompt(self, group_id: str) -> PendingPrompt:
         """The prompt of a group."""
         return self._prompts[group_id.partition(AGAIN)[0]]
 
@@ -109,7 +109,7 @@ class Rounds:
         replaced: list[GroupId] = []
         for group_id, domain, seed in pending:
             name, _, launch = group_id.partition(AGAIN)
-            prompt = Prompt(name, domain, seed, int(launch or 1))
+            prompt = PendingPrompt(name, domain, seed, int(launch or 1))
             known = self._prompts.pop(name, prompt)
             older, newer = sorted((known, prompt), key=lambda p: p.launch)
             if older is not newer:
@@ -140,12 +140,12 @@ class Rounds:
         self._prompts.update({p.name: p for p in drawn})
         return [p.name for p in drawn]
 
-    def _launches(self, responses: Sequence[Response]) -> list[Launch]:
+    def _launches(self, responses: Sequence[Response]) -> list[TailRoundLaunch]:
         members: dict[str, int] = {}
         for response in responses:
             members[response.prompt] = members.get(response.prompt, 0) + 1
         found = []
         for name, count in members.items():
             prompt = self._prompts[name]
-            found.append(Launch(prompt, count, tuple(self._survived.pop(prompt.group, ()))))
+            found.append(TailRoundLaunch(prompt, count, tuple(self._survived.pop(prompt.group, ()))))
         return found

@@ -15,8 +15,8 @@ from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
-from rollart.runtime.admitting import Admitting
-from rollart.runtime.attempts import Attempts
+from rollart.runtime.admitting import AdmissionLoop
+from rollart.runtime.attempts import FailedAttempts
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain
@@ -26,10 +26,10 @@ from rollart.runtime.groups import GroupRun, GroupTable
 from rollart.runtime.pacing import StartPace
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.runtime.redundant import Cancellations
-from rollart.runtime.rewarding import Rewarding
-from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
-from rollart.runtime.sharing import Fairness, Shares
-from rollart.runtime.together import Together
+from rollart.runtime.rewarding import TrajectoryRewarding
+from rollart.runtime.rounds import AGAIN, PendingPrompt, TailBatchingRounds, TailRoundLaunch
+from rollart.runtime.sharing import DomainShares, Fairness
+from rollart.runtime.together import GroupColocation
 from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
@@ -73,15 +73,15 @@ class Scheduler:
         self,
         domains: Sequence[Domain],
         runner: TrajectoryRunner,
-        rewarding: Rewarding,
+        rewarding: TrajectoryRewarding,
         buffer: SampleBuffer,
         journal: Journal,
         recorder: Recorder,
         *,
         settings: SchedulerSettings,
         prefetch: Prefetcher | None = None,
-        shares: Shares | None = None,
-        together: Together | None = None,
+        shares: DomainShares | None = None,
+        together: GroupColocation | None = None,
     ) -> None:
         self._shares = shares
         self._together = together
@@ -93,7 +93,7 @@ class Scheduler:
         self._rules = settings.rules
         self._bound = settings.rules.bound
         self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
-        self._admitting = Admitting(
+        self._admitting = AdmissionLoop(
             domains,
             settings.rules,
             recorder,
@@ -132,7 +132,7 @@ class Scheduler:
         self._filter = GroupFilter(domains, settings.filter, recorder)
         window = max(WINDOW, BATCHES * sum(d.quota for d in domains))
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
-        self._attempts = Attempts(
+        self._attempts = FailedAttempts(
             self._groups,
             runner,
             rewarding,
@@ -261,7 +261,7 @@ class Scheduler:
             prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
             self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
 
-    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[Launch], version: int) -> None:
+    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[TailRoundLaunch], version: int) -> None:
         """Run groups that hold slots. One that lost them while it was written down is not wanted any more; so is one
         that the samples of another, kept over a crash, make surplus."""
         opened = []
@@ -307,7 +307,9 @@ class Scheduler:
         for group_id, domain, seed in pending:
             self._slots.admit(group_id, domain.name, domain.group_size)
             members = self._admitting.members(domain)
-            launches.append(Launch(Prompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ()))))
+            launches.append(
+                TailRoundLaunch(PendingPrompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ())))
+            )
         self._open(tasks, launches, version)
 
     def _start(self, tasks: asyncio.TaskGroup, run: GroupRun, members: Sequence[int]) -> None:
@@ -321,7 +323,7 @@ class Scheduler:
                 task.add_done_callback(partial(self._member_left, self._together, run.id, member))
 
     @staticmethod
-    def _member_left(together: Together, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
+    def _member_left(together: GroupColocation, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
         together.left(group, member)
 
     def _completed(self, run: GroupRun) -> None:
@@ -358,7 +360,7 @@ class Scheduler:
         self._release(group_id, AbortReason.REDUNDANT)
         self._event("group_redundant", group_id, domain=domain.name)
 
-    def _defer(self, rounds: Rounds, prompts: Sequence[Prompt]) -> None:
+    def _defer(self, rounds: TailBatchingRounds, prompts: Sequence[PendingPrompt]) -> None:
         """Their launch ends; they wait for a later round, as groups of their own."""
         for prompt in prompts:
             old = prompt.group

@@ -13,7 +13,7 @@ from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftQuota, Drift
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 
-__all__ = ["Fairness", "Shares"]
+__all__ = ["Fairness", "DomainShares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Taken:
 
 
 @dataclass(slots=True)
-class Shares:
+class DomainShares:
     """Owns what is due to each domain. Synchronous: the buffer asks what a batch takes and says what it took; the
     scheduler asks which domain starts a group, and says what was published, refused and spent.
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from rollart.fleet import EngineKind
 from rollart.policy.dispatch import LONG_SHARE, BatchSpeed, DispatchGroup, split_instances
 from rollart.policy.lengths import LengthRanker, QuantileWindow
-from rollart.runtime.members import Member, SessionKv
-from rollart.runtime.turn import Turn
+from rollart.runtime.members import RegisteredEngine, SessionKv
+from rollart.runtime.turn import TurnState
 
-__all__ = ["Skew"]
+__all__ = ["SkewAwareDispatch"]
 
 ENOUGH = 32
 """Predictions before anybody is called long: a few groups."""
@@ -33,7 +33,7 @@ class _Reserved:
     batch: int
 
 
-class Skew:
+class SkewAwareDispatch:
     """Synchronous; fed and asked by `Entrance`. Without anything learned nobody is long and no engine is reserved."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Skew:
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
 
-    def judge(self, turn: Turn, *, again: bool) -> float:
+    def judge(self, turn: TurnState, *, again: bool) -> float:
         """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is
         long. One that was judged before (`again`) counts no second time among those that it is compared with."""
         tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
@@ -57,14 +57,14 @@ class Skew:
         note = self.ranker.finished if whole else self.ranker.stopped
         note(kv.prompt, kv.domain, kv.said)
 
-    def saw(self, member: Member, seconds: float, tokens: int) -> None:
+    def saw(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
         """A turn generated `tokens` there, among those that run now."""
         if tokens > 0:
             self._speeds.setdefault(member.seat.kind, BatchSpeed()).saw(max(member.running, 1), seconds / tokens)
 
-    def reserve(self, homes: Sequence[Member], live: int, limit: int) -> None:
+    def reserve(self, homes: Sequence[RegisteredEngine], live: int, limit: int) -> None:
         """Divide the engines of each kind anew, for `live` trajectories over all of them; `limit` of one at a time."""
-        kinds: dict[EngineKind, list[Member]] = {}
+        kinds: dict[EngineKind, list[RegisteredEngine]] = {}
         for member in homes:
             kinds.setdefault(member.seat.kind, []).append(member)
         self._reserved = {}
@@ -88,7 +88,7 @@ class Skew:
             names = sorted(m.engine.id for m in members)
             self._reserved[kind] = _Reserved(frozenset(names[: found.long_instances]), found.long_batch)
 
-    def takes(self, member: Member, turn: Turn, *, others_wait: bool) -> bool:
+    def takes(self, member: RegisteredEngine, turn: TurnState, *, others_wait: bool) -> bool:
         """Whether the engine is for this turn's trajectory. While none of the other sort waits, every engine is; those
         of the long ones stay as empty as they need them."""
         reserved = self._reserved.get(member.seat.kind)

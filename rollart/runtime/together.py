@@ -9,19 +9,19 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rollart.runtime.members import Member
+from rollart.runtime.members import RegisteredEngine
 
-__all__ = ["Together", "Unit"]
+__all__ = ["GroupColocation", "ColocatedGroup"]
 
 
 @dataclass(slots=True)
-class Unit:
+class ColocatedGroup:
     """A group under way. `seats` were taken on its home; members are known by their number in the group."""
 
     group: str
     members: set[str]
     """Those that may still need an engine."""
-    home: Member | None = None
+    home: RegisteredEngine | None = None
     preferred: bool = True
     """Whether its domain prefers to be there."""
     wanted: int = 0
@@ -48,7 +48,7 @@ class Unit:
         return max(len(self.members - self.here), 1)
 
 
-class Together:
+class GroupColocation:
     """Owns the units. Synchronous; told by the scheduler of groups, by `Ways` of homes.
 
     A group's first member that is placed chooses the engine, with seats for all that have not ended; the others take
@@ -58,13 +58,13 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, ColocatedGroup] = {}
         self.on_room: Callable[[], None] = lambda: None
         """Told when an engine has room that it had not."""
 
     def open(self, group: str, members: Iterable[int]) -> None:
         """The group begins, with these members to run."""
-        self._units[group] = Unit(group, {str(m) for m in members})
+        self._units[group] = ColocatedGroup(group, {str(m) for m in members})
 
     def left(self, group: str, member: int) -> None:
         """The member needs no engine any more, however it ended."""
@@ -74,13 +74,13 @@ class Together:
             unit.members.discard(str(member))
             self._look(unit)
 
-    def unit(self, session: str) -> Unit | None:
+    def unit(self, session: str) -> ColocatedGroup | None:
         """The group that this trajectory is held together with; None if it is placed by itself."""
         group, member = _split(session)
         unit = self._units.get(group)
         return None if unit is None or member not in unit.members else unit
 
-    def seat(self, session: str, serves: Callable[[Member], bool]) -> Unit | None:
+    def seat(self, session: str, serves: Callable[[RegisteredEngine], bool]) -> ColocatedGroup | None:
         """The group whose home has a seat for the trajectory. A home that does not serve it is one no more."""
         unit = self.unit(session)
         if unit is None or unit.home is None or _split(session)[1] in unit.here - unit.over:
@@ -95,7 +95,7 @@ class Together:
         unit = self.unit(session)
         return unit.needed if unit is not None and unit.home is None else 1
 
-    def settled(self, session: str, member: Member, *, preferred: bool, wanted: int) -> None:
+    def settled(self, session: str, member: RegisteredEngine, *, preferred: bool, wanted: int) -> None:
         """The trajectory lives there from now on; it is expected to end with `wanted` tokens."""
         unit, number = self.unit(session), _split(session)[1]
         if unit is None:
@@ -119,7 +119,7 @@ class Together:
             self._done(unit, _split(session)[1])
             self._look(unit)
 
-    def lost(self, member: Member) -> None:
+    def lost(self, member: RegisteredEngine) -> None:
         """The engine has nothing of anybody any more: who lived there goes elsewhere, together."""
         for unit in [u for u in self._units.values() if u.home is member]:
             unit.members -= unit.over
@@ -127,11 +127,11 @@ class Together:
             self._leave(unit)
             self._look(unit)
 
-    def _done(self, unit: Unit, number: str) -> None:
+    def _done(self, unit: ColocatedGroup, number: str) -> None:
         if number in unit.here:
             unit.over.add(number)
 
-    def _look(self, unit: Unit) -> None:
+    def _look(self, unit: ColocatedGroup) -> None:
         """Keep the seats that are free, or give all back if nobody comes any more."""
         if unit.members <= unit.over:
             del self._units[unit.group]
@@ -140,7 +140,7 @@ class Together:
         elif unit.home is not None:
             self._keep(unit, unit.free)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: ColocatedGroup) -> None:
         """It has no home; who lives there and goes on is placed by itself from now on."""
         if unit.home is not None:
             self._keep(unit, 0)
@@ -149,7 +149,7 @@ class Together:
         unit.over.clear()
         unit.home, unit.seats = None, 0
 
-    def _keep(self, unit: Unit, seats: int) -> None:
+    def _keep(self, unit: ColocatedGroup, seats: int) -> None:
         assert unit.home is not None
         unit.home.awaited += seats - unit.kept
         unit.home.kv.keep(unit.group, seats, unit.wanted)

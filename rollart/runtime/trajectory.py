@@ -32,16 +32,16 @@ from rollart.policy.lease import Expiry
 from rollart.policy.places import PlacementRequest
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
-from rollart.runtime.aborted import Aborted, environment_fault
+from rollart.runtime.aborted import TrajectoryAborted, environment_fault
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns, unless_gone
 from rollart.runtime.leases import Leases
-from rollart.runtime.prefetch import Ahead, Prefetcher
+from rollart.runtime.prefetch import PrefetchedEnvironment, Prefetcher
 from rollart.runtime.preparing import prepared
 
-__all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
+__all__ = ["TrajectoryAborted", "TrajectoryState", "TrajectoryRunner", "WaitLimits"]
 
 
 CHARACTERS = 16
@@ -67,7 +67,7 @@ class WaitLimits:
 
 
 @dataclass(slots=True)
-class Live:
+class TrajectoryState:
     """A trajectory under way: what staleness and the ledger must know of it before it ends."""
 
     id: TrajectoryId
@@ -113,7 +113,7 @@ class Live:
 
 
 class TrajectoryRunner:
-    """Runs episodes. Any number of tasks may call `run` at once; each owns its `Live` and its environment.
+    """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
 
     It waits for the environment, for the gateway and, in the batch schedule, for the turn barrier; every wait is under
     a lease. `stale` is asked at every turn boundary (I2).
@@ -145,8 +145,8 @@ class TrajectoryRunner:
         self.meter = meter
         """What the finished trajectories of training asked for, if anybody wants to know."""
 
-    async def run(self, live: Live) -> Trajectory:
-        """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
+    async def run(self, live: TrajectoryState) -> Trajectory:
+        """The episode. Raises `TrajectoryAborted`; an environment that breaks or stalls is an infrastructure fault."""
         if live.domain.harness is not None:
             return await self._harnessed(live, live.domain.harness)
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
@@ -188,7 +188,7 @@ class TrajectoryRunner:
         return shown, self._measure(shown)
 
     async def _act(
-        self, live: Live, observation: Observation, shown: tuple[int, ...], length: int, turn: int
+        self, live: TrajectoryState, observation: Observation, shown: tuple[int, ...], length: int, turn: int
     ) -> Completion:
         """One answer of the policy to what it is shown, `length` tokens more."""
         live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, shown))
@@ -198,7 +198,7 @@ class TrajectoryRunner:
             live.first_tokens = live.length
         room = self._limits.context_tokens - live.length
         if room < 1:
-            raise Aborted(
+            raise TrajectoryAborted(
                 AbortReason.INFRA_FAULT,
                 f"the prompt of {live.length} tokens fills the context of {self._limits.context_tokens} "
                 "(model.context)",
@@ -217,7 +217,7 @@ class TrajectoryRunner:
 
     async def _generate(
         self,
-        live: Live,
+        live: TrajectoryState,
         token_ids: tuple[int, ...],
         sampling: Sampling,
         length: int | None,
@@ -239,17 +239,17 @@ class TrajectoryRunner:
                 told=told,
             )
         except LeaseExpired as error:
-            raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
         except RollartError as error:
-            raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, str(error)) from None
         live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
         if completion.finish is FinishReason.ABORT or not completion.token_ids:
-            raise Aborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
+            raise TrajectoryAborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
         if live.v0 is None:
             live.v0 = completion.spans[0].version
         return completion
 
-    async def _harnessed(self, live: Live, begin: HarnessFactory) -> Trajectory:
+    async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
         """An agent program's episode: it asks, as long as it likes or has turns left. What it makes of an answer is its
         own matter, so staleness is judged before each is given out."""
         self._barrier.join()
@@ -285,17 +285,17 @@ class TrajectoryRunner:
             self._barrier.leave()
             await self._close(live, episode)
 
-    async def _wanted(self, live: Live, episode: HarnessEpisode) -> HarnessRequest | None:
+    async def _wanted(self, live: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
         what = "a request of its harness"
         try:
             with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
                 wanted = await episode.wanted()
         except Exception as error:
-            raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return wanted
 
-    def _take_over(self, live: Live, segments: Sequence[Segment], step: Step) -> None:
+    def _take_over(self, live: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
         """The branch that is trained becomes the trajectory."""
         live.segments[:] = segments
         live.turns[:] = harness_turns(segments, self._tokenizer, live.domain.stop_token_ids, step.reward)
@@ -303,15 +303,17 @@ class TrajectoryRunner:
         live.first_tokens = len(segments[0].token_ids) if segments else 0
         live.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
         if not live.action_tokens:
-            raise Aborted(AbortReason.INFRA_FAULT, "its harness ended without an answer of the policy")
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, "its harness ended without an answer of the policy")
 
     def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
         try:
             return tuple(self._tokenizer.token_id(action) for action in actions)
         except (TypeError, ValueError) as error:
-            raise Aborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
-    def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> None:
+    def _append(
+        self, live: TrajectoryState, completion: Completion, turn: int, allowed: tuple[int, ...] | None
+    ) -> None:
         token_ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
         for span in spans:
             at = slice(span.start, span.end)
@@ -321,18 +323,18 @@ class TrajectoryRunner:
         live.action_tokens += sampled
         live.length += sampled
 
-    def _said(self, live: Live, completion: Completion) -> str:
+    def _said(self, live: TrajectoryState, completion: Completion) -> str:
         said = completion.token_ids
         if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
             said = said[:-1]
         return self._tokenizer.decode(said)
 
-    def _judge(self, live: Live) -> None:
+    def _judge(self, live: TrajectoryState) -> None:
         """I2 between two turns, and before anybody acts on an answer."""
         if live.purpose is _TRAIN and self.stale(live.v0):
-            raise Aborted(AbortReason.STALE)
+            raise TrajectoryAborted(AbortReason.STALE)
 
-    def _finished(self, live: Live, step: Step) -> Trajectory:
+    def _finished(self, live: TrajectoryState, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
         self._gateway.finished(live.id)
         if self.meter is not None and live.purpose is Purpose.TRAIN:
@@ -359,7 +361,9 @@ class TrajectoryRunner:
             engine_seconds=live.engine_seconds,
         )
 
-    async def _reset(self, live: Live, environment: Environment, ahead: Ahead | None) -> Observation:
+    async def _reset(
+        self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
+    ) -> Observation:
         """The first observation, of a reset of its own or of one that was begun before it."""
         try:
             await (prepared(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared())
@@ -383,7 +387,7 @@ class TrajectoryRunner:
             self._prefetch.reset(live.domain.name, live.reset_seconds)
         return observation
 
-    async def _step(self, live: Live, environment: Environment, text: str) -> Step:
+    async def _step(self, live: TrajectoryState, environment: Environment, text: str) -> Step:
         try:
             with (
                 self._leases.hold(
@@ -397,7 +401,7 @@ class TrajectoryRunner:
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return step
 
-    async def _close(self, live: Live, environment: Environment | HarnessEpisode | None) -> None:
+    async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
         limit = self._limits.env_close_s
         try:
@@ -416,7 +420,7 @@ class TrajectoryRunner:
                     await environment.close()
 
 
-def _made(live: Live) -> Environment:
+def _made(live: TrajectoryState) -> Environment:
     try:
         with UserCodeGuard():
             return live.domain.environment()

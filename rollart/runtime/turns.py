@@ -12,17 +12,25 @@ from rollart.policy.answers import wrong_answer
 from rollart.policy.handing import HandoffCounts
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.entrance import ConcurrencySettings, Entrance
-from rollart.runtime.handing import Handoffs
-from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_request, spoilt
-from rollart.runtime.homes import Tell
+from rollart.runtime.entrance import ConcurrencySettings, KvAdmission
+from rollart.runtime.handing import HandoffQueue
+from rollart.runtime.handoff import (
+    HandoffRevoked,
+    KvPulls,
+    NoKvHandedOver,
+    decode_params,
+    discard,
+    prefill_request,
+    spoilt,
+)
+from rollart.runtime.homes import EventEmitter
 from rollart.runtime.leases import Leases
-from rollart.runtime.members import Member, Roster, SessionKv
-from rollart.runtime.together import Together
-from rollart.runtime.turn import Again, Failed, GatewayLimits, Turn
-from rollart.runtime.ways import Way, Ways
+from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
+from rollart.runtime.together import GroupColocation
+from rollart.runtime.turn import GatewayLimits, RetryTurn, TurnFailed, TurnState
+from rollart.runtime.ways import TurnRouter, Way
 
-__all__ = ["GatewayLimits", "Turn", "Turns"]
+__all__ = ["GatewayLimits", "TurnState", "TurnExecutor"]
 
 RENEWED = 2.0
 """Times its lease that a prefill may wait in a queue that moves. Measured: at 1 (never renewed) 3.5 % of the 32B
@@ -31,7 +39,7 @@ when they could be prefilled at home: one such split of a 32B model ran at 0.27 
 at 2, 0.83 at 4)."""
 
 
-class Turns(Ways):
+class TurnExecutor(TurnRouter):
     """Owns the sessions, the gate and the turns under way; `Gateway` tells it what the engines do.
 
     Any number of trajectories call `generate`; each waits for the gate, an eligible engine and the answers of one or
@@ -43,24 +51,24 @@ class Turns(Ways):
         self,
         leases: Leases,
         limits: GatewayLimits,
-        roster: Roster,
+        roster: EngineRegistry,
         router: RoutingPolicy,
         version: int,
-        doubt: Callable[[Member, EngineError | LeaseExpired], None],
-        tell: Tell,
+        doubt: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
+        tell: EventEmitter,
         concurrency: ConcurrencySettings | None = None,
-        together: Together | None = None,
+        together: GroupColocation | None = None,
     ) -> None:
         super().__init__(limits, roster, router, version, tell, together)
         self._leases = leases
         self._doubt = doubt
         self._changed = asyncio.Event()
-        self.pulls = Pulls(leases, self.notify)
+        self.pulls = KvPulls(leases, self.notify)
         self.served = 0
         self.handed = HandoffCounts()
-        self.handoffs = None if limits.handoffs == 0 else Handoffs(limits.handoffs, limits.slots)
+        self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
-            self.entrance = Entrance(concurrency, roster, leases, tell, place=self._place)
+            self.entrance = KvAdmission(concurrency, roster, leases, tell, place=self._place)
             if together is not None:
                 self.entrance.hold_together(together, self.follow_group)
 
@@ -77,12 +85,12 @@ class Turns(Ways):
         """Set at the next `notify`."""
         return self._changed
 
-    async def quiet(self, member: Member) -> None:
+    async def quiet(self, member: RegisteredEngine) -> None:
         """Returns when nothing runs on the engine that drains and nobody fetches KV from it, or it drains no more."""
         while member.draining and (member.running or member.lent):
             await self._changed.wait()
 
-    async def generate(self, turn: Turn) -> Completion:
+    async def generate(self, turn: TurnState) -> Completion:
         """See `Gateway.generate`."""
         failures, last = 0, ""
         while failures < self._limits.attempts:
@@ -91,15 +99,15 @@ class Turns(Ways):
                 completion = await self._attempt(turn)
                 self.served += 1
                 return completion
-            except Failed as failed:
+            except TurnFailed as failed:
                 last = str(failed)
                 # A hand-off that failed sends the turn home, and that is its first attempt.
                 failures += at_home == turn.at_home
-            except Again:
+            except RetryTurn:
                 continue
         raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
-    async def _attempt(self, turn: Turn) -> Completion:
+    async def _attempt(self, turn: TurnState) -> Completion:
         kv, home, source = self._route_now(turn) or await self._route(turn)
         request = self._request(turn, kv.version)
         before, version, current = turn.spent, kv.version, self.version
@@ -134,11 +142,11 @@ class Turns(Ways):
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
         if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
             turn.go_on(completion, lent=True)
-            raise Again
+            raise RetryTurn
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
             turn.go_on(completion)
-            raise Again  # ended by a weight update: generated again from its history
+            raise RetryTurn  # ended by a weight update: generated again from its history
         if self.lag and kv.begun is None and completion.spans:
             kv.begun = completion.spans[0].version
         if source is not None:
@@ -150,7 +158,7 @@ class Turns(Ways):
 
     async def _unanswered(
         self,
-        turn: Turn,
+        turn: TurnState,
         way: Way,
         request: GenerateRequest,
         error: EngineError | LeaseExpired,
@@ -163,12 +171,12 @@ class Turns(Ways):
         if isinstance(error, HandoffFailed):
             if source is None:
                 return EngineError(f"{home.engine.id} was sent no KV: {error}", retryable=False)
-            again = moved or isinstance(error, TakenBack)
+            again = moved or isinstance(error, HandoffRevoked)
             if not again:
                 self._handoff_failed(turn, source, home, error, wasted)
                 turn.at_home = True
             await self._drop(source, request)
-            return Again() if again else Failed(str(error))
+            return RetryTurn() if again else TurnFailed(str(error))
         retryable = not isinstance(error, EngineError) or error.retryable
         if retryable:
             self._leave_home(turn, kv, home)
@@ -182,10 +190,10 @@ class Turns(Ways):
         if not retryable:
             return error
         if home.draining:  # it was drained away under a long turn
-            return Again()
-        return Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
+            return RetryTurn()
+        return TurnFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
-    def _answered_wrongly(self, turn: Turn, home: Member, error: WrongAnswer) -> None:
+    def _answered_wrongly(self, turn: TurnState, home: RegisteredEngine, error: WrongAnswer) -> None:
         """The turn is asked elsewhere. The engine goes on, or is restarted: after several such answers, or at once if
         its weights are others than those published."""
         turn.avoided.add(home.engine.id)
@@ -195,7 +203,7 @@ class Turns(Ways):
             self._doubt(home, error)
 
     async def _handed(
-        self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
+        self, turn: TurnState, kv: SessionKv, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
     ) -> Mapping[str, object] | None:
         """The first leg, once there is a place before the decode engine, which is kept until the second begins."""
         queue = self.handoffs
@@ -211,7 +219,7 @@ class Turns(Ways):
                 return None
             if kv.version != version or kv.home != home.engine.id or self._fenced(version, source, home) is not None:
                 queue.leave(home)
-                raise Again
+                raise RetryTurn
         else:
             await queue.enter(home)
         turn.handing = True
@@ -225,17 +233,17 @@ class Turns(Ways):
                 queue.prefilled(home, asyncio.get_running_loop().time() - began)
         return params
 
-    def _hands_over(self, turn: Turn, home: Member) -> None:
+    def _hands_over(self, turn: TurnState, home: RegisteredEngine) -> None:
         """The decode engine has the turn, or nobody: its place is free."""
         if turn.handing and self.handoffs is not None:
             turn.handing = False
             self.handoffs.leave(home)
 
     async def _prefill(
-        self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
+        self, turn: TurnState, kv: SessionKv, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
     ) -> Mapping[str, object] | None:
         """The first leg: what the decode engine is to be told; None if the turn has to prefill at home after all.
-        `Again` if it is to be routed anew."""
+        `RetryTurn` if it is to be routed anew."""
         version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
         # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted. Where
@@ -253,9 +261,9 @@ class Turns(Ways):
             async with self.pulls.leg(ask, source, prefills=True):
                 answer = await self._leg(turn, source, ask, limit, work, generates=False)
             params = decode_params(answer, source.engine.id, last=turn.last)
-        except TakenBack:
+        except HandoffRevoked:
             await self._drop(source, request)
-            raise Again from None
+            raise RetryTurn from None
         except (EngineError, LeaseExpired) as error:
             self._handoff_failed(turn, source, home, error, turn.spent - before)
             if isinstance(error, ForeignWeights):
@@ -266,30 +274,37 @@ class Turns(Ways):
         finally:
             source.kv.end(turn.session, turn.length)
         why = self._fenced(version, source, home)
-        if why is None or (isinstance(why, TakenBack) and source.version == version):
+        if why is None or (isinstance(why, HandoffRevoked) and source.version == version):
             kv.cached[source.engine.id] = 0 if turn.last else turn.length
         if why is None:
             return params
-        if not isinstance(why, TakenBack):
+        if not isinstance(why, HandoffRevoked):
             self._handoff_failed(turn, source, home, why, turn.spent - before)
         await self._drop(source, request)
-        if isinstance(why, TakenBack):
-            raise Again
+        if isinstance(why, HandoffRevoked):
+            raise RetryTurn
         return None
 
-    def _fenced(self, version: int, source: Member, home: Member) -> HandoffFailed | None:
+    def _fenced(self, version: int, source: RegisteredEngine, home: RegisteredEngine) -> HandoffFailed | None:
         """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
-            return TakenBack("the weights change")
+            return HandoffRevoked("the weights change")
         return spoilt(version, source, home, self._roster.members)
 
-    async def _drop(self, source: Member, request: GenerateRequest) -> None:
+    async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
         """Nobody will pull what `source` keeps for this request."""
         if source.healthy:
             await discard(source, request.request_id, self._leases, self._limits.handoff_s)
 
     async def _leg(
-        self, turn: Turn, member: Member, request: GenerateRequest, seconds: float, work: float, *, generates: bool
+        self,
+        turn: TurnState,
+        member: RegisteredEngine,
+        request: GenerateRequest,
+        seconds: float,
+        work: float,
+        *,
+        generates: bool,
     ) -> Completion:
         """One request to one engine; what it took there is charged, however it ends."""
         member.running += 1
@@ -329,7 +344,7 @@ class Turns(Ways):
             if member.draining and not member.running:
                 self.notify()
 
-    async def _route(self, turn: Turn) -> Way:
+    async def _route(self, turn: TurnState) -> Way:
         """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
         while True:
             if self.entrance is not None:
@@ -343,7 +358,9 @@ class Turns(Ways):
             async with self._leases.hold(turn.session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
                 await changed.wait()
 
-    def _generated(self, turn: Turn, kv: SessionKv, home: Member, completion: Completion, remote: bool) -> None:
+    def _generated(
+        self, turn: TurnState, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
+    ) -> None:
         """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
         version = home.version if self.lag else self.version
         if kv.version != version:
@@ -354,7 +371,7 @@ class Turns(Ways):
             kv.returned = completion.kv_transfer
         self._book.answered(turn.domain, completion.sampled)
 
-    def _request(self, turn: Turn, version: int) -> GenerateRequest:
+    def _request(self, turn: TurnState, version: int) -> GenerateRequest:
         turn.sends += 1
         told = None if turn.listener is None else turn.hear
         return GenerateRequest(
@@ -362,7 +379,12 @@ class Turns(Ways):
         )
 
     def _handoff_failed(
-        self, turn: Turn, source: Member, home: Member, error: EngineError | LeaseExpired, wasted: float
+        self,
+        turn: TurnState,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
+        error: EngineError | LeaseExpired,
+        wasted: float,
     ) -> None:
         cause = error.cause if isinstance(error, LeaseExpired) else str(error)
         self._tell(
@@ -375,7 +397,7 @@ class Turns(Ways):
         )
         self.handed.failed += 1
         now = asyncio.get_running_loop().time()
-        seconds = source.breaker.failed(now, hopeless=isinstance(error, NothingKept))
+        seconds = source.breaker.failed(now, hopeless=isinstance(error, NoKvHandedOver))
         if seconds is not None:
             failures = source.breaker.failures
             self._tell("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)

@@ -29,12 +29,12 @@ from rollart.policy.updates import (
     VersionProbe,
     may_publish,
 )
-from rollart.runtime.homes import Tell
+from rollart.runtime.homes import EventEmitter
 from rollart.runtime.leases import Leases
-from rollart.runtime.members import Member, Roster
-from rollart.runtime.turns import GatewayLimits, Turns
+from rollart.runtime.members import EngineRegistry, RegisteredEngine
+from rollart.runtime.turns import GatewayLimits, TurnExecutor
 
-__all__ = ["UpdateRule", "Updates"]
+__all__ = ["UpdateRule", "RollingUpdates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Iteration:
         return not self.left[engine]
 
 
-class Updates:
+class RollingUpdates:
     """Owns the updates of single engines. `publish` is called by the gateway and waits until somebody may serve the
     version before or an engine has loaded it; `run` owns the tasks and waits for a change of the fleet, for the end of
     an iteration, or for the time that an engine may put its update off. `settle` waits until every engine has the
@@ -74,14 +74,14 @@ class Updates:
     def __init__(
         self,
         rule: UpdateRule,
-        turns: Turns,
-        roster: Roster,
+        turns: TurnExecutor,
+        roster: EngineRegistry,
         leases: Leases,
         *,
         limits: GatewayLimits,
         pause: PauseMode,
-        suspect: Callable[[Member, EngineError | LeaseExpired], None],
-        tell: Tell,
+        suspect: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
+        tell: EventEmitter,
     ) -> None:
         self._policy = rule.policy
         self._alpha = rule.alpha
@@ -174,7 +174,7 @@ class Updates:
         """Versions that an engine is reading: they may not be pruned."""
         return tuple(self._loading.values())
 
-    def _members(self) -> Iterable[Member]:
+    def _members(self) -> Iterable[RegisteredEngine]:
         return self._roster.members.values()
 
     def _states(self, *, prefill: bool) -> list[EngineState]:
@@ -217,7 +217,7 @@ class Updates:
         behind = any(m.healthy and m.version < version for m in members.values())
         self._turns.lag = self._alpha if behind else 0
 
-    def _needed(self, version: int) -> Member | None:
+    def _needed(self, version: int) -> RegisteredEngine | None:
         """The engine that is to load at once, since trajectories began with a version that no engine has any more: the
         one with the fewest sessions. One that is lost and comes back brings the current version, and is waited for."""
         if any(not m.healthy for m in self._members()):
@@ -229,13 +229,13 @@ class Updates:
             return None
         return min(able, key=lambda m: (len(m.sessions), m.engine.id))
 
-    def _start(self, member: Member, weights: WeightsRef, why: UpdateReason) -> None:
+    def _start(self, member: RegisteredEngine, weights: WeightsRef, why: UpdateReason) -> None:
         assert self._tasks is not None, "planned while `run` runs"
         member.updating = True
         member.shares.hold(ResourceState.SYNC)
         self._tasks.create_task(self._update(member, weights, why), name=f"sync {member.engine.id}")
 
-    async def _update(self, member: Member, weights: WeightsRef, why: UpdateReason) -> None:
+    async def _update(self, member: RegisteredEngine, weights: WeightsRef, why: UpdateReason) -> None:
         name, now = member.engine.id, asyncio.get_running_loop().time
         began, before = now(), member.version
         self._loading[name] = weights.version

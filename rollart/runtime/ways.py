@@ -8,29 +8,29 @@ from collections.abc import Callable
 
 from rollart.fleet import EngineRole, Routes
 from rollart.policy.routing import EngineView, RoutingPolicy, TurnPath, TurnView, choose_engine, route
-from rollart.runtime.entrance import Entrance
-from rollart.runtime.homes import DomainBook, Tell
-from rollart.runtime.members import Member, Roster, SessionKv
-from rollart.runtime.together import Together
-from rollart.runtime.turn import GatewayLimits, Turn
+from rollart.runtime.entrance import KvAdmission
+from rollart.runtime.homes import DomainStatistics, EventEmitter
+from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
+from rollart.runtime.together import GroupColocation
+from rollart.runtime.turn import GatewayLimits, TurnState
 
-__all__ = ["Way", "Ways"]
+__all__ = ["Way", "TurnRouter"]
 
-Way = tuple[SessionKv, Member, Member | None]
+Way = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
 """What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
 
 
-class Ways:
+class TurnRouter:
     """Owns the sessions and the router. Every change takes effect between two awaits."""
 
     def __init__(
         self,
         limits: GatewayLimits,
-        roster: Roster,
+        roster: EngineRegistry,
         router: RoutingPolicy,
         version: int,
-        tell: Tell,
-        together: Together | None = None,
+        tell: EventEmitter,
+        together: GroupColocation | None = None,
     ) -> None:
         self._limits = limits
         self._roster = roster
@@ -42,10 +42,10 @@ class Ways:
         """How far engines may be behind it and serve, while some are."""
         self._tell = tell
         self._sessions: dict[str, SessionKv] = {}
-        self._book = DomainBook(tell)
+        self._book = DomainStatistics(tell)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.entrance: Entrance | None = None
+        self.entrance: KvAdmission | None = None
         self.together = together
         self.paths: dict[str, int] = {}
 
@@ -56,7 +56,7 @@ class Ways:
         if routes.shares != before.shares:
             self._book.start_over()
 
-    def unhome(self, member: Member) -> None:
+    def unhome(self, member: RegisteredEngine) -> None:
         """The engine's sessions have no home and no KV there any more."""
         for session in member.sessions:
             kv = self._sessions[session]
@@ -70,7 +70,7 @@ class Ways:
             for kv in self._sessions.values():
                 kv.cached.pop(member.engine.id, None)
 
-    def forget(self, session: str) -> list[Member]:
+    def forget(self, session: str) -> list[RegisteredEngine]:
         """The session is over: healthy engines that may hold KV of it."""
         kv = self._sessions.pop(session, None)
         if kv is None:
@@ -103,7 +103,7 @@ class Ways:
         plain = self.router.plain(self._roster.kinds) and self.entrance is None
         self._special = self._roster.roles or not plain
 
-    def _route_now(self, turn: Turn) -> Way | None:
+    def _route_now(self, turn: TurnState) -> Way | None:
         """None while the gate is closed or no engine is eligible."""
         if not self.gate.is_set():
             return None
@@ -140,7 +140,7 @@ class Ways:
             kv.expire(version)
         return kv
 
-    def _place(self, turn: Turn) -> bool | None:
+    def _place(self, turn: TurnState) -> bool | None:
         """Give the turn's trajectory a home where there is room for it. True: it has one; None: nobody could be one."""
         if not self.gate.is_set():
             return False
@@ -162,7 +162,7 @@ class Ways:
         self._settle(turn, kv, roster.members[path.decode], path.preferred)
         return True
 
-    def _seated(self, turn: Turn, kv: SessionKv) -> Member | None:
+    def _seated(self, turn: TurnState, kv: SessionKv) -> RegisteredEngine | None:
         """Where the rest of the turn's group lives, which is its home from now on if there is a seat for it."""
         assert self.together is not None
         unit = self.together.seat(
@@ -173,19 +173,23 @@ class Ways:
         self._settle(turn, kv, unit.home, unit.preferred)
         return unit.home
 
-    def follow_group(self, turn: Turn) -> bool:
+    def follow_group(self, turn: TurnState) -> bool:
         """Whether the turn's trajectory has its home now, on a seat that its group took for it."""
         if self.together is None or not self.gate.is_set():
             return False
         kv = self._known(turn.session)
         return kv is not None and self._seated(turn, kv) is not None
 
-    def _holds(self, member: Member, session: str, tokens: int) -> bool:
+    def _holds(self, member: RegisteredEngine, session: str, tokens: int) -> bool:
         """Whether the engine still has so much of the session's KV, for all that is known."""
         return self.entrance is None or member.kv.held(session) >= tokens
 
     def _choose(
-        self, turn: Turn, kv: SessionKv, home: Member | None, takes: Callable[[Member], bool] | None = None
+        self,
+        turn: TurnState,
+        kv: SessionKv,
+        home: RegisteredEngine | None,
+        takes: Callable[[RegisteredEngine], bool] | None = None,
     ) -> TurnPath | None:
         """`takes`: of the engines that generate, only those may be a home."""
         roster = self._roster
@@ -218,7 +222,7 @@ class Ways:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1
         return path
 
-    def _settle(self, turn: Turn, kv: SessionKv, member: Member, preferred: bool) -> None:
+    def _settle(self, turn: TurnState, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
         """The trajectory lives on this engine from now on."""
         old = None if kv.home is None else self._roster.members.get(kv.home)
         if old is not None:
@@ -237,7 +241,7 @@ class Ways:
             doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
             self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
 
-    def _visit(self, session: str, kv: SessionKv, source: Member) -> None:
+    def _visit(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
         """This engine prefills for the trajectory's home from now on."""
         if kv.guest_of != source.engine.id:
             self._depart(session, kv)
@@ -250,13 +254,13 @@ class Ways:
         if host is not None:
             host.guests.discard(session)
 
-    def _leave_home(self, turn: Turn, kv: SessionKv, home: Member) -> None:
+    def _leave_home(self, turn: TurnState, kv: SessionKv, home: RegisteredEngine) -> None:
         home.sessions.discard(turn.session)
         home.kv.drop(turn.session)
         kv.home = kv.returned = None
         kv.cached.pop(home.engine.id, None)
 
-    def _work(self, turn: Turn, kv: SessionKv, member: Member, *, prefill: bool, decode: bool) -> float:
+    def _work(self, turn: TurnState, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool) -> float:
         """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
         model = self.router.routes.model
         if model is None:
@@ -273,7 +277,7 @@ class Ways:
         return seconds
 
 
-def _elsewhere(turn: Turn, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
+def _elsewhere(turn: TurnState, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
     """Without the engines that answered the turn wrongly, while others may generate it."""
     others = [v for v in views if v.id not in turn.avoided] if turn.avoided else views
     able = (v for v in others if v.healthy and v.version == kv.version and v.seat.role is not EngineRole.PREFILL)

@@ -13,7 +13,7 @@ from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.model import Observation, Step
 from rollart.ports import Environment, Recorder
-from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
@@ -231,7 +231,7 @@ class ModelledHosts:
         return self.fleet
 
 
-async def run_autoscaled_hosts(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[CrewKeeper]]) -> None:
+async def run_autoscaled_hosts(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[HostAutoscaler]]) -> None:
     """Run the hosts, and once those of the start serve those who keep their number. These end first: a host that is on
     its way needs the fleet."""
     async with asyncio.TaskGroup() as tasks:

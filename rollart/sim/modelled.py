@@ -22,7 +22,7 @@ from rollart.model import EngineId, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Planner, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
-from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.hosting import HostFleet
@@ -123,7 +123,7 @@ class ModelledRun:
     """What happens to the world while the run is on; ends with it."""
     hosts: ModelledHosts | None = None
     """Where environments live, if not in the controller."""
-    keepers: Callable[[HostFleet], Sequence[CrewKeeper]] | None = None
+    keepers: Callable[[HostFleet], Sequence[HostAutoscaler]] | None = None
     """Who keeps their number where nodes come and go."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back; then the restart has failed."""

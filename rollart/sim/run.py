@@ -20,7 +20,7 @@ from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.policy.updates import UpdatePolicy
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
-from rollart.runtime.buffer import Column, Due
+from rollart.runtime.buffer import Due, SampleColumn
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
@@ -72,7 +72,7 @@ class SimulatedRun:
     token_budget: int | None = None
     cut_tokens: int | None = None
     due: Due | None = None
-    columns: Sequence[Column] = ()
+    columns: Sequence[SampleColumn] = ()
     overlap: bool = False
     pace_s: float = 1e9
     updates: UpdatePolicy | None = None

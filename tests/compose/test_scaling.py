@@ -15,7 +15,7 @@ from rollart.model import GroupId, Purpose, TrajectoryId
 from rollart.ports import RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.groups import Rolling
-from rollart.runtime.trajectory import Live
+from rollart.runtime.trajectory import TrajectoryState
 from rollart.sim import loop as virtual
 from rollart.spec.resolve import read_specs, resolve_specs
 from serverless.backends.simulated import SimulatedBackend
@@ -33,9 +33,9 @@ PLAN = {
 }
 
 
-def live(key: str, domain: str, started: float) -> Live:
+def live(key: str, domain: str, started: float) -> TrajectoryState:
     one = Domain(domain, lambda: None, quota=1, group_size=1, max_turns=2, max_tokens=4)  # type: ignore[arg-type, return-value]
-    return Live(TrajectoryId(key), GroupId("g"), one, 0, Purpose.TRAIN, 0, started)
+    return TrajectoryState(TrajectoryId(key), GroupId("g"), one, 0, Purpose.TRAIN, 0, started)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.buffer import PORTION, Column, Due
+from rollart.runtime.buffer import PORTION, Due, SampleColumn
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -53,7 +53,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = True) -> SimulatedRun:
         env_faults=draw(st.sampled_from([0.0, 0.05])) if faults else 0.0,
         max_attempts=draw(st.integers(1, 4)),
         schedule=schedule,
-        columns=draw(st.sampled_from([tuple(Column), (Column.REFERENCE,), (Column.ADVANTAGE,)])),
+        columns=draw(st.sampled_from([tuple(SampleColumn), (SampleColumn.REFERENCE,), (SampleColumn.ADVANTAGE,)])),
         overlap=draw(st.booleans()),
         **policy,
     )
@@ -76,17 +76,17 @@ def trained(world: SimulatedRun) -> Counter[str]:
         for group, size in Counter(s.group for s in batch).items():
             assert size == sizes[group.split("-")[0]], "I6: whole groups"
         for sample, credit in zip(batch, group_mean_advantages(batch), strict=True):
-            if Column.REFERENCE in world.columns:
+            if SampleColumn.REFERENCE in world.columns:
                 pairs = zip(sample.logprobs, sample.loss_mask, strict=True)
                 assert sample.reference == tuple(p - 0.25 if m else 0.0 for p, m in pairs)
             else:
                 assert not sample.reference
-            assert sample.advantage == (credit if Column.ADVANTAGE in world.columns else ())
+            assert sample.advantage == (credit if SampleColumn.ADVANTAGE in world.columns else ())
     assert all(count == 1 for count in found.values()), "trained once"
     return found
 
 
-def asked(world: SimulatedRun, column: Column) -> list[tuple[str, ...]]:
+def asked(world: SimulatedRun, column: SampleColumn) -> list[tuple[str, ...]]:
     return [ids for name, ids in world.trainer.asked if name == column]
 
 
@@ -101,9 +101,9 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
         filled = Counter(row for ids in calls for row in ids)
         assert all(count == 1 for count in filled.values()), "exactly once per task"
         assert set(found) <= set(filled), "nothing is trained that was not filled"
-    assert all(len(ids) <= PORTION for ids in asked(world, Column.REFERENCE))
+    assert all(len(ids) <= PORTION for ids in asked(world, SampleColumn.REFERENCE))
     sizes = {d.name: d.group_size for d in world.domains}
-    for ids in asked(world, Column.ADVANTAGE):
+    for ids in asked(world, SampleColumn.ADVANTAGE):
         groups = Counter(row.rpartition(".")[0] for row in ids)
         assert all(count == sizes[group.split("-")[0]] for group, count in groups.items()), "group-atomic"
     if world.due is None:
@@ -164,7 +164,7 @@ def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
 def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
     """2 s for each sample's reference, in turn, hide behind the slowest trajectory, except for the last samples."""
     exposed = {}
-    for columns in ((), (Column.REFERENCE,)):
+    for columns in ((), (SampleColumn.REFERENCE,)):
         world = make_simulated_run(
             quotas={"a": (8, 2)},
             alpha=0,
@@ -180,11 +180,13 @@ def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
         world.on_step = done.append
         loop.run(world.run(), seed=3)
         exposed[columns] = done[-1].t1
-    assert exposed[()] < exposed[(Column.REFERENCE,)] <= exposed[()] + 4 * 2 * 2.0, "one call under way, and one more"
+    assert exposed[()] < exposed[(SampleColumn.REFERENCE,)] <= exposed[()] + 4 * 2 * 2.0, (
+        "one call under way, and one more"
+    )
 
 
 def test_a_trainer_that_fails_every_time_ends_the_run_with_what_it_says() -> None:
-    world = make_simulated_run(quotas={"a": (4, 2)}, columns=(Column.REFERENCE,))
+    world = make_simulated_run(quotas={"a": (4, 2)}, columns=(SampleColumn.REFERENCE,))
     world.trainer.fail_columns = frozenset(range(1, 100))
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=1)

@@ -34,9 +34,9 @@ from rollart.policy.handing import MOST_HANDED
 from rollart.policy.pricing import prefill_rule
 from rollart.policy.routing import RoutingPolicy
 from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
-from rollart.runtime.handing import Handoffs
+from rollart.runtime.handing import HandoffQueue
 from rollart.runtime.rebalance import RebalanceSettings
-from rollart.runtime.turns import GatewayLimits, Turns
+from rollart.runtime.turns import GatewayLimits, TurnExecutor
 from rollart.sim import loop
 from rollart.sim.handoff import HandoffEngine, HandoffFabric, HandoffTimings
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -142,15 +142,15 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
 @contextlib.contextmanager
 def watched_queues() -> Iterator[None]:
     """A hand-off is admitted only while fewer than the depth are queued before its decode engine."""
-    room = Handoffs._room
+    room = HandoffQueue._room
 
-    def checked(handoffs: Handoffs, queue: Any) -> bool:
+    def checked(handoffs: HandoffQueue, queue: Any) -> bool:
         found = room(handoffs, queue)
         before = queue.open + queue.member.running - handoffs._slots
         assert not found or before < queue.depth.depth() <= (handoffs._fixed or MOST_HANDED)
         return found
 
-    with patch.object(Handoffs, "_room", checked):
+    with patch.object(HandoffQueue, "_room", checked):
         yield
 
 
@@ -277,11 +277,11 @@ def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.Monkey
         return broken
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.Pulls.take_back", nothing)
+        patched.setattr("rollart.runtime.handoff.KvPulls.take_back", nothing)
         assert mixed() > 0, "legs that an update meets"
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.Pulls.take_back", nothing)
-        patched.setattr(Turns, "_fenced", lambda *_: None)
+        patched.setattr("rollart.runtime.handoff.KvPulls.take_back", nothing)
+        patched.setattr(TurnExecutor, "_fenced", lambda *_: None)
         assert mixed() > 0, "and KV sent after it"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollart.errors import UsageError
 from rollart.ledger.memory import MemoryRecorder
 from rollart.policy.presence import AvailabilitySettings
-from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.nodes import Nodes
 from rollart.sim import loop as virtual
 
@@ -77,7 +77,7 @@ class Scene:
         self.nodes = Nodes(AvailabilitySettings(settle_s=SETTLE_S), dict, {"cores": 100})
         self.cores: dict[str, int] = {}
         self.fleet = Fleet(self.nodes, self.cores)
-        self.keeper = CrewKeeper(
+        self.keeper = HostAutoscaler(
             self.fleet, self.nodes, lambda devices: min(most, devices["cores"]), self.recorder, what="environments"
         )
         self.at_first = at_first

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rollart.runtime.handing import Handoffs
+from rollart.runtime.handing import HandoffQueue
 from rollart.sim import loop
 
 
@@ -19,7 +19,7 @@ def decode_engine() -> Any:
 @pytest.mark.parametrize("freed_first", [False, True])
 def test_who_is_cancelled_as_a_place_comes_free_takes_none_and_harms_nobody(freed_first: bool) -> None:
     async def main() -> None:
-        queue, engine = Handoffs(1, 1), decode_engine()
+        queue, engine = HandoffQueue(1, 1), decode_engine()
         await queue.enter(engine)
         waits, next_one = (asyncio.create_task(queue.enter(engine)) for _ in range(2))
         await asyncio.sleep(0)

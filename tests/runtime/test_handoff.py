@@ -35,7 +35,7 @@ from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
-from rollart.runtime.trajectory import Live, TrajectoryRunner, WaitLimits
+from rollart.runtime.trajectory import TrajectoryRunner, TrajectoryState, WaitLimits
 from rollart.sim import loop
 from rollart.sim.handoff import HandoffEngine, HandoffFabric, HandoffTimings
 from rollart.sim.world import WordTokenizer
@@ -691,7 +691,7 @@ def test_the_prefill_of_the_last_turn_that_there_can_be_says_so() -> None:
             barrier=FreeRunning(),
         )
         domain = Domain("a", Endless, quota=1, group_size=1, max_turns=3, max_tokens=4)
-        await runner.run(Live(TrajectoryId("a-0.0"), GroupId("a-0"), domain, 0, Purpose.TRAIN, 0, 0.0))
+        await runner.run(TrajectoryState(TrajectoryId("a-0.0"), GroupId("a-0"), domain, 0, Purpose.TRAIN, 0, 0.0))
         asked = [(r.kv_transfer or {}).get("session_ends", False) for r in bench.requests("p")]
         assert asked == [False, False, True]
         assert [(r.kv_transfer or {}).get("return_kv", True) for r in bench.requests("d")] == [True, True, False]

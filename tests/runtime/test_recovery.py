@@ -31,7 +31,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.supervise import NO_NODE, EngineSupervisor
-from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner, WaitLimits
+from rollart.runtime.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState, WaitLimits
 from rollart.sim import loop
 from rollart.sim.world import WordTokenizer
 
@@ -267,16 +267,18 @@ def runner_of(fleet: Fleet, **limits: Any) -> TrajectoryRunner:
     )
 
 
-def live(environment: Callable[[], Environment]) -> Live:
+def live(environment: Callable[[], Environment]) -> TrajectoryState:
     domain = Domain("d", environment, quota=1, group_size=1, max_turns=2, max_tokens=4)
-    return Live(TrajectoryId("d-0.0"), GroupId("d-0"), domain, 0, Purpose.TRAIN, 0, 0.0)
+    return TrajectoryState(TrajectoryId("d-0.0"), GroupId("d-0"), domain, 0, Purpose.TRAIN, 0, 0.0)
 
 
 def test_a_prompt_that_fills_the_context_says_so() -> None:
     async def main() -> None:
         fleet = Fleet()
         fleet.join(FakeEngine("engine-0"))
-        with pytest.raises(Aborted, match=r"prompt of \d+ tokens fills the context of 2 \(model.context\)") as aborted:
+        with pytest.raises(
+            TrajectoryAborted, match=r"prompt of \d+ tokens fills the context of 2 \(model.context\)"
+        ) as aborted:
             await runner_of(fleet, context_tokens=2).run(live(lambda: World(text="a b c d")))
         assert aborted.value.reason is AbortReason.INFRA_FAULT
 
@@ -294,7 +296,7 @@ def test_an_observation_of_many_megabytes_is_not_encoded_whole(monkeypatch: pyte
     async def main() -> None:
         fleet = Fleet()
         fleet.join(FakeEngine("engine-0"))
-        with pytest.raises(Aborted, match=r"fills the context of 20 \(model.context\)"):
+        with pytest.raises(TrajectoryAborted, match=r"fills the context of 20 \(model.context\)"):
             await runner_of(fleet, context_tokens=20).run(live(lambda: World(text="word " * 200_000)))
 
     monkeypatch.setattr(WordTokenizer, "encode", encode)
@@ -307,7 +309,7 @@ def test_an_environment_that_cannot_be_made_is_a_fault_of_infrastructure() -> No
         raise RuntimeError("no licence left")
 
     async def main() -> None:
-        with pytest.raises(Aborted, match="no licence left") as aborted:
+        with pytest.raises(TrajectoryAborted, match="no licence left") as aborted:
             await runner_of(Fleet()).run(live(make))
         assert aborted.value.reason is AbortReason.INFRA_FAULT
 

@@ -13,7 +13,7 @@ from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.samplers import Fifo
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.buffer import Due, SampleBuffer
-from rollart.runtime.cutting import Cut
+from rollart.runtime.cutting import TokenBudgetCut
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -100,7 +100,7 @@ def sample(name: str, group: str, length: int, paid: float = 1.0) -> TrainSample
 def test_a_budget_is_kept_to_the_token_and_returns_stay(lengths: list[int], budget: int, step: int) -> None:
     samples = [sample(f"s{i}", f"g{i // 2}", n, float(i)) for i, n in enumerate(lengths)]
     groups = [Group(GroupId(f"g{i}"), "a", tuple(samples[2 * i : 2 * i + 2])) for i in range((len(samples) + 1) // 2)]
-    cut = Cut(budget)(groups, step)
+    cut = TokenBudgetCut(budget)(groups, step)
     total = sum(len(s.token_ids) for s in cut)
     assert total <= budget or total == sum(lengths) <= budget
     assert total >= min(budget, sum(lengths)) - 1, "all of it, but for an edge that has no sampled token"
@@ -112,14 +112,14 @@ def test_a_budget_is_kept_to_the_token_and_returns_stay(lengths: list[int], budg
         assert sum(s.rewards) == sum(whole.rewards), "its return is what it was"
         assert sum(1 for a, b in zip(s.rewards, whole.rewards, strict=False) if a != b) <= 1
     assert sum(len(s.token_ids) < len(by_id[s.id].token_ids) for s in cut) <= 1, "one at the edge"
-    assert Cut(budget)(groups, step) == cut
+    assert TokenBudgetCut(budget)(groups, step) == cut
 
 
 def test_which_samples_are_left_out_does_not_depend_on_their_length() -> None:
     groups = [Group(GroupId(f"g{i}"), "a", (sample(f"s{i}", f"g{i}", 4 if i % 2 else 40),)) for i in range(20)]
     kept: Counter[bool] = Counter()
     for step in range(200):
-        kept.update(len(s.token_ids) <= 4 for s in Cut(220)(groups, step) if len(s.token_ids) in (4, 40))
+        kept.update(len(s.token_ids) <= 4 for s in TokenBudgetCut(220)(groups, step) if len(s.token_ids) in (4, 40))
     assert kept[True] / kept[False] == pytest.approx(1.0, abs=0.1)
 
 
