@@ -1,4 +1,4 @@
-"""A provider on virtual time whose limits and failures a test sets: what it does with a call is a function."""
+"""A provider on virtual time with limits and failures set by a test: a function determines the result of each call."""
 
 from __future__ import annotations
 

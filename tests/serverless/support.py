@@ -1,4 +1,4 @@
-"""What the tests of serverless share: packages of the test functions, items, and backends by name."""
+"""Shared parts of the serverless tests: packages of the test functions, items, and backends by name."""
 
 from __future__ import annotations
 

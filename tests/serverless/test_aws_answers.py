@@ -1,4 +1,4 @@
-"""What Lambda says, read. The texts are Lambda's own."""
+"""Parsing of Lambda's responses. The texts are Lambda's own."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def spec(**settings: object) -> FunctionSpec:
 
 
 def test_lambda_is_told_whole_seconds_and_the_memory_that_brings_the_cores() -> None:
-    told = function_configuration(spec(timeout_s=0.3, cpu=2.0), AwsSettings())
-    assert (told["Timeout"], told["MemorySize"]) == (1, 3538)
+    configured = function_configuration(spec(timeout_s=0.3, cpu=2.0), AwsSettings())
+    assert (configured["Timeout"], configured["MemorySize"]) == (1, 3538)
     assert function_configuration(spec(timeout_s=10.2, memory_mb=256), AwsSettings())["Timeout"] == 11
 
 

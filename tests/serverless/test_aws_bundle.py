@@ -1,4 +1,4 @@
-"""The archive that Lambda runs: where it goes, how large it may be, what is in it."""
+"""The archive for Lambda: its route, its size limits and its contents."""
 
 from __future__ import annotations
 

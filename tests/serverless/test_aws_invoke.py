@@ -51,7 +51,7 @@ def calls(books: Books) -> list[Any]:
 
 
 def call(plane: Plane, one: Package, books: Books | None = None, deadline_s: float = 20.0, **metadata: Any) -> Any:
-    """One call of one function, and what became of it."""
+    """One call of one function, and its result."""
 
     async def main() -> Any:
         async with lambdas(plane, one, books=books) as backend:
@@ -120,7 +120,7 @@ def constant(tmp_path: pathlib.Path, value: float, name: str = "same", **more: A
 
 
 async def score(backend: AwsLambdaBackend) -> Any:
-    """What the backend's `same` answers: a score, or the fault."""
+    """The result of the backend's `same`: a score, or the fault."""
     reply = await backend.invoke("same", [encode(item())], deadline_s=20.0)
     return reply.fault or reply.body[0]["aggregate_reward_score"]  # type: ignore[index]
 
@@ -171,7 +171,7 @@ def test_runs_that_start_at_once_each_get_their_version(plane: Plane, tmp_path: 
 
 
 def test_an_answer_of_another_version_is_a_fault_and_no_score(plane: Plane, tmp_path: pathlib.Path) -> None:
-    """Somebody moves the run's alias: what that version answers is dropped, and the alias set back."""
+    """If the run's alias is moved, answers of the other version are dropped, and the alias is reset."""
     ours, theirs = constant(tmp_path, 1.0), constant(tmp_path, -7.0)
     books = Books()
 
@@ -276,7 +276,7 @@ def test_the_alias_of_a_dead_run_goes_when_its_lease_has_ended(plane: Plane, tmp
 
 
 def test_a_rollback_goes_to_a_version_that_was_current(plane: Plane, tmp_path: pathlib.Path) -> None:
-    """Not to one that only a run called."""
+    """A version that only a run called is not a target."""
     first, tried, second = (constant(tmp_path, value) for value in (1.0, -7.0, 0.5))
 
     async def main() -> Any:
@@ -459,7 +459,7 @@ def test_what_waits_when_it_is_cancelled_is_never_sent(plane: Plane) -> None:
 
 
 def test_a_close_does_not_wait_longer_than_it_says(plane: Plane) -> None:
-    """What Lambda still runs then is on the books as an estimate."""
+    """Calls that Lambda still runs are metered as an estimate."""
     books = Books()
 
     async def main() -> float:

@@ -1,4 +1,4 @@
-"""`@reward`: what it stores, what is read of it from the source, and that every argument is a setting."""
+"""`@reward`: the stored options, their extraction from the source, and that every argument is a setting."""
 
 from __future__ import annotations
 

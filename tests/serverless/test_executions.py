@@ -31,7 +31,7 @@ class Cutting:
         self._port = port
         self.cut: set[int] = set()
         self.until: Callable[[], bool] | None = None
-        """What has happened before a connection is lost; else it is lost after a while."""
+        """Events before a connection is lost; by default it is lost after a while."""
         self.seen = 0
         self._server: asyncio.Server | None = None
 
@@ -112,7 +112,7 @@ def test_a_function_slower_than_the_read_time_out_is_executed_once_per_call(
     outcomes = asyncio.run(main())
     assert {o.kind for o in outcomes if isinstance(o, InfraFault)} == {FaultKind.TIMEOUT}
     assert len(outcomes) == 4
-    # The items of one call run one after the other, and those that were not reached end with it.
+    # The items of one call run one after the other, and unreached items end with it.
     assert set(executions(file).values()) == {1}
     assert max_items == 4 or set(executions(file)) == set("0123")
 

@@ -1,4 +1,4 @@
-"""Function workers on machines that are reached by sockets: who may, and what the end of either side does."""
+"""Function workers on remote machines: authentication, and the end of either side."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Machines:
         self.processes[name] = process
         self._stack.push_async_callback(self._end, process)
         assert process.stdout is not None
-        said = (await process.stdout.readline()).decode().split()
-        assert said[0] == "ready"
-        return said[1]
+        greeting = (await process.stdout.readline()).decode().split()
+        assert greeting[0] == "ready"
+        return greeting[1]
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
@@ -118,8 +118,8 @@ async def _killed(directory: pathlib.Path) -> None:
                 gate, outcomes = directory / "gate", []
 
                 async def score(n: int) -> None:
-                    told = {"do": "gate", "file": str(gate), "value": float(n)}
-                    outcomes.append(await offload.submit("behave", item(str(n), **told), LIMIT_S))
+                    metadata = {"do": "gate", "file": str(gate), "value": float(n)}
+                    outcomes.append(await offload.submit("behave", item(str(n), **metadata), LIMIT_S))
 
                 async with asyncio.TaskGroup() as tasks:
                     for n in range(12):
@@ -164,10 +164,10 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
     run(scenario())
 
 
-async def _knock(port: int, said: bytes) -> None:
-    """The connection ends, whatever was said."""
+async def _knock(port: int, greeting: bytes) -> None:
+    """The connection ends for any greeting."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(said)
+    writer.write(greeting)
     with contextlib.suppress(ConnectionError):  # it may have left some of that unread
         assert await reader.read() == b""
     writer.close()

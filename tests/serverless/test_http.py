@@ -1,4 +1,4 @@
-"""The http backend against hosts that misbehave: what each answer means, and that a call is sent once."""
+"""The http backend against faulty hosts: the meaning of each answer, and that a call is sent once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OK = [{"id": "a", "aggregate_reward_score": 1.0}]
 
 
 class Host:
-    """A real server that answers as told and counts what reaches it."""
+    """A real server that gives prepared answers and counts its requests."""
 
     def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""What can happen to real processes: crashes, limits, kills, and nothing left behind."""
+"""Failures of real processes: crashes, limits, kills, and no leftovers."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def scoring(directory: pathlib.Path, value: str, **settings: Any) -> Package:
 async def both(
     plane: PlaneProcess, *, keep: int = 5, meter: Books | None = None
 ) -> AsyncIterator[tuple[ModalDeployer, ModalBackend, str]]:
-    """A deployer and a backend of a prefix of their own; what they deployed is deleted."""
+    """A deployer and a backend with their own prefix; their deployments are deleted afterwards."""
     settings = ModalSettings(prefix=plane.prefix(), keep=keep)
     async with ModalDeployer(settings, meter=meter) as deployer, ModalBackend(settings) as backend:
         try:

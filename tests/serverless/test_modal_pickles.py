@@ -45,7 +45,7 @@ def test_a_pickle_from_a_container_is_refused_unloaded(plane: PlaneProcess, tmp_
     undefended, defended = tmp_path / "undefended", tmp_path / "defended"
 
     async def bare_client() -> None:
-        """The same call by Modal's client as it is: that the attack works there is what makes the test one."""
+        """The same call by Modal's unmodified client: the attack must work there for the test to be meaningful."""
         import modal
 
         client = await modal.Client.from_credentials.aio(os.environ["MODAL_TOKEN_ID"], os.environ["MODAL_TOKEN_SECRET"])

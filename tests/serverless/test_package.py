@@ -358,7 +358,7 @@ def test_the_unzipped_package_runs_on_a_bare_python(tmp_path: pathlib.Path, kind
 
 @pytest.mark.slow  # real workers
 def test_modules_of_an_installed_rollart_are_found(tmp_path: pathlib.Path) -> None:
-    """The light `rollart` of a package does not hide them; only what it has itself is the package's own."""
+    """The light `rollart` of a package does not hide the modules of an installed one; it overrides only its own."""
     (tmp_path / "score.py").write_text(
         "import rollart\nfrom rollart import Observation, Sample\nimport rollart.model\n"
         "def score(sample):\n"

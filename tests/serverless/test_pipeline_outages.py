@@ -1,4 +1,4 @@
-"""Providers that are away: who waits for what, how long, why they say it ended, and what happens on their return."""
+"""Unavailable providers: waiting items, their delays, the reported causes, and the return of a provider."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_provider_that_does_not_answer_its_trial_holds_nobody_who_could_go_els
 
     ended = drive(main, first, second, spec={"concurrency": 8})
     scored = [end for _, end, o in ended if isinstance(o, Scored)]
-    # All but what tried the provider that hangs, and the attempts before both breakers had opened.
+    # All but the attempts at the hanging provider, and those before both breakers had opened.
     assert len(scored) >= 80
     assert max(scored) < 5.0
 
@@ -225,11 +225,11 @@ def test_nobody_waits_for_more_than_the_breakers_allow(
     assert len(ended) == count
     assert all(isinstance(o, Scored) or o.kind is FaultKind.UNAVAILABLE for _, _, o in ended)
     # Each of an item's attempts (3, and one per hop) waits for trials, at most `trials` per provider, and one more; a
-    # trial takes 10 ms, a retry's pause at most 2 s. Without an outage longer than that nobody fails.
+    # trial takes 10 ms, a retry's pause at most 2 s. Without an outage longer than that no item fails.
     pauses = sum(min(4.0, open_s * 2.0**n) for n in range(trials)) + 4.0
     bound = (3 + len(outages)) * (pauses + 0.1 + 2.0) + count * 0.02
     assert max(end - began for began, end, _ in ended) <= bound
-    # No attempt storms an outage: trials apart, what was out when the breaker opened.
+    # No attempt storms an outage: only trials and the calls in flight when the breaker opened.
     for provider, (begin, long) in itertools.product(providers, outages):
         in_outage = [c for c in provider.calls if c.status == "unavailable" and begin <= c.t0 < begin + long]
         assert len(in_outage) <= 5 + 8 * 3 + long / open_s + trials

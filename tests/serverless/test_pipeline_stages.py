@@ -1,4 +1,4 @@
-"""Each stage of the pipeline on virtual time: what it does, what it costs, and that it can be left out."""
+"""Each stage of the pipeline on virtual time: its effect, its cost, and that it can be switched off."""
 
 from __future__ import annotations
 

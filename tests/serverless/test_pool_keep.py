@@ -1,4 +1,4 @@
-"""Workers that are kept without a call: how many, how long, what their starts cost, and what failing ones may cost."""
+"""Workers that are kept without a call: their number and lifetime, and the cost of their starts and failed starts."""
 
 from __future__ import annotations
 
@@ -260,6 +260,6 @@ def test_whatever_is_kept_no_worker_is_lost_and_none_is_left(
     for worker in {s.worker for s in books.spans}:
         mine = [s for s in books.spans if s.worker == worker]
         assert all(a.t1 <= b.t0 for a, b in itertools.pairwise(mine))
-    # Each start that came to something is billed once, whoever waited for it.
+    # Each successful start is billed once, whichever call waited for it.
     starts = sum(s.state is WorkerState.COLD for s in books.spans)
     assert starts >= sum(i.cold_start_s > 0.0 for i in books.invocations)

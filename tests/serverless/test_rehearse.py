@@ -1,4 +1,4 @@
-"""A rehearsal says what a function gives, takes and costs; the template that `init` writes passes its own."""
+"""A rehearsal reports a function's results, resources and cost; the template of `init` passes its own cases."""
 
 from __future__ import annotations
 

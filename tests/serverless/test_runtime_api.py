@@ -1,4 +1,4 @@
-"""Real awslambdaric processes as workers: deaths, limits, what does not load, logs, and nothing left behind."""
+"""Real awslambdaric processes as workers: deaths, limits, load failures, logs, and no leftovers."""
 
 from __future__ import annotations
 

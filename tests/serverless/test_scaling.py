@@ -57,7 +57,7 @@ class Bursts:
         self.steps = steps
         self.batch = batch
         self.settings = ScalingSpec.model_validate(settings)
-        self.books, self.told, self.rollouts = Books(), list[ScalingDecision](), Rollouts()
+        self.books, self.decisions, self.rollouts = Books(), list[ScalingDecision](), Rollouts()
         self.waits: list[list[float]] = []
         self.ends: list[float] = []
         self.left = WorkerLoad()
@@ -72,7 +72,7 @@ class Bursts:
         )
         seen, profile = StatisticsMeter(self.books), Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
         around, rng, loop = (
-            ScalerContext(self.rollouts, tell=self.told.append),
+            ScalerContext(self.rollouts, tell=self.decisions.append),
             random.Random(0),
             asyncio.get_running_loop(),
         )
@@ -130,7 +130,7 @@ def test_a_forecast_waits_less_than_a_reaction_for_no_more_worker_seconds_and_bo
     assert both.worker_s <= reactive.worker_s
     assert both.mean() < 0.5 * reactive.mean()
     assert reactive.mean() < on_demand.mean()
-    assert on_demand.told == []
+    assert on_demand.decisions == []
 
 
 def test_workers_are_there_before_the_burst_and_none_is_left_at_the_end() -> None:
@@ -139,10 +139,10 @@ def test_workers_are_there_before_the_burst_and_none_is_left_at_the_end() -> Non
     first_call = {step: waits[0] for step, waits in enumerate(found.waits)}
     assert first_call[0] == pytest.approx(COLD_S), "nothing is known in the first step"
     assert sum(wait < 1e-6 for wait in list(first_call.values())[1:]) >= 6
-    assert {change.why for change in found.told} >= {"forecast", "idle"}
-    for before, after in zip(found.told, found.told[1:], strict=False):
+    assert {change.why for change in found.decisions} >= {"forecast", "idle"}
+    for before, after in zip(found.decisions, found.decisions[1:], strict=False):
         assert before.after == after.before, "every change was told"
-    assert max(change.after for change in found.told) <= BATCH
+    assert max(change.after for change in found.decisions) <= BATCH
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -240,7 +240,7 @@ class Paid:
 
     def __init__(self, backend: Slow, remember: pathlib.Path | None = None, **settings: Any) -> None:
         self.backend = backend
-        self.books, self.told = Books(), list[ScalingDecision]()
+        self.books, self.decisions = Books(), list[ScalingDecision]()
         self.seen = StatisticsMeter(self.books)
         self.one = package(name="judge", concurrency=10, memory_mb=1024)
         wanted = {"provisioned": True, "forecast": OFF, **settings}
@@ -250,7 +250,7 @@ class Paid:
             seen=self.seen,
             meter=self.seen,
             settings=ScalingSpec.model_validate(wanted),
-            around=ScalerContext(tell=self.told.append, remember=remember),
+            around=ScalerContext(tell=self.decisions.append, remember=remember),
         )
 
     async def busy(self, calls: int, seconds: float) -> None:
@@ -266,7 +266,7 @@ class Paid:
         await asyncio.gather(*(caller() for _ in range(calls)))
 
     def levels(self) -> list[tuple[int, int]]:
-        return [(change.before, change.after) for change in self.told if not change.failed]
+        return [(change.before, change.after) for change in self.decisions if not change.failed]
 
 
 def test_a_paid_level_follows_rarely_and_is_set_back_and_billed() -> None:
@@ -321,7 +321,7 @@ def test_a_refusal_is_told_and_tried_again_a_minute_later_and_is_no_fault() -> N
         return paid
 
     paid = virtual.run(main())
-    assert [c.failed for c in paid.told][:2] == ["BackendFailed: no quota (ask for it)", "RuntimeError: odd"]
+    assert [c.failed for c in paid.decisions][:2] == ["BackendFailed: no quota (ask for it)", "RuntimeError: odd"]
     times = [t for t, _ in paid.backend.asked]
     assert [b - a for a, b in itertools.pairwise(times[:3])] == pytest.approx([60.0, 60.0], abs=2.0)
     assert paid.levels() == [(0, 3), (3, 0)]
@@ -336,7 +336,7 @@ def test_a_provider_that_never_answers_holds_up_neither_calls_nor_the_end() -> N
         async with paid.scaler:
             await paid.busy(2, 20.0)
             ended = loop.time()
-        return loop.time() - ended, [c.failed for c in paid.told]
+        return loop.time() - ended, [c.failed for c in paid.decisions]
 
     seconds, failures = virtual.run(main())
     assert seconds <= 31.0
@@ -412,7 +412,7 @@ def test_nothing_is_paid_for_unless_it_is_asked_for(settings: dict[str, bool]) -
         return paid
 
     paid = virtual.run(main())
-    assert (paid.backend.asked, paid.told, paid.books.spans) == ([], [], [])
+    assert (paid.backend.asked, paid.decisions, paid.books.spans) == ([], [], [])
 
 
 def test_a_file_that_is_none_is_left_alone(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What scaling decides, from values alone."""
+"""The decisions of scaling, from values alone."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Announced:
 
 
 def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> None:
-    books, demand, told = Books(), Announced(), list[ScalingDecision]()
+    books, demand, decisions = Books(), Announced(), list[ScalingDecision]()
     one = package(
         "behave",
         concurrency=CALLS,
@@ -69,7 +69,7 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
     async def main() -> tuple[list[int], float]:
         seen, loop = StatisticsMeter(books), asyncio.get_running_loop()
         async with LocalBackend(meter=seen) as backend, Offload([one], backend, meter=seen) as offload:
-            around = ScalerContext(demand, tell=told.append)
+            around = ScalerContext(demand, tell=decisions.append)
             async with Scaler(offload.functions, [backend], seen=seen, meter=seen, settings=settings, around=around):
                 await burst(offload, "first")
                 await until(lambda: backend.workers("behave") == 0)
@@ -94,8 +94,8 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
     assert [i for i in second if i.cold_start_s > 0.0] == []
     assert all(s.t1 <= began for s in books.spans if s.state is WorkerState.COLD), "nothing was started by a call"
     assert sum(i.cause is Cause.WARM for i in books.invocations) >= CALLS
-    assert max(change.after for change in told) == CALLS
-    assert told[-1].after == 0
+    assert max(change.after for change in decisions) == CALLS
+    assert decisions[-1].after == 0
 
 
 def test_a_function_that_does_not_load_is_not_started_in_a_loop() -> None:

@@ -1,4 +1,4 @@
-"""Scaling: Knative's rules, forecasts from live trajectories, ski rental, and what each makes of a recorded load."""
+"""Scaling: Knative's rules, forecasts from live trajectories, ski rental, and each applied to a recorded load."""
 
 from __future__ import annotations
 

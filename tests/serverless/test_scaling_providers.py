@@ -33,7 +33,7 @@ class Run:
     """A backend with one function, and its scaler that changes levels within fractions of a second."""
 
     def __init__(self, backend: Any, seen: StatisticsMeter, books: Books, remember: pathlib.Path | None = None) -> None:
-        self.backend, self.books, self.told = backend, books, list[ScalingDecision]()
+        self.backend, self.books, self.decisions = backend, books, list[ScalingDecision]()
         self.one = package(concurrency=4)
         settings = ScalingSpec.model_validate(
             {"tick_s": 0.1, "provisioned": True, "reactive": {"stable_s": 1.0, "panic_share": 0.5}}
@@ -44,7 +44,7 @@ class Run:
             seen=seen,
             meter=seen,
             settings=settings,
-            around=ScalerContext(tell=self.told.append, remember=remember),
+            around=ScalerContext(tell=self.decisions.append, remember=remember),
             hysteresis=lambda: Hysteresis(up_s=0.2, down_s=0.5),
         )
 
@@ -70,14 +70,14 @@ async def follows(run: Run, level: Level) -> None:
     assert isinstance(run.backend, ProvisionedBackend)
     assert not isinstance(run.backend, ScalableBackend)
     async with run.scaler:
-        await run.busy_until(lambda: any(c.after >= 3 for c in run.told))
+        await run.busy_until(lambda: any(c.after >= 3 for c in run.decisions))
         assert await level() >= 3
-        await until(lambda: run.told[-1].after <= 1, 60.0)
-        assert await level() == max(before, run.told[-1].after)
-        await run.busy_until(lambda: run.told[-1].after >= 3)
+        await until(lambda: run.decisions[-1].after <= 1, 60.0)
+        assert await level() == max(before, run.decisions[-1].after)
+        await run.busy_until(lambda: run.decisions[-1].after >= 3)
         assert await level() >= 3
     assert await level() == before
-    assert [c.failed for c in run.told if c.failed] == []
+    assert [c.failed for c in run.decisions if c.failed] == []
     spans = [s for s in run.books.spans if s.worker == "provisioned"]
     assert {s.state for s in spans} == {WorkerState.IDLE}
     assert sum((s.t1 - s.t0) * s.memory_mb for s in spans) > 0.0
@@ -85,7 +85,7 @@ async def follows(run: Run, level: Level) -> None:
 
 
 async def cancelled(run: Run, level: Level) -> None:
-    """Whoever owns the scaler is cancelled at its highest level."""
+    """The owner of the scaler is cancelled at its highest level."""
     before = await level()
 
     async def owner() -> None:
@@ -94,7 +94,7 @@ async def cancelled(run: Run, level: Level) -> None:
 
     async with asyncio.TaskGroup() as group:
         task = group.create_task(owner())
-        await until(lambda: any(c.after >= 3 for c in run.told), 60.0)
+        await until(lambda: any(c.after >= 3 for c in run.decisions), 60.0)
         task.cancel()
     assert task.cancelled()
     assert await level() == before

@@ -233,7 +233,7 @@ def test_bedrocks_other_names_are_understood() -> None:
 
 
 class Counter:
-    """Keeps state, and an environment: what cannot be offloaded."""
+    """Keeps state, and an environment: it cannot be offloaded."""
 
     def __init__(self) -> None:
         self.calls = 0

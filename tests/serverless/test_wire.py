@@ -1,4 +1,4 @@
-"""Reading answers: a number is only ever what a function really said about that item."""
+"""Reading answers: a number is only accepted if the function returned it for that item."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from serverless.types import FaultKind
 
 
 def test_a_start_that_is_given_up_before_it_waits_leaves_no_error_behind() -> None:
-    """Python would report an exception that nobody retrieved, in the middle of the user's terminal."""
+    """Otherwise Python reports an unretrieved exception, in the middle of the user's terminal."""
     reported: list[dict[str, Any]] = []
 
     async def main() -> None:

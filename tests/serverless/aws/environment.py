@@ -29,7 +29,7 @@ _INIT_S = 10.0
 
 @dataclass
 class Answer:
-    """What became of one invocation. Milliseconds as Lambda reports them."""
+    """The result of one invocation. Milliseconds as Lambda reports them."""
 
     payload: bytes
     error: bool = False
@@ -46,7 +46,7 @@ class Answer:
 
 
 def runtime_path(directory: pathlib.Path) -> pathlib.Path:
-    """A folder that holds awslambdaric and what it imports, alone."""
+    """A folder with only awslambdaric and its dependencies."""
     for module in ("awslambdaric", "runtime_client", "simplejson", "snapshot_restore_py"):
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:
@@ -221,8 +221,8 @@ class Environment:
     def _exited(self, request_id: str) -> Answer:
         status = self._process.returncode
         how = f"exit status {status}" if status >= 0 else f"signal: {signal.Signals(-status).name.lower()}"
-        said = f"with error: {how}" if status else "without providing a reason"
-        return _failed("Runtime.ExitError", f"RequestId: {request_id} Error: Runtime exited {said}")
+        reason = f"with error: {how}" if status else "without providing a reason"
+        return _failed("Runtime.ExitError", f"RequestId: {request_id} Error: Runtime exited {reason}")
 
     def _end(self, answer: Answer) -> Answer:
         answer.init_ms = answer.init_ms or self.init_ms
@@ -275,7 +275,7 @@ class Environment:
                 stderr=output,
                 start_new_session=True,
             )
-        # What this machine bears, above what the function may: a leap past it is a MemoryError in the function.
+        # Memory that this machine allows beyond the function's limit: a jump past it is a MemoryError in the function.
         ceiling = (2 * self.memory_mb + 512) << 20
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_AS, (ceiling, ceiling))

@@ -108,7 +108,7 @@ class Plane:
         return self
 
     def unplug(self) -> None:
-        """Nobody answers any more. Idempotent."""
+        """Stop answering. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""A reward that does what its item says. Run as a function; never imported by the code under test."""
+"""A reward that performs the action named by its item. Run as a function; never imported by the code under test."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Rewards as the users of other frameworks have them, each of which checks what it is given."""
+"""Rewards in the style of other frameworks' users, each of which checks its arguments."""
 
 import re
 

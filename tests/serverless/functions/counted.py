@@ -1,4 +1,4 @@
-"""A slow reward that tells how often it was executed. Run as a function; never imported by the code under test."""
+"""A slow reward that counts its executions. Run as a function; never imported by the code under test."""
 
 import os
 import time

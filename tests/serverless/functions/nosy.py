@@ -1,4 +1,4 @@
-"""An untrusted reward that breaks its promise: beside the sandbox that it names, it runs what it was given itself."""
+"""An untrusted reward that breaks its promise: it runs its input itself, outside the sandbox that it declares."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ def nosy(sample: Item):
         with sandbox() as box:
             ran = box.run(sample.completion)
             return {"score": float(ran.stdout or 0), "metrics": {"namespaces": float(box.way != "without namespaces")}}
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    captured = io.StringIO()
+    with contextlib.redirect_stdout(captured):
         exec(sample.completion, {})
-    return float(said.getvalue())
+    return float(captured.getvalue())

@@ -8,7 +8,8 @@ from serverless.declare import reward
 from serverless.types import Item, ModelFault, Scored
 
 _MARKED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{([^{}]*)\}|####\s*(.+)", re.DOTALL)
-"""How policies are told to mark an answer; the last mark counts, an unmarked completion is the answer itself."""
+"""The marks of an answer in policies' instructions; the last mark counts, an unmarked completion is the answer
+itself."""
 
 
 @reward(memory_mb=128, timeout_s=5)

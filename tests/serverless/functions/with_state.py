@@ -1,4 +1,5 @@
-"""Rewards that keep state: source text, and the line and words of each finding; and those that may be meant well."""
+"""Rewards that keep state: source text, and the line and words of each finding; and rewards with possibly harmless
+state."""
 
 STATEFUL = {
     "counter": (

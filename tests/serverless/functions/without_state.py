@@ -1,4 +1,4 @@
-"""Rewards that may leave for functions, as people write them: source texts by what is special about each."""
+"""Rewards without state, as people write them: source texts by their special feature."""
 
 STATELESS = {
     "exact match": """

@@ -61,7 +61,7 @@ class Builds(Blobs):
 
 
 class Apps:
-    """`pool` gives a function's containers, `pools` those that there are."""
+    """`pool` returns a function's containers, `pools` the existing ones."""
 
     def __init__(self, state: State, pools: dict[str, Pool], pool: Callable[[str], Pool]) -> None:
         self.state = state

@@ -26,7 +26,7 @@ from tests.serverless.modal_plane.state import App, Call, Function, LogEntry, St
 __all__ = ["Container", "Pool"]
 
 _MOST_CONTAINERS = 4
-"""Of a function without `max_containers`: what a workspace's own limit is on Modal."""
+"""Container limit of a function without `max_containers`: a workspace's own limit on Modal."""
 
 _STARTS_TRIED = 3
 """Failed starts in a row after which waiting inputs fail with the last start's result."""

@@ -34,7 +34,7 @@ _REPOSITORY = pathlib.Path(__file__).parents[3]
 
 @dataclass
 class PlaneProcess:
-    """A running plane. `environ` is what a client needs to find it."""
+    """A running plane. `environ` are the variables by which a client finds it."""
 
     process: subprocess.Popen[str]
     environ: dict[str, str]
@@ -80,15 +80,15 @@ def running_plane() -> Iterator[PlaneProcess]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY)
     try:
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
+        ready = json.loads(process.stdout.readline())
         environ = {
-            "MODAL_SERVER_URL": said["server_url"],
+            "MODAL_SERVER_URL": ready["server_url"],
             "MODAL_TOKEN_ID": "ak-test",
             "MODAL_TOKEN_SECRET": "as-test",
             "MODAL_ENVIRONMENT": "main",
             "MODAL_CONFIG_PATH": f"{root}/no.toml",
         }
-        plane = PlaneProcess(process, environ, said["http_url"])
+        plane = PlaneProcess(process, environ, ready["http_url"])
         before = {name: os.environ.get(name) for name in environ}
         os.environ.update(environ)
         try:
@@ -106,7 +106,7 @@ def running_plane() -> Iterator[PlaneProcess]:
 
 
 class ModalFunctions(Provider):
-    """Modal over the plane. The meter gets the trial of each deployment too: it is what starts a first container."""
+    """Modal over the plane. The meter also gets the trial of each deployment, which starts a first container."""
 
     name = "modal"
     spans = False

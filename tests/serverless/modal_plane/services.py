@@ -86,7 +86,7 @@ def container_service(plane: Plane, container: Container) -> grpclib.server.ISer
 
 
 def _servable(parts: list[Any], state: State, admit: Callable[[str, Any], Awaitable[None]]) -> grpclib.server.IServable:
-    """A complete servicer: what no part has is UNIMPLEMENTED."""
+    """A complete servicer: methods without an implementation are UNIMPLEMENTED."""
 
     def handler(name: str) -> Any:
         method = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
@@ -221,7 +221,7 @@ class Functions:
 
 
 class Runtime:
-    """What one container calls, over its own socket."""
+    """The service for one container, over its own socket."""
 
     def __init__(self, plane: Plane, container: Container) -> None:
         self.plane = plane

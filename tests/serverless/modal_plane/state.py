@@ -1,4 +1,4 @@
-"""What the plane knows: apps with their deployments, functions, calls, mounts and blobs. Plain data."""
+"""The state of the plane: apps with their deployments, functions, calls, mounts and blobs. Plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Function:
     precreated: api_pb2.FunctionPrecreateRequest
     definition: api_pb2.Function = field(default_factory=api_pb2.Function)
     settings: api_pb2.AutoscalerSettings = field(default_factory=api_pb2.AutoscalerSettings)
-    """What the definition says, until `FunctionUpdateSchedulingParams` overrides it."""
+    """The value of the definition, until `FunctionUpdateSchedulingParams` overrides it."""
 
     @property
     def metadata(self) -> api_pb2.FunctionHandleMetadata:

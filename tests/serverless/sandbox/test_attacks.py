@@ -1,4 +1,4 @@
-"""The attack battery: what each program achieved is looked for from outside, in every way of isolation."""
+"""The attack battery: the effect of each program is checked from outside, for every launch method."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECRET = "rollart-planted-secret-5d1f"
 
 @dataclass
 class World:
-    """What an attacker would like to reach."""
+    """Targets of an attacker."""
 
     directory: pathlib.Path
     tcp: socket.socket
@@ -115,12 +115,12 @@ def test_an_attack_is_contained(boxed: Box, world: World, attack: Attack) -> Non
     supervisor, before = boxed.pid, set(descendants(boxed.pid))
     limits = Limits(attack.wall_s, 10.0, 256, 1 << 20, 32, 16)
     ran = boxed.run(world.fill(attack.program), attack.stdin, limits)
-    said = ran.stdout + ran.stderr
+    output = ran.stdout + ran.stderr
     assert ran.status in attack.ends, ran
-    assert ran.stdout.startswith("tried") or ran.status in ("killed", "output", "signal"), said[:500]
-    assert "BREACH" not in said, said[:2000]
-    assert SECRET not in said
-    assert len(said) <= 3 * limits.output_bytes
+    assert ran.stdout.startswith("tried") or ran.status in ("killed", "output", "signal"), output[:500]
+    assert "BREACH" not in output, output[:2000]
+    assert SECRET not in output
+    assert len(output) <= 3 * limits.output_bytes
     world.untouched()
     _nothing_left(boxed, supervisor, before)
     after = boxed.run("import os; print(sorted(os.listdir('.')), open.__name__, 6 * 7)")

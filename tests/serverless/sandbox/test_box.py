@@ -1,4 +1,4 @@
-"""What a sandbox gives programs and takes from them, in every way of isolation, blocking and not."""
+"""The resources and limits of programs in a sandbox, for every launch method, blocking and not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_a_program_leaves_is_not_there_for_the_next(boxed: Box, leave: str)
     def names(place):
         try:
             return sorted(set(os.listdir(place)) - {'job', 'shm'})
-        except OSError:  # there for what is installed below it
+        except OSError:  # exists for packages installed below it
             return []
     places = () if os.path.exists('/etc/passwd') else ('.', '/tmp', '/dev/shm')
     print(os.listdir('.'), [names(p) for p in places], hasattr(builtins, 'leak'), hasattr(sys, 'leak'))
@@ -282,10 +282,10 @@ def test_a_forked_process_gets_a_sandbox_of_its_own(boxed: Box) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writing)
-    said = os.read(reading, 100).split()
+    written = os.read(reading, 100).split()
     os.close(reading)
-    assert said[0] == b"1"
-    assert int(said[1]) != boxed.pid
+    assert written[0] == b"1"
+    assert int(written[1]) != boxed.pid
     assert boxed.run("print(2)").stdout == "2\n"
 
 

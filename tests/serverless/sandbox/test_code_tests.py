@@ -1,4 +1,4 @@
-"""The reward for generated programs: what is the program's fault, what is the platform's, and what is a score."""
+"""The reward for generated programs: the program's faults, the platform's faults, and scores."""
 
 from __future__ import annotations
 

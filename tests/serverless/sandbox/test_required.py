@@ -23,7 +23,7 @@ pytestmark = [
 HEAD = "import os, socket, sys\ndef tried(f):\n    try: f()\n    except Exception: return 0\n    return 1\n"
 
 
-async def told(backend: LocalBackend, program: str, **metadata: object) -> dict[str, object]:
+async def score(backend: LocalBackend, program: str, **metadata: object) -> dict[str, object]:
     messages = ({"role": "user", "content": ""}, {"role": "assistant", "content": program})
     reply = await backend.invoke("nosy", [encode(Item("a", messages, None, metadata))], deadline_s=60.0)
     assert reply.fault is None, reply.fault
@@ -65,17 +65,17 @@ def test_code_beside_the_sandbox_reaches_nothing_of_the_host(tmp_path: pathlib.P
         async def main() -> dict[str, object]:
             async with LocalBackend() as backend:
                 await backend.deploy(package("nosy"))
-                said = {}
+                scores = {}
                 for name, attempt in attempts.items():
                     program = f"{HEAD}print(tried(lambda: {attempt}))"
-                    said[name] = (await told(backend, program))["aggregate_reward_score"]
+                    scores[name] = (await score(backend, program))["aggregate_reward_score"]
                 for name, program in more.items():
-                    said[name] = (await told(backend, HEAD + program))["aggregate_reward_score"]
-                return said
+                    scores[name] = (await score(backend, HEAD + program))["aggregate_reward_score"]
+                return scores
 
-        said = asyncio.run(main())
+        scores = asyncio.run(main())
     assert secret.read_text() == "secret"
-    assert said == {**dict.fromkeys(attempts, 0.0), "sees processes": 1.0, "writes its scratch": 1.0}
+    assert scores == {**dict.fromkeys(attempts, 0.0), "sees processes": 1.0, "writes its scratch": 1.0}
 
 
 def test_a_sandbox_inside_the_wall_keeps_its_namespaces_and_ends_with_the_worker() -> None:
@@ -83,7 +83,7 @@ def test_a_sandbox_inside_the_wall_keeps_its_namespaces_and_ends_with_the_worker
         before = set(descendants())
         async with LocalBackend() as backend:
             await backend.deploy(package("nosy"))
-            answer = await told(backend, "print(6 * 7)", sandboxed=True)
+            answer = await score(backend, "print(6 * 7)", sandboxed=True)
             assert answer["aggregate_reward_score"] == 42.0
             assert answer["metrics_list"] == [{"name": "namespaces", "value": 1.0, "type": "Metric"}]
             assert set(descendants()) > before

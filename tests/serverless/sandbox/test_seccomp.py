@@ -18,7 +18,7 @@ MACHINES = list(seccomp.ARCHITECTURES)
 
 
 def verdict(code: bytes, machine: str, number: int, *args: int) -> int:
-    """What the kernel would do: classic BPF over `struct seccomp_data`."""
+    """An interpreter of classic BPF over `struct seccomp_data`, as in the kernel."""
     filled = [*args, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("<IIQ6Q", number, seccomp.ARCHITECTURES.get(machine, 0x4000_0003), 0, *filled)
     lines = list(struct.iter_unpack("<HBBI", code))

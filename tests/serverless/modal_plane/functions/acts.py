@@ -1,4 +1,4 @@
-"""A function that does what its items say, in a Modal container. Never imported by the code under test."""
+"""A function that performs its items' actions, in a Modal container. Never imported by the code under test."""
 
 import os
 import pathlib

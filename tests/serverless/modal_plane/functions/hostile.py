@@ -1,4 +1,4 @@
-"""A function that has taken over its container: the runtime answers in pickle, and what it pickles acts when loaded."""
+"""A function that has taken over its container: the runtime answers with pickles that run code when loaded."""
 
 import pickle
 
@@ -14,7 +14,7 @@ class Bomb:
 
 
 class Exploding(BaseException):
-    """A bomb that is raised: the runtime pickles what ends an input."""
+    """An exception with a malicious pickle: the runtime pickles the exception that ends an input."""
 
     def __reduce__(self):
         return open, (self.args[0], "w")
