@@ -92,7 +92,7 @@ class WeightBroadcaster:
         self._group: _BroadcastGroup | None = None
 
     @property
-    def any(self) -> bool:
+    def has_engines(self) -> bool:
         """True if there is an engine to send to."""
         return bool(self._engines)
 
@@ -117,7 +117,7 @@ class WeightBroadcaster:
                 group = await self._gather_group(trainer, version, stamp)
                 if group is None:
                     return
-                sent = await trainer.send(self._order(group, version, stamp, 0), bucket_bytes=self._bucket_bytes)
+                sent = await trainer.send(self._order_fields(group, version, stamp, 0), bucket_bytes=self._bucket_bytes)
         except (TrainerError, LeaseExpired) as error:
             self._group = None
             self._event("weights_not_sent", f"v{version}", why=error.message)
@@ -143,7 +143,7 @@ class WeightBroadcaster:
                 group, missing = await self._form_group(trainer, engines)
             if not missing:
                 missing = await _call_all(
-                    {e: e.take_part(self._order(group, version, stamp, first)) for e, first, _ in group.members}
+                    {e: e.take_part(self._order_fields(group, version, stamp, first)) for e, first, _ in group.members}
                 )
             if not missing:
                 self._group = group
@@ -170,7 +170,7 @@ class WeightBroadcaster:
             first += workers.get(engine, 0)
         return _BroadcastGroup(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
 
-    def _order(self, group: _BroadcastGroup, version: int, stamp: str, first: int) -> dict[str, object]:
+    def _order_fields(self, group: _BroadcastGroup, version: int, stamp: str, first: int) -> dict[str, object]:
         """The fields of `rollart.collective.Order`, which is not imported here because it loads torch."""
         return {
             "address": group.address,

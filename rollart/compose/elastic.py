@@ -175,7 +175,7 @@ class FixedCountPlanner:
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         have = Counter({kind: load.healthy for kind, load in observed.load.items() if load.healthy})
-        target = self._filled(have, self._devices(observed))
+        target = self._target_engines(have, self._devices(observed))
         costs = MoveCosts.of(self._pools, RunningPlan((), restart_s=self._settings.restart_s))
         moves = diff(_deployments(have), _deployments(target), costs=costs)
         if moves:
@@ -191,7 +191,7 @@ class FixedCountPlanner:
         present = {p.name: p.count for p in self._pools} if observed.devices is None else observed.devices
         return {p.name: min(p.count, present.get(p.name, 0)) - self._others[p.name] for p in self._pools}
 
-    def _filled(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
+    def _target_engines(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
         """Serving engines; if a role has none, one reassigned from the largest role; then the missing engines."""
         engines, left = Counter(have), dict(devices)
         for kind, count in have.items():

@@ -145,9 +145,9 @@ class HostAssignments:
         self._wanted = wanted
         self._plan = wanted.plan.of(Role.ENVIRONMENT)
         begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
-        self._open = [a for a in self._plan if a.replica < count or a.name not in begun]
-        self._of: dict[str, str] = {}
-        self._coming: set[str] = set()
+        self._available = [a for a in self._plan if a.replica < count or a.name not in begun]
+        self._host_of: dict[str, str] = {}
+        self._starting: set[str] = set()
 
     @property
     def first_unplanned(self) -> int:
@@ -160,17 +160,17 @@ class HostAssignments:
     ) -> Iterator[Assignment | None]:
         """The host's assignment while the host is being placed: one that fits on the `devices` by pool and that no host
         in `staying` has. The assignment of the host's own name comes first. None if none is free."""
-        excluded = self._coming.union(staying)
-        free = [a for a in self._open if self._of.get(a.name, "") not in excluded]
+        excluded = self._starting.union(staying)
+        free = [a for a in self._available if self._host_of.get(a.name, "") not in excluded]
         found = None
         if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
             found = next((a for a in free if a.name == name), free[0])
-            self._of[found.name] = name
-        self._coming.add(name)
+            self._host_of[found.name] = name
+        self._starting.add(name)
         try:
             yield found
         finally:
-            self._coming.discard(name)
+            self._starting.discard(name)
 
 
 def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:

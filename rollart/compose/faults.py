@@ -201,17 +201,17 @@ class _DegradedLink:
     """A link under concurrent faults: the lowest remaining share applies."""
 
     def __init__(self, of: SharedLink) -> None:
-        self._of = of
-        self._left: list[float] = []
+        self._link = of
+        self._remaining: list[float] = []
 
     def subject(self, left: float) -> FaultTarget:
         def down() -> None:
-            self._left.append(left)
-            self._of.rate = min(self._left)
+            self._remaining.append(left)
+            self._link.rate = min(self._remaining)
 
         def up() -> None:
-            self._left.remove(left)
-            self._of.rate = min(self._left, default=1.0)
+            self._remaining.remove(left)
+            self._link.rate = min(self._remaining, default=1.0)
 
         return FaultTarget(down, up)
 

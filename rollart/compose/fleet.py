@@ -79,11 +79,11 @@ class ClusterEngineSite:
         self._sizes = {name: pool.count for name, pool in self._pools.items()}
         """Present devices by pool."""
         self._resized = False
-        self._held = {a.name: a for a in resolved.plan.assignments}
+        self._assignments = {a.name: a for a in resolved.plan.assignments}
         self._engines: dict[EngineId, _PlacedEngine] = {}
-        self._unused: dict[str, ResourceClock] = {}
+        self._idle_clocks: dict[str, ResourceClock] = {}
         self._next: Counter[Role] = Counter()
-        for name in (*names, *self._held):
+        for name in (*names, *self._assignments):
             role, _, number = name.rpartition("-")
             if role in SERVING_ROLES and number.isdecimal():
                 self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
@@ -96,9 +96,9 @@ class ClusterEngineSite:
         """Create the plan's engines by role, without starting them."""
         for role in SERVING_ROLES:
             for assignment in self._resolved.plan.of(role):
-                await self._make(assignment)
+                await self._make_engine(assignment)
         for pool in self._pools:
-            self._rebill(pool)
+            self._rebill_idle(pool)
 
     @property
     def parts(self) -> list[EngineProgram | AttachedEngine]:
@@ -107,7 +107,7 @@ class ClusterEngineSite:
     @property
     def clocks(self) -> list[ResourceClock]:
         """Open clocks, of engines and of idle devices."""
-        return [*(engine.clock for engine in self._engines.values()), *self._unused.values()]
+        return [*(engine.clock for engine in self._engines.values()), *self._idle_clocks.values()]
 
     def free(self) -> Mapping[str, int]:
         return {name: size - len(self._taken(name)) for name, size in self._sizes.items()}
@@ -121,7 +121,7 @@ class ClusterEngineSite:
         self._resized = True
         self._sizes = {name: min(pool.count, devices.get(name, 0)) for name, pool in self._pools.items()}
         for pool in self._pools:
-            self._rebill(pool)
+            self._rebill_idle(pool)
 
     async def place(self, kind: EngineKind) -> Placed:
         taken = self._taken(kind.pool)
@@ -133,9 +133,9 @@ class ClusterEngineSite:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices, and no {kind.tp} of them in one host")
         role = Role(kind.role)
         assignment = Assignment(role, self._next[role], kind.pool, devices)
-        part = await self._make(assignment)
+        part = await self._make_engine(assignment)
         self._next[role] += 1
-        self._rebill(kind.pool)
+        self._rebill_idle(kind.pool)
         return Placed(part, engine_placement(self._resolved, assignment))
 
     async def clear(self, engine_id: EngineId) -> None:
@@ -154,8 +154,8 @@ class ClusterEngineSite:
         finally:
             engine.clock.close()
             self._accumulate_cost()
-            pool = self._held.pop(engine_id).pool
-            self._rebill(pool)
+            pool = self._assignments.pop(engine_id).pool
+            self._rebill_idle(pool)
 
     async def close(self) -> None:
         """End of the run: release the engines, whose processes the runtime stops, and end all billing."""
@@ -171,7 +171,7 @@ class ClusterEngineSite:
         now = asyncio.get_running_loop().time()
         return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
 
-    async def _make(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
+    async def _make_engine(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
         name, url = EngineId(assignment.name), attached_urls(self._resolved).get(assignment.name)
         program: Handle | None = None
         host: VllmHost | None = None
@@ -184,25 +184,25 @@ class ClusterEngineSite:
                 url,
                 needed=required_vllm_options(self._resolved, assignment),
                 tolerance=engine_tolerance(self._resolved),
-                local=None if host is None else self._pulled_by(host),
+                local=None if host is None else self._register_puller(host),
                 broadcasts=self._broadcasts,
             )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await place_actor(self._resolved, self._runtime, actor)
-            local = None if self._stored is None else self._pulled_by(program)
+            local = None if self._stored is None else self._register_puller(program)
             client = engine_client(self._resolved.cluster.engines, engine_tolerance(self._resolved))
             part = EngineProgram(
                 name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
             )
         self._accumulate_cost()
-        self._held[assignment.name] = assignment
+        self._assignments[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)
         self._engines[part.id] = _PlacedEngine(part, program, clock, host)
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         return part
 
-    def _pulled_by(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
+    def _register_puller(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
         """Register the program that pulls new versions ahead of the engine; returns the lookup of a version's local
         path."""
         assert self._stored is not None, "there is a store"
@@ -210,7 +210,7 @@ class ClusterEngineSite:
         return functools.partial(self._stored.local, program)
 
     def _taken(self, pool: str) -> set[int]:
-        return {device for a in self._held.values() if a.pool == pool for device in a.devices}
+        return {device for a in self._assignments.values() if a.pool == pool for device in a.devices}
 
     def _accumulate_cost(self) -> None:
         """Accumulate the cost at the current rate, before assignments change."""
@@ -223,11 +223,11 @@ class ClusterEngineSite:
             if (taken := len(self._taken(name))) is not None
         )
 
-    def _rebill(self, pool: str) -> None:
+    def _rebill_idle(self, pool: str) -> None:
         """Restart the clock of the pool's idle devices after their number changed."""
-        old = self._unused.pop(pool, None)
+        old = self._idle_clocks.pop(pool, None)
         if old is not None:
             old.close()
         unused = self.free()[pool]
         if unused > 0 and not self._pools[pool].rented:
-            self._unused[pool] = idle_devices_clock(self._resolved, self._ledger, pool, unused)
+            self._idle_clocks[pool] = idle_devices_clock(self._resolved, self._ledger, pool, unused)

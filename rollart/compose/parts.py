@@ -310,7 +310,7 @@ class TrainerProgram:
         return weights
 
     async def _stage(self, version: int) -> None:
-        if self._broadcasts is not None and self._broadcasts.any:
+        if self._broadcasts is not None and self._broadcasts.has_engines:
             await self._running_client().stage(version, send=True)
         else:
             await self._running_client().stage(version)
@@ -319,7 +319,7 @@ class TrainerProgram:
     async def _publish(self, version: int) -> WeightsRef:
         """Write the version to disk, and broadcast it to engines at the same time."""
         client = self._running_client()
-        if self._broadcasts is None or not self._broadcasts.any:
+        if self._broadcasts is None or not self._broadcasts.has_engines:
             return await client.publish(version)
         if self._staged != version:
             await self._stage(version)

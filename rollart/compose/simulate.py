@@ -156,11 +156,11 @@ async def _main(
                 ],
                 world.engines(),
                 world.trainer(),
-                world.trained_by(),
+                world.trainer_billing(),
                 rewarder,
                 settings,
                 ledger,
-                unused=() if engines_are_elastic(resolved) else world.unused(),
+                unused=() if engines_are_elastic(resolved) else world.idle_devices(),
                 site=world.site(ledger, machines) if engines_are_elastic(resolved) else None,
                 planner=None if machines is None else elastic_planner(wanted, resolved),
                 nodes=nodes,
@@ -191,7 +191,7 @@ class _ModelledCluster:
         self._performance = resolved.problem.performance
         self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
         self._links = PlannedTurnModel.of(resolved.problem, ()).links
-        self._shared: dict[tuple[str, str], SharedLink] = {}
+        self._pool_links: dict[tuple[str, str], SharedLink] = {}
         self._models: dict[tuple[str, int], StepModel] = {}
         self._pool_of = {a.name: a.pool for a in resolved.plan.assignments}
         shape = self._performance.shape
@@ -205,15 +205,15 @@ class _ModelledCluster:
             self._train.pool,
             {a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES},
         )
-        self._pulls: dict[str, SharedLink] = {}
-        self._fabric = KvFabric(self._link)
+        self._pull_links: dict[str, SharedLink] = {}
+        self._fabric = KvFabric(self._engine_link)
         self._made = 0
         weights = resolved.run.weights
         store = weights.store
         self.transfer = WeightTransfer(
             shape.weight_bytes / 1e9,
             push=SharedLink(LinkProfile(slowest.push.gb_per_s)),
-            pull=self._pull,
+            pull=self._pull_link,
             load_gb_per_s=slowest.load_gb_per_s,
             prefetch=slowest.overlaps,
             bucket_gb=slowest.bucket_gb,
@@ -227,19 +227,19 @@ class _ModelledCluster:
         found = {f"{LINK}weights": self.transfer.pushed_over}
         for a in self._resolved.plan.assignments:
             if a.role in SERVING_ROLES:
-                found[f"{LINK}weights-{a.name}"] = self._pull(a.name)
+                found[f"{LINK}weights-{a.name}"] = self._pull_link(a.name)
         for one, other in kv_pairs(self._resolved):
-            found[f"{LINK}kv-{one}-{other}"] = self._between(one, other)
+            found[f"{LINK}kv-{one}-{other}"] = self._pool_link(one, other)
         return found
 
-    def _pull(self, engine: str) -> SharedLink:
+    def _pull_link(self, engine: str) -> SharedLink:
         """The link over which an engine's host pulls weights."""
-        if engine not in self._pulls:
+        if engine not in self._pull_links:
             problem = self._resolved.problem
             assert problem is not None, "a run without a problem is not simulated"
             path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
-            self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
-        return self._pulls[engine]
+            self._pull_links[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
+        return self._pull_links[engine]
 
     def engines(self) -> list[PlacedEngine]:
         return [self._make_engine(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
@@ -256,7 +256,7 @@ class _ModelledCluster:
         prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
         return ModelledSite(
             devices,
-            self._started,
+            self._start_engine,
             ledger,
             start_s=resolved.run.placement.rebalance.restart_s,
             prices=prices,
@@ -265,7 +265,7 @@ class _ModelledCluster:
             others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
         )
 
-    def _started(self, kind: EngineKind) -> PlacedEngine:
+    def _start_engine(self, kind: EngineKind) -> PlacedEngine:
         number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
         self._made += 1
         assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
@@ -304,10 +304,10 @@ class _ModelledCluster:
         own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
         return (self._devices[placement.pool].tflops_bf16 or 0.0) * placement.tp / own if own else 0.0
 
-    def trained_by(self) -> BilledDevices:
-        return self._billed(self._train)
+    def trainer_billing(self) -> BilledDevices:
+        return self._billing(self._train)
 
-    def unused(self) -> list[BilledDevices]:
+    def idle_devices(self) -> list[BilledDevices]:
         """Idle devices that are paid."""
         rented = {p.name for p in self._resolved.cluster.pools if p.rented}
         price = self._resolved.usd_per_device_hour
@@ -334,7 +334,7 @@ class _ModelledCluster:
         else:
             engine = DisaggregatedEngine(name, steps, self._fabric, limits=limits, load=load)
         self.transfer.subscribe(name)
-        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self._billed(assignment))
+        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self._billing(assignment))
 
     def _steps(self, pool: str, tp: int) -> StepModel:
         if (pool, tp) not in self._models:
@@ -344,18 +344,18 @@ class _ModelledCluster:
             self._models[pool, tp] = StepModel(found, pace=self._pace)
         return self._models[pool, tp]
 
-    def _link(self, source: str, target: str) -> SharedLink:
+    def _engine_link(self, source: str, target: str) -> SharedLink:
         """The link between the pools of two engines, shared by all their hand-offs."""
-        return self._between(*sorted((self._pool_of[source], self._pool_of[target])))
+        return self._pool_link(*sorted((self._pool_of[source], self._pool_of[target])))
 
-    def _between(self, a: str, b: str) -> SharedLink:
-        if (a, b) not in self._shared:
+    def _pool_link(self, a: str, b: str) -> SharedLink:
+        if (a, b) not in self._pool_links:
             gb_per_s, latency_s = self._links.get((a, b), (math.inf, 0.0))
             given = gb_per_s < math.inf
-            self._shared[a, b] = SharedLink(LinkProfile(gb_per_s, latency_s=latency_s) if given else RDMA)
-        return self._shared[a, b]
+            self._pool_links[a, b] = SharedLink(LinkProfile(gb_per_s, latency_s=latency_s) if given else RDMA)
+        return self._pool_links[a, b]
 
-    def _billed(self, assignment: Assignment) -> BilledDevices:
+    def _billing(self, assignment: Assignment) -> BilledDevices:
         usd = self._resolved.usd_per_device_hour[assignment.pool]
         return BilledDevices(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
 

@@ -171,7 +171,7 @@ class SharedWeightStore(DirectoryWeightStore):
                     watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
             raise EngineError(f"{program.name} has no v{weights.version}: {error.message}", retryable=True) from error
-        self._pulled(program.name, pulled)
+        self._record_pull(program.name, pulled)
         return str(path)
 
     async def _watch(self, program: WeightPullProgram) -> None:
@@ -221,7 +221,7 @@ class SharedWeightStore(DirectoryWeightStore):
             with contextlib.suppress(PartDied, StorageFailed):  # the pull itself reports it
                 await program.call("arrived", self.location, manifest, sorted(fresh), over, arrivals.whole)
 
-    def _pulled(self, name: str, pulled: PullResult) -> None:
+    def _record_pull(self, name: str, pulled: PullResult) -> None:
         if pulled.bytes:
             self._event(
                 "weights_pulled",

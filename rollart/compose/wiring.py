@@ -120,7 +120,7 @@ class RunContext:
         if kind not in SHOWN_EVENTS:  # the ledger itself shows those in the set
             self.progress(event)
 
-    def paused(self, seconds: float) -> None:
+    def on_loop_pause(self, seconds: float) -> None:
         """The controller's loop was paused for `seconds`: extend all leases, so that none expires because of it."""
         self.leases.moved(seconds)
         event = RunEvent(asyncio.get_running_loop().time(), "controller_paused", "run", {"seconds": round(seconds, 3)})
@@ -148,9 +148,9 @@ class RunContext:
                 recover_trainer=self.trainer.recover,
                 suspect=lambda engine: self.supervisor.suspect(engine),
                 versions_in_use=lambda: self.supervisor.versions_in_use(),
-                version=self._published,
-                step=self._stepped,
-                evaluation=self._evaluated,
+                version=self._on_published,
+                step=self._on_step,
+                evaluation=self._on_evaluated,
             ),
         )
         self.supervisor = EngineSupervisor(
@@ -158,7 +158,7 @@ class RunContext:
             self.leases,
             self,
             shares=self.site.shares,
-            weights=self._current,
+            weights=self._current_weights,
             start_s=engine_start_limits(self.resolved).most_s,
             on_gone=self._on_engine_gone,
             patience_s=node_wait_s(self.resolved),
@@ -232,13 +232,13 @@ class RunContext:
         return Watchdog(
             self.leases,
             self,
-            progress=self._progress,
+            progress=self._progress_count,
             stall_s=stall_limit_s(self.resolved),
             check=self._flush_clocks,
             seconds=lambda: self.ledger.seconds,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,
-            spent_usd=self._spent,
+            spent_usd=self._spent_usd,
         )
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
@@ -255,14 +255,14 @@ class RunContext:
     def charge(self, charge: Charge) -> None:
         self.ledger.charge(charge)
 
-    def _progress(self) -> int:
+    def _progress_count(self) -> int:
         """A counter that grows while work gets done: started parts, generated turns, published versions."""
         if self.current is None:
             return self.emitted
         gateway = self.control.gateway
         return self.emitted + gateway.served + gateway.version + self.supervisor.waited
 
-    def _current(self) -> WeightsRef:
+    def _current_weights(self) -> WeightsRef:
         assert self.current is not None, "engines start after the first version is published"
         return self.current
 
@@ -270,18 +270,18 @@ class RunContext:
         self.fleet.gone(engine)
         self.control.gone(engine, cause)
 
-    def _published(self, version: int) -> None:
+    def _on_published(self, version: int) -> None:
         path = self.weights.path(version)
         self.current = WeightsRef(version, path, stamp=stamp_of(path))
 
-    def _stepped(self, done: StepDone) -> None:
+    def _on_step(self, done: StepDone) -> None:
         if why := self.collapse.step(done.report.metrics):
             self.emit("learning_stopped", "training", step=done.step + 1, why=why)
         self.emit(
             "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
         )
 
-    def _evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
+    def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
         event = RunEvent(
             asyncio.get_running_loop().time(),
             "evaluated",
@@ -296,7 +296,7 @@ class RunContext:
         for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
 
-    def _spent(self) -> float:
+    def _spent_usd(self) -> float:
         """Dollars so far over all lives of the run: every device while a part holds it, busy or idle; all devices of
         pools that are not rented; and calls of functions whose provider sends a bill."""
         return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
@@ -456,7 +456,7 @@ async def open_run(
         )
         created.append(context)
         if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
-            loop.on_pause = context.paused
+            loop.on_pause = context.on_loop_pause
         yield context
 
 

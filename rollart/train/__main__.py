@@ -173,7 +173,7 @@ async def _serve(service: TrainerService, listener: socket.socket, followers: Lo
     def lost(reason: str) -> None:
         loop.call_soon_threadsafe(service.lost, reason)
 
-    followers.call(lost)
+    followers.set_callback(lost)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=0.2)

@@ -150,7 +150,7 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
     """Load weights, optimizer and counters. All ranks must call it. `TrainerError`, on every rank, for a directory that
     is not a complete, unchanged version; everything is read and checked before any state changes."""
     problem: TrainerError | None = None
-    learner.policy.settle()
+    learner.policy.reshard()
     try:
         files = _verify(path, version, rank=learner.ranks.rank, size=learner.ranks.size)
         weights, moments, counters = _read(learner, path, files)

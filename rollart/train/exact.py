@@ -54,7 +54,7 @@ class ExactSum:
             part[1].add_((rest + FINE) - FINE)
             part[2].add_(x.abs())
 
-    def sound(self) -> bool:
+    def is_exact(self) -> bool:
         """True if the sum is exact: every addend was finite, and their number and size were within the bounds."""
         peaks = [part[2].max() for part in self._parts if part is not None]
         # A comparison with NaN is false.

@@ -38,7 +38,7 @@ class LocalRankProcesses:
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, ranks, process), daemon=True).start()
 
-    def call(self, lost: Callable[[str], None]) -> None:
+    def set_callback(self, lost: Callable[[str], None]) -> None:
         """Replace the callback for lost ranks."""
         with self._lock:
             self._lost = lost

@@ -232,7 +232,7 @@ class Learner:
         credit = torch.from_numpy(advantage).to(device, dtype)
         fresh = torch.from_numpy(batch.versions[batch.loss.position] == version).to(device, dtype)
         proximal = self._score(batch, used) if config.kind == "decoupled" else None
-        anchor = self._anchor(batch) if config.kl else None
+        reference_logprobs = self._reference_logprobs(batch) if config.kl else None
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             proximal_logprobs = None if proximal is None else proximal[pick]
@@ -249,24 +249,24 @@ class Learner:
                 reference=reference,
                 fresh=fresh[pick],
             )
-            if anchor is None:
+            if reference_logprobs is None:
                 return loss, values
-            penalty = kl_estimate(anchor[pick], logprobs)
+            penalty = kl_estimate(reference_logprobs[pick], logprobs)
             return loss + config.kl * penalty, values | {"reference_kl": penalty.detach()}
 
         return objective
 
-    def _anchor(self, batch: TrainingBatch) -> Tensor:
+    def _reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Log-probabilities [N] of the loss tokens under the reference policy. If a rank cannot load it, all ranks
         raise its error: they would otherwise wait for that rank in the forward pass."""
-        problem, anchor = None, None
+        problem, logprobs = None, None
         try:
-            anchor = self.reference.tensor(batch, self.policy)
+            logprobs = self.reference.tensor(batch, self.policy)
         except RollartError as error:
             problem = error if isinstance(error, TrainerError) else TrainerError(error.message, remedy=error.remedy)
         self.ranks.torch.agree(problem)
-        assert anchor is not None, "else all ranks agreed that there is none"
-        return anchor
+        assert logprobs is not None, "else all ranks agreed that there is none"
+        return logprobs
 
     def _update(self, optimizer: torch.optim.AdamW, job: _LearnerJob, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches; the loss before

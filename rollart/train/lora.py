@@ -35,7 +35,7 @@ class AdaptedTensor:
         return [t for t in (self.base, self.a, self.b) if t is not None]
 
     @staticmethod
-    def of(parts: list[Tensor], scale: float) -> Tensor:
+    def merge(parts: list[Tensor], scale: float) -> Tensor:
         """The merged tensor of whole parts, in the order of `parts`."""
         if len(parts) == 1:
             return parts[0]

@@ -47,7 +47,7 @@ class TensorFiles:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: list[Any] = []
-        self._where: dict[str, list[tuple[int, int, Any]]] = {}
+        self._locations: dict[str, list[tuple[int, int, Any]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in files:
             file: Any = safe_open(str(path), framework="pt")
@@ -63,10 +63,10 @@ class TensorFiles:
         """Rows [start, stop) of a tensor in host memory, by default all. `ValueError` if some rows are in no file."""
         shape = self.shapes[name]
         if not shape:
-            return self._whole(name)
+            return self._read_scalar(name)
         stop = shape[0] if stop is None else stop
         parts, at = [], start
-        for first, last, piece in sorted(self._where[name], key=lambda p: p[:2]):
+        for first, last, piece in sorted(self._locations[name], key=lambda p: p[:2]):
             if first <= at < min(last, stop):
                 end = min(last, stop)
                 parts.append(piece[at - first : end - first])
@@ -74,22 +74,22 @@ class TensorFiles:
         if at < stop:
             raise ValueError(f"{name}: rows {at} to {stop} are in no file")
         if not parts:
-            first, _, piece = self._where[name][0]
+            first, _, piece = self._locations[name][0]
             parts.append(piece[0:0])
         whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole
 
     def close(self) -> None:
-        self._where.clear()
+        self._locations.clear()
         self._files.clear()
 
     def _add(self, name: str, piece: Any, rows: list[int] | None) -> None:
         shape = tuple(piece.get_shape())
         start, of = rows or (0, shape[0] if shape else 0)
-        self._where.setdefault(name, []).append((start, start + (shape[0] if shape else 0), piece))
+        self._locations.setdefault(name, []).append((start, start + (shape[0] if shape else 0), piece))
         self.shapes[name] = (of, *shape[1:]) if shape else ()
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_scalar(self, name: str) -> Tensor:
         """Read a scalar."""
         for file in self._files:
             if name in file.keys():  # noqa: SIM118 - not a mapping

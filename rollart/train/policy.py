@@ -109,8 +109,8 @@ class TrainedPolicy:
         self._scorer = Scorer(model)
         self.vocab_size = int(self._scorer.head.weight.shape[0])
         self._check_head()
-        self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
-        self._pieces = ranks is not None and ranks.mesh is not None
+        self._scorer.trims_last_layer = self._matches_model(self._scorer.last_layer_trimmed)
+        self._sharded = ranks is not None and ranks.mesh is not None
         if parallel is not None:
             prepare_model(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks(), dtype)
             self.device = next(model.parameters()).device
@@ -119,11 +119,11 @@ class TrainedPolicy:
     def trims_last_layer(self) -> bool:
         return self._scorer.trims_last_layer
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Reshard the parameters. After a forward pass without a backward pass, parameters outside all blocks stay
         gathered, rounded to the compute type, in place of their shards: the model must not be read or written in that
         state."""
-        if self._pieces:
+        if self._sharded:
             release_gathered(self._scorer)
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class TrainedPolicy:
             return parts[0]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _agrees(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    def _matches_model(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """True if a shortcut computes the same as the model; tried once, on two rows of four tokens."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size).reshape(2, 4)
         at = torch.tensor([1, 3, 6], device=self.device)

@@ -75,24 +75,24 @@ class BroadcastSender:
 
     def __init__(self, device: torch.device, *, rank: int, host: str) -> None:
         self._device, self._rank, self._host = device, rank, host
-        self._served: TCPStore | None = None
+        self._listening_store: TCPStore | None = None
         self._store: Any = None
         self._group: Group | None = None
         self._name = ""
-        self._before: tuple[Order, int] | None = None
+        self._previous: tuple[Order, int] | None = None
         """The previous broadcast, whose keys are still in the store, and its number of buckets."""
 
     def address(self) -> str:
         """The rendezvous address for members, at a port of its own on this host. TrainerError if no port can be
         opened."""
-        if self._served is None:
+        if self._listening_store is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.socket(family)
             try:
                 listener.bind((self._host, 0))
                 port = listener.getsockname()[1]
                 listener.listen(128)
-                self._served = TCPStore(
+                self._listening_store = TCPStore(
                     self._host,
                     port,
                     is_master=True,
@@ -106,7 +106,7 @@ class BroadcastSender:
                     f"no meeting point for weights can be opened at {self._host}: {error_line(error)}"
                 ) from error
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._served.port}"
+        return f"{host}:{self._listening_store.port}"
 
     def send(self, order: Order, version: OutgoingVersion, *, bucket: int) -> SendResult:
         """Never raises for failures of members: the result lists them."""
@@ -150,7 +150,7 @@ class BroadcastSender:
     def _clear_previous(self) -> None:
         """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
         broadcast."""
-        before, self._before = self._before, None
+        before, self._previous = self._previous, None
         if before is None:
             return
         order, buckets = before
@@ -161,7 +161,7 @@ class BroadcastSender:
 
     def _stream(self, lane: BroadcastKeys, group: Group, order: Order, version: OutgoingVersion, bucket: int) -> int:
         layout = version.layout(bucket)
-        self._before = order, len(layout.buckets())
+        self._previous = order, len(layout.buckets())
         lane.set("layout", layout.encode())
         flat = [version.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
         slots = [(at, size) for *_, at, size in layout.spans()]

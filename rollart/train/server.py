@@ -85,7 +85,7 @@ class TrainerService:
         self._totals = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "published": 0.0}
         self._last: dict[str, float] = {}
         self._broken: str | None = None
-        self._breaks = asyncio.Event()
+        self._broken_event = asyncio.Event()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
@@ -114,7 +114,7 @@ class TrainerService:
     def lost(self, reason: str) -> None:
         """Mark the trainer as broken because a rank is gone. Call it in the loop's thread."""
         self._broken = self._broken or reason
-        self._breaks.set()
+        self._broken_event.set()
 
     def train(self, body: CommandMessage) -> CommandMessage:
         report = self._learner.train(self._batch(body), int(body["version"]))
@@ -255,7 +255,7 @@ class TrainerService:
         if self._broken is None:
             loop = asyncio.get_running_loop()
             working = loop.run_in_executor(pool, run_on_all_ranks, channel, name, work, body)
-            breaking = asyncio.ensure_future(self._breaks.wait())
+            breaking = asyncio.ensure_future(self._broken_event.wait())
             try:
                 await asyncio.wait((working, breaking), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -271,7 +271,7 @@ class TrainerService:
         """A failure may have been caused by the loss of another rank: wait a moment for its watcher to report it."""
         try:
             async with asyncio.timeout(WATCH_INTERVAL_S):
-                await self._breaks.wait()
+                await self._broken_event.wait()
         except TimeoutError:
             self.lost(outcome.error)
 

@@ -38,7 +38,7 @@ class LearnerSnapshot:
 def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
     learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
-    learner.policy.settle()
+    learner.policy.reshard()
     state, model = _state_tensors(learner), lora.published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
@@ -55,7 +55,7 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
 def _whole_tensors(model: Mapping[str, lora.AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
     """In a single process: every tensor with its adapter merged."""
     with torch.no_grad():
-        return {name: m.of([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
+        return {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
 
 
 def _sharded_files(
@@ -75,7 +75,7 @@ def _sharded_files(
             place[name] = file
             parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
             if bucket.owner == ranks.rank:
-                mine[name] = lora.AdaptedTensor.of([p for p in parts if p is not None], model[name].scale)
+                mine[name] = lora.AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
         if mine:
             files[file] = mine
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}

@@ -101,7 +101,7 @@ class GradientAccumulation:
         again = self._ids.intersection(batch.ids)
         if again or len(set(batch.ids)) < len(batch):
             raise ValueError(f"sample {min(again or batch.ids)} is in this step already")
-        groups = [self._prepared(group) for group in _groups(batch)]
+        groups = [self._prepare(group) for group in _groups(batch)]
         for group in groups:
             self._backward(group)
         self._count(batch, groups)
@@ -114,7 +114,7 @@ class GradientAccumulation:
         if not self.tokens:
             raise ValueError(f"none of the {self.samples} samples has a token with loss")
         domains = [self._domains[name] for name in sorted(self._domains)]
-        if not all(d.main.sound() and d.bonus.sound() for d in domains):
+        if not all(d.main.is_exact() and d.bonus.is_exact() for d in domains):
             raise TrainerError(
                 "the gradient of a streamed step is not finite, too large, or made of too many micro-batches",
                 remedy="restore the last published version; lower the importance cap, or set training.stream to false",
@@ -148,7 +148,7 @@ class GradientAccumulation:
         }
         return means | {f"reward/{n}": d.score / d.samples for n, d in self._domains.items() if d.samples}
 
-    def _prepared(self, group: TrainingBatch) -> _GroupAdvantages:
+    def _prepare(self, group: TrainingBatch) -> _GroupAdvantages:
         name = group.domains[int(group.domain[0])]
         if (group.domain != group.domain[0]).any():
             raise ValueError(f"the group of sample {group.ids[0]} spans domains")
@@ -163,7 +163,7 @@ class GradientAccumulation:
         if not len(batch.loss):
             return
         domain = self._domain(group.name)
-        separate = (config.entropy != 0 or config.kl != 0) and self._normalized(group.name)
+        separate = (config.entropy != 0 or config.kl != 0) and self._normalizes_by_batch(group.name)
         actions = ActionTensors(batch, policy.device)
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
         credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
@@ -219,7 +219,7 @@ class GradientAccumulation:
             self._domains[name] = _DomainState(ExactSum(size), ExactSum(size))
         return self._domains[name]
 
-    def _normalized(self, name: str) -> bool:
+    def _normalizes_by_batch(self, name: str) -> bool:
         """True if the domain's advantages are divided by a deviation that is known only with the whole batch."""
         return self._config.domains[name].advantage.normalize == "batch"
 
@@ -239,7 +239,7 @@ class GradientAccumulation:
         """Units are sorted first, since a standard deviation is an order-dependent sum as well."""
         return {
             name: normalisation_divisor(np.sort(np.concatenate(domain.units)))
-            if domain.tokens and self._normalized(name)
+            if domain.tokens and self._normalizes_by_batch(name)
             else 1.0
             for name, domain in self._domains.items()
         }

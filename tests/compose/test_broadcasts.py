@@ -250,7 +250,7 @@ def test_without_engines_nothing_is_sent() -> None:
     async def test(b: Bench) -> None:
         for engine in b.engines:
             b.broadcasts.leave(engine.id)  # type: ignore[arg-type]
-        assert not b.broadcasts.any
+        assert not b.broadcasts.has_engines
         await b.broadcasts.send(b.trainer, 1)  # type: ignore[arg-type]
         assert b.trainer.orders == []
         assert b.events.seen == []

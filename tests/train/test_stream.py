@@ -276,7 +276,7 @@ def test_the_sum_has_no_order_and_loses_next_to_nothing(values: list[float], shu
     assert torch.equal(first, second)
     assert first[0] == -first[1]
     assert sums[0].total(1) is None
-    assert sums[0].sound()
+    assert sums[0].is_exact()
     exact = sum(map(Fraction, values))
     # One rounding of the total, and 2^-65 of each addend.
     assert abs(Fraction(float(first[0])) - exact) <= abs(exact) * Fraction(2) ** -52 + len(values) * Fraction(2) ** -65
@@ -286,4 +286,4 @@ def test_the_sum_has_no_order_and_loses_next_to_nothing(values: list[float], shu
 def test_a_sum_that_would_not_be_exact_says_so(bad: float) -> None:
     held = ExactSum(1)
     held.add([torch.tensor([1.0, bad])])
-    assert not held.sound()
+    assert not held.is_exact()
