@@ -1,7 +1,7 @@
 """Reward functions as Modal apps, one per function: `modal deploy modal_app.py::NAME`.
 
-Rendered by `rollart infra render --target modal`: change the spec, not this. Beside it lie `modal_app.json`, which says
-what each function runs with, and the functions' files. Whoever deploys it needs rollart, since the container's entry is
+Rendered by `rollart infra render --target modal`: change the spec, not this. It reads `modal_app.json`, the settings of
+each function, and the functions' files, both beside it. Deploying it needs rollart, since the container's entry is
 `serverless.deploy.modal_entry`.
 """
 
@@ -19,7 +19,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def app_of(function: dict[str, Any]) -> modal.App:
-    """The app of one function: its files and nothing else of this machine."""
+    """The app of one function: its files and no others of this machine."""
     app = modal.App(function["app"], include_source=False)
     image = modal.Image.debian_slim(python_version=function["python"])
     if function["requirements"]:

@@ -162,7 +162,7 @@ class LocalRuntime:
 
 @dataclass(slots=True)
 class _Incarnation:
-    """One life of an actor: its object and the calls in flight on it."""
+    """One incarnation of an actor: its object, and an event that its death sets."""
 
     instance: Any
     died: asyncio.Event = field(default_factory=asyncio.Event)
@@ -173,7 +173,7 @@ class _LocalHandle:
     `max_task_retries` on the next incarnation, then fails with `PartDied`."""
 
     def __init__(self, runtime: LocalRuntime, spec: ActorSpec, held: Node) -> None:
-        """`held`: the node, or the bundle on it, whose resources the actor has."""
+        """`held`: the node, or the bundle on it, that the actor's resources are accounted to."""
         self._runtime = runtime
         self.spec = spec
         self.held = held

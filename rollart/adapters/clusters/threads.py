@@ -38,7 +38,7 @@ def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.F
             result = function(*args)
         except BaseException as problem:
             error = problem
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()

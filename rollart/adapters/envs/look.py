@@ -92,7 +92,7 @@ def _check_environment(
     try:
         with UserCodeGuard():
             instance = make(**arguments)
-    except Exception as error:  # whatever their code raises
+    except Exception as error:  # user code may raise anything
         message = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
         yield EnvironmentProblem(domain, "*" if arguments else "", message)
         return None
@@ -122,7 +122,7 @@ def _check_worked_example(domain: str, path: str, instance: Any) -> Iterator[Env
     try:
         with UserCodeGuard():
             _, _ = solve(0)
-    except Exception as error:  # whatever their code raises
+    except Exception as error:  # user code may raise anything
         yield EnvironmentProblem(
             domain, WARM_START_ARGUMENT, f"'{path}' gave no worked example: {one_line(error, 500)}"
         )

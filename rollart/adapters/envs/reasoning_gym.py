@@ -71,10 +71,10 @@ class ReasoningGymEnv:
     """One question, one answer, scored by the dataset itself. Implements `rollart.ports.Environment`.
 
     `dataset` is a reasoning-gym name, `config` its options, `worked_format` a `WorkedFormat` or the import path
-    `package.module:Class` of one. The step pays `score_answer` (0 to 1, partial credit where the dataset gives it);
-    `success` is a full score. Its metadata has `reference_answer`, `derivation`, `entry` and `success`.
-    Seeds from `rollart.ports.EVAL_SEEDS_FROM` on draw prompts that no training seed ever shows.
-    The first one of a process imports reasoning_gym (2 s) and makes the dataset, which others of the process share.
+    `package.module:Class` of one. The step pays `score_answer` (0 to 1, partial credit if the dataset has it);
+    `success` is a full score. Its metadata has `reference_answer`, `derivation`, `entry` and `success`. Seeds from
+    `rollart.ports.EVAL_SEEDS_FROM` on draw prompts that no training seed ever shows. The first instance in a process
+    imports reasoning_gym (2 s) and makes the dataset, which later ones share.
     """
 
     quick = True

@@ -51,7 +51,7 @@ def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:
     try:
         with UserCodeGuard():
             make = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may do anything when it is imported
+    except Exception as error:  # the import of a user's module may raise anything
         return DomainFactory(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
     try:
         with UserCodeGuard():
