@@ -9,7 +9,7 @@ from rollart.ports import RuntimeEvent
 from rollart.sim import loop
 
 
-def test_readers_go_on_past_what_is_kept() -> None:
+def test_readers_continue_after_events_were_dropped() -> None:
     async def main() -> None:
         log, early, late = EventLog(max_events=3), list[str](), list[str]()
 

@@ -52,7 +52,7 @@ def test_plain_values_arrive_as_they_were(value: Any) -> None:
 
 
 @given(st.recursive(plain, lambda inner: st.dictionaries(st.sampled_from(["$", "of", "a"]), inner, max_size=3)))
-def test_whatever_a_frame_holds_it_is_a_value_or_a_value_error(frame: Any) -> None:
+def test_any_frame_is_a_value_or_a_value_error(frame: Any) -> None:
     for read in (unpack, HostResponse.from_json, HostRequest.from_json):
         try:
             read(frame)
@@ -73,11 +73,11 @@ class Liar:
                 if ask.op is HostOperation.HELLO:
                     write_frame(writer, HostResponse(ask.id, "", CallStatus.OK, [7, {}, []]).to_json())
                     continue
-                said = self._lie(ask)
-                if isinstance(said, bytes):
-                    writer.write(said)
-                elif said is not None:
-                    write_frame(writer, said)
+                response = self._lie(ask)
+                if isinstance(response, bytes):
+                    writer.write(response)
+                elif response is not None:
+                    write_frame(writer, response)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -116,7 +116,7 @@ STEP = [["text", None, None], 1.0, False, None, {}]
         (lambda ask: b"\x00\x00\x00\x02{]", "it sent"),
     ],
 )
-def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[HostRequest], Any], words: str) -> None:
+def test_a_host_that_violates_the_protocol_is_disconnected(lie: Callable[[HostRequest], Any], words: str) -> None:
     """Its other calls and all later ones fail with the same cause."""
 
     async def scenario(connection: HostConnection) -> None:
@@ -173,7 +173,7 @@ def test_an_answer_that_is_no_step_is_its_episodes_fault_alone(value: Any, words
 
 
 @pytest.mark.slow  # sockets
-def test_an_answer_that_comes_too_late_is_nobodys() -> None:
+def test_a_late_response_is_dropped() -> None:
     """A call that was cancelled may still be answered: that is no lie, and reaches no other call."""
     late: list[HostRequest] = []
 
@@ -228,7 +228,7 @@ def fronted(scenario: Callable[[EnvironmentHostServer, str], Awaitable[None]]) -
 
 
 @pytest.mark.slow  # sockets
-def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_them() -> None:
+def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
     async def scenario(front: EnvironmentHostServer, address: str) -> None:
         connection = await HostConnection.open("environment-0", address, "word")
         try:
@@ -240,7 +240,7 @@ def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_
                     await asyncio.sleep(0)
                 if number % 2:
                     hanging.cancel()
-                else:  # closed under it: it is told
+                else:  # closed during the call: it gets an error
                     await connection.close(episode)
                 (ended,) = await asyncio.gather(hanging, return_exceptions=True)
                 assert isinstance(ended, asyncio.CancelledError if number % 2 else EnvironmentFault)
@@ -272,9 +272,9 @@ def test_who_does_not_greet_is_not_listened_to_for_long(
 
     async def scenario(front: EnvironmentHostServer, address: str) -> None:
         port = int(address.rpartition(":")[2])
-        for said in (b"", b"\x00\x00", b"\x00\x10\x00\x00" + b"x" * 64):  # nothing, half a length, a megabyte
+        for data in (b"", b"\x00\x00", b"\x00\x10\x00\x00" + b"x" * 64):  # nothing, half a length, a megabyte
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(said)
+            writer.write(data)
             with contextlib.suppress(ConnectionError):  # it may have left some of that unread
                 assert await reader.read() == b""
             writer.close()
@@ -328,8 +328,8 @@ def test_a_child_that_an_environment_forked_does_not_serve_its_host(tmp_path: pa
         assert process.stdout is not None
         try:
             async with asyncio.timeout(60):
-                said = (await process.stdout.readline()).decode().split()
-                connection = await HostConnection.open("environment-0", said[1], "t")
+                ready = (await process.stdout.readline()).decode().split()
+                connection = await HostConnection.open("environment-0", ready[1], "t")
                 await connection.reset("e", "forks", 1)
                 steps = [(await connection.step("e", str(n)))[0] for n in range(5)]
                 await connection.aclose()

@@ -131,7 +131,7 @@ def test_impossible_lakes_are_refused(options: dict[str, int]) -> None:
         FrozenLakeText(**options)
 
 
-def test_lakes_without_any_way_are_an_error_and_not_a_hang() -> None:
+def test_lakes_without_a_path_are_an_error_and_not_a_hang() -> None:
     with pytest.raises(ValueError, match="fewer holes"):
         draw_lake(0, size=2, holes=2, min_distance=2)
 

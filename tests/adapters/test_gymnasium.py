@@ -27,7 +27,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def played(env: GymnasiumText, seed: int, *actions: str) -> tuple[list[str], Step]:
-    """What was shown, and the last step."""
+    """The observations, and the last step."""
     texts = [(await env.reset(seed)).text]
     step: Step | None = None
     for action in actions:
@@ -62,7 +62,7 @@ def test_legal_actions_are_words_of_one_token() -> None:
     assert free.max_tokens == 20
 
 
-def test_what_is_no_action_is_a_turn_lost() -> None:
+def test_an_invalid_action_is_a_lost_turn() -> None:
     texts, step = run(played(GymnasiumText(**LAKE, invalid_reward=-0.5), 1, "down", "fly"))
     assert texts == ["0", "4", "4"]
     assert step.reward == -0.5
@@ -88,7 +88,7 @@ def test_truncation_ends_the_episode_without_success() -> None:
     assert step.metadata["truncated"] is True
 
 
-def test_what_the_environment_draws_keeps_its_cursor() -> None:
+def test_the_environments_own_rendering_keeps_its_cursor() -> None:
     texts, _ = run(played(GymnasiumText(**LAKE, render="ansi", preamble="walk:"), 1, "down"))
     assert texts[0] == "walk:\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     assert "[F]HFH" in texts[1]
@@ -101,7 +101,7 @@ def test_the_same_seed_shows_the_same_episode() -> None:
     assert once(3) == once(3) != once(4)
 
 
-def test_held_out_seeds_show_what_no_training_seed_shows() -> None:
+def test_held_out_seeds_show_observations_that_no_training_seed_shows() -> None:
     env = GymnasiumText("CartPole-v1", held_out="observations", threaded=False)
     for seed in range(20):
         assert not held_out_item(run(env.reset(seed)).text)
@@ -135,7 +135,7 @@ def test_spaces_without_words_take_a_parser_and_a_renderer() -> None:
     assert told[0].startswith("told {")
 
 
-def test_the_environments_own_mask_narrows_what_is_legal() -> None:
+def test_the_environments_own_mask_narrows_legal_actions() -> None:
     async def play() -> list[tuple[str, ...] | None]:
         env = GymnasiumText(make=f"{WORLDS}:Masked", actions=["a", "b", "c"])
         seen = [(await env.reset(0)).actions]
@@ -148,7 +148,7 @@ def test_the_environments_own_mask_narrows_what_is_legal() -> None:
 
 
 @pytest.mark.parametrize("threaded", [True, False])
-def test_what_breaks_is_raised_and_what_lies_is_told(threaded: bool) -> None:
+def test_errors_are_raised_and_invalid_results_reported(threaded: bool) -> None:
     with pytest.raises(RuntimeError, match="the game broke"):
         run(played(GymnasiumText(make=f"{WORLDS}:GuessText", threaded=threaded), 1, "explode"))
     with pytest.raises(TypeError, match="answered a step with 4 values"):

@@ -59,7 +59,7 @@ def test_pulls_of_the_same_image_are_one_and_survive_who_asked_first() -> None:
     asyncio.run(play())
 
 
-def test_what_is_there_is_not_pulled_and_what_fails_is_named_and_tried_again() -> None:
+def test_present_images_are_not_pulled_and_failed_pulls_are_named_and_retried() -> None:
     async def play() -> None:
         shelf = Shelf()
         shelf.go.set()
@@ -76,7 +76,7 @@ def test_what_is_there_is_not_pulled_and_what_fails_is_named_and_tried_again() -
     asyncio.run(play())
 
 
-def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() -> None:
+def test_the_bound_evicts_the_least_recently_used_and_no_pinned_image() -> None:
     async def play() -> None:
         shelf = Shelf()
         shelf.go.set()
@@ -96,7 +96,7 @@ def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() 
     asyncio.run(play())
 
 
-def test_an_image_that_cannot_be_removed_is_nobodys_fault_and_is_tried_again() -> None:
+def test_a_failed_removal_is_no_fault_and_is_retried() -> None:
     async def play() -> None:
         shelf = Shelf()
         shelf.go.set()

@@ -83,7 +83,7 @@ async def served(
         ('{"type": "error", "data": null}', "at its step: None"),
     ],
 )
-def test_a_server_that_lies_is_named(answer: Any, message: str) -> None:
+def test_a_server_that_violates_the_protocol_is_named(answer: Any, message: str) -> None:
     async def play(url: str) -> None:
         env = OpenEnv(url, action="say")
         assert (await env.reset(4)).text == "go"

@@ -95,7 +95,7 @@ def test_a_session_may_be_reset_for_another_episode(url: str) -> None:
         ({"step_s": 0.1}, "98", "no answer to a step within 0.1 s on 127.0.0.1:"),
     ],
 )
-def test_what_goes_wrong_on_a_server_is_a_fault_with_its_host(
+def test_an_error_of_a_server_is_a_fault_with_its_host(
     url: str, arguments: dict[str, Any], action: str, message: str
 ) -> None:
     async def play() -> None:
@@ -110,7 +110,7 @@ def test_what_goes_wrong_on_a_server_is_a_fault_with_its_host(
         asyncio.run(play())
 
 
-def test_a_full_server_is_passed_over_waited_for_and_told_of(url: str) -> None:
+def test_a_full_server_is_skipped_waited_for_and_reported(url: str) -> None:
     server, small = serve(1)
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""What a runtime on Ray makes of the nodes that it sees, without a Ray."""
+"""Accounting of nodes in a runtime on Ray, without a Ray cluster."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)
 
 
 @given(Lives, st.lists(st.tuples(st.integers(0, 11), st.integers(0, 7)), max_size=20))
-def test_free_is_what_nobody_on_that_very_node_holds(lives: list[set[int]], holds: list[tuple[int, int]]) -> None:
+def test_free_resources_are_those_held_by_no_actor_of_the_node(
+    lives: list[set[int]], holds: list[tuple[int, int]]
+) -> None:
     runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 1.0})
     held: dict[int, int] = {}
     for poll_nodes, alive in enumerate(lives):

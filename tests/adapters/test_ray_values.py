@@ -1,4 +1,4 @@
-"""What crosses Ray, without a Ray."""
+"""Values that cross Ray, without a Ray cluster."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_a_node_of_another_version_refuses_its_actors(monkeypatch: pytest.Monkey
         init = pack(((1,), {}))
         fine, error, node = await RayActorHost().boot(f"{__name__}:Thing", init, "0.0.1")
         assert (fine, node) == (False, "0123456789abcdef")
-        said = unpack(error)
-        assert isinstance(said, UsageError)
-        assert f"node 0123456789ab has rollart {rollart.__version__} and the controller 0.0.1" in str(said)
+        raised = unpack(error)
+        assert isinstance(raised, UsageError)
+        assert f"node 0123456789ab has rollart {rollart.__version__} and the controller 0.0.1" in str(raised)
         assert (await RayActorHost().boot(f"{__name__}:Thing", init, rollart.__version__))[0]
 
     asyncio.run(main())
@@ -99,7 +99,7 @@ class Stopping(RayHandle):
         await asyncio.sleep(0.01)
 
 
-def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
+def test_an_address_without_a_server_is_refused_before_ray_connects() -> None:
     with socket.socket() as silent:  # bound, so that no other process listens there
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -108,7 +108,7 @@ def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC"),
         (b"-ERR\r\n", "does not speak gRPC"),
@@ -117,7 +117,7 @@ def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
 )
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_server_that_is_not_rays_is_found_out_before_ray_is_asked(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, answer: bytes | None, said: str
+    monkeypatch: pytest.MonkeyPatch, scheme: str, answer: bytes | None, message: str
 ) -> None:
     """Ray would try for minutes to speak to it, and cannot be interrupted."""
     monkeypatch.setattr(ray_link, "ANSWER_S", 0.2)
@@ -134,7 +134,7 @@ def test_a_server_that_is_not_rays_is_found_out_before_ray_is_asked(
     async def main() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             address = f"{scheme}127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}': .*{said}"):
+            with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}': .*{message}"):
                 await RayRuntime(address).start()
             ended.set()
 

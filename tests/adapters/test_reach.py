@@ -47,7 +47,7 @@ def test_an_address_that_answers_is_handed_on() -> None:
     asyncio.run(main())
 
 
-def test_one_that_is_out_of_reach_ends_the_run_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_program_ends_the_run_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unreachable(*_: Any) -> Any:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 

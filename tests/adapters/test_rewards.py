@@ -141,7 +141,7 @@ def test_a_model_fault_makes_the_whole_one_with_the_combined_floor() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), tokens=st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple))
-def test_what_is_paid_adds_up_to_the_value(data: Any, tokens: tuple[int, ...]) -> None:
+def test_credits_add_up_to_the_value(data: Any, tokens: tuple[int, ...]) -> None:
     number = st.floats(-10.0, 10.0)
     terms, outcomes = [], []
     for n in range(data.draw(st.integers(0, 3))):

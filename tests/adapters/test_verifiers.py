@@ -48,7 +48,7 @@ def first(env: VerifiersText, seed: int) -> str:
     return asyncio.run(shown()).text
 
 
-def test_one_question_is_paid_what_its_rubric_says() -> None:
+def test_one_question_pays_the_reward_of_its_rubric() -> None:
     env = VerifiersText(f"{WORLDS}:load_environment")
     text = first(env, 5)
     system, _, question = text.partition("\n")
@@ -102,7 +102,7 @@ def test_tools_are_called_from_text() -> None:
     assert step.done  # an answer without a call is the last
 
 
-def test_what_breaks_is_raised_and_never_paid() -> None:
+def test_errors_are_raised_and_never_paid() -> None:
     with pytest.raises(RuntimeError, match=r"reward function fails raised KeyError: 'no judge'"):
         play(VerifiersText(f"{WORLDS}:broken"), 1, ["x"])
     with pytest.raises(RuntimeError, match="the talk broke"):

@@ -1,4 +1,4 @@
-"""What waits warm on a host: bounds, and that nothing which failed plays again."""
+"""Idle environments of a host: bounds, and that no environment plays again after a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pool_of(make: Callable[[], Once], *, size: int, reuse: int = 1) -> WarmPool:
     st.booleans(),
     st.lists(st.tuples(st.sampled_from(["begin", "end", "fail", "settle"]), st.integers(0, 5)), max_size=30),
 )
-def test_bounds_hold_whatever_happens(size: int, reuse: int, again: bool, moves: list[tuple[str, int]]) -> None:
+def test_bounds_hold_after_any_moves(size: int, reuse: int, again: bool, moves: list[tuple[str, int]]) -> None:
     async def play() -> None:
         kind = Again if again else Once
         playing: list[IdleEnvironment] = []
@@ -93,7 +93,7 @@ def test_as_many_as_wanted_are_made_ahead_and_made_again() -> None:
     asyncio.run(play())
 
 
-def test_what_cannot_be_made_is_not_tried_for_ever() -> None:
+def test_an_environment_that_cannot_be_made_is_not_retried_for_ever() -> None:
     tries: list[int] = []
 
     def broken() -> Once:
@@ -118,7 +118,7 @@ def test_what_cannot_be_made_is_not_tried_for_ever() -> None:
     asyncio.run(play())
 
 
-def test_what_fails_half_way_is_closed() -> None:
+def test_an_environment_whose_start_fails_is_closed() -> None:
     class Half(Once):
         made: list[Half] = []  # noqa: RUF012
 

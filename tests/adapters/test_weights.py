@@ -41,7 +41,7 @@ def test_a_root_that_is_not_there_yet_has_no_versions(tmp_path: Path) -> None:
     store.prune([1])
 
 
-def test_prune_keeps_what_it_is_told_and_what_it_does_not_know(tmp_path: Path) -> None:
+def test_prune_keeps_the_given_versions_and_unknown_files(tmp_path: Path) -> None:
     for version in range(4):
         make(tmp_path, f"v{version:06d}")
     make(tmp_path, "v000009", whole=False)

@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 """Deadline of scenarios that must end: only a failure waits so long."""
 
 NONSENSE = '½ no such thing \x00 {"guess": [] '
-"""What no environment takes for an answer, and a policy may say."""
+"""Text that a policy may generate and no environment accepts as an action."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every environment keeps, wherever it lives: the same episodes, the same faults in words, the same ends."""
+"""The contract of environments, in this process or on a host: the same episodes, the same errors, the same ends."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from rollart.ports import Node
 __all__ = ["IMPORTS", "RayCluster", "client_server_of", "ray_cluster_of"]
 
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])}
-"""For actors of the tests' own modules behind a client server: nodes look for them where that server does, and nobody
-tells it of its client's directories."""
+"""For actors of the tests' own modules behind a client server: nodes import from that server's paths, which do not
+include its client's directories."""
 
 HEALTH_S = 10.0
 """A busy machine keeps a raylet from answering for seconds. One that was killed is noticed in a quarter of it."""
@@ -59,9 +59,9 @@ def ray_cluster_of(nodes: Sequence[Node], directory: Path, env: Mapping[str, str
         )
     try:
         assert process.stdout is not None
-        said = next((line for line in process.stdout if line.startswith(b"ready ")), b"")
-        assert said, (directory / "log").read_text()
-        yield RayCluster(directory, said.split()[1].decode(), process.pid)
+        ready = next((line for line in process.stdout if line.startswith(b"ready ")), b"")
+        assert ready, (directory / "log").read_text()
+        yield RayCluster(directory, ready.split()[1].decode(), process.pid)
     finally:
         process.terminate()
         process.wait(120)

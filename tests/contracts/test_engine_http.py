@@ -107,7 +107,7 @@ class TestBroadcast(EngineContract):
 
         asyncio.run(body())
 
-    def test_what_did_not_come_is_read_from_files_and_what_came_of_another_model_is_not_kept(self) -> None:
+    def test_missing_weights_are_read_from_files_and_weights_of_another_model_are_dropped(self) -> None:
         async def body() -> None:
             async with served(self.base) as url:
                 engine, sender = (

@@ -120,7 +120,7 @@ def test_in_the_controller(name: str, promise: Promise) -> None:
 @pytest.mark.slow
 @promises
 @cases(*sorted(SLOW))
-def test_in_the_controller_of_what_is_slow(name: str, promise: Promise, server: str) -> None:
+def test_slow_adapters_in_the_controller(name: str, promise: Promise, server: str) -> None:
     case = case_of(name, server)
     asyncio.run(promise(case, case.here))  # type: ignore[arg-type]
 

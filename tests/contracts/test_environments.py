@@ -102,7 +102,7 @@ def test_a_fault_names_its_host_and_is_its_episodes_alone(stage: Stage, action: 
 
 
 @pytest.mark.slow
-def test_a_step_after_the_end_is_refused_and_printing_holds_nobody_up(stage: Stage) -> None:
+def test_a_step_after_the_end_is_refused_and_printing_does_not_block(stage: Stage) -> None:
     async def scenario() -> None:
         environment = stage.hosts.make("told")
         await environment.reset(0)
@@ -117,7 +117,7 @@ def test_a_step_after_the_end_is_refused_and_printing_holds_nobody_up(stage: Sta
 
 
 @pytest.mark.slow
-def test_blocking_environments_have_threads_and_hold_nobody_up(stage: Stage) -> None:
+def test_blocking_environments_have_threads_and_block_no_other(stage: Stage) -> None:
     """Calls that block for longer than any health check, and others that go on beside them."""
 
     async def scenario() -> None:
@@ -162,10 +162,10 @@ def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: s
         again = stage.hosts.make("tale")
         await again.reset(0)
         await again.close()
-        told = stage.hosts.events("host_lost")[lost:]
-        assert len(told) == 1
-        assert told[0]["subject"] == "environment-0"
-        assert re.search(cause, told[0]["cause"]), told
+        events = stage.hosts.events("host_lost")[lost:]
+        assert len(events) == 1
+        assert events[0]["subject"] == "environment-0"
+        assert re.search(cause, events[0]["cause"]), events
 
     stage.play(scenario())
     assert action != "die" or "worlds.py" in (stage.directory / "logs" / "environment-0.log").read_text()

@@ -99,7 +99,7 @@ def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest
                 assert sorted(fleet.where().values()) == ["cores-0", "cores-1"], "one has the plan's core on each"
                 drain(cluster.directory, "cores-0")
                 await until(fleet, lambda: list(fleet.where().values()) == ["cores-1"])
-                assert (await playing.step("say")).observation  # the host that is to go finishes what it has
+                assert (await playing.step("say")).observation  # the leaving host finishes its episodes
                 await playing.close()
                 await until(fleet, lambda: len(hosts.events("host_retired")) == 1)
                 await asyncio.sleep(2.0)  # it has settled

@@ -38,7 +38,7 @@ def outcome_of(provider: Provider, source: str = "behave", **metadata: Any) -> O
     return provider.run(main())
 
 
-def test_what_functions_return_becomes_typed_outcomes(provider: Provider) -> None:
+def test_return_values_of_functions_become_typed_outcomes(provider: Provider) -> None:
     expected: dict[str, Outcome | FaultKind] = {
         "score": Scored(1.0),
         "true": Scored(1.0),

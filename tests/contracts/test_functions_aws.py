@@ -13,8 +13,8 @@ ELSEWHERE = {
     "test_concurrency_is_a_bound_and_workers_are_reused",
     "test_a_cancelled_call_is_billed_and_leaves_a_working_function",
 }
-"""They count workers by their names and end one by cancelling, which Lambda has not: `test_aws_invoke` says what holds
-there instead."""
+"""They count workers by their names and end one by cancelling, which Lambda lacks: `test_aws_invoke` has the equivalent
+tests."""
 
 globals().update({k: v for k, v in vars(test_functions).items() if k.startswith("test_") and k not in ELSEWHERE})
 

@@ -263,7 +263,7 @@ def test_state_is_lost_unless_checkpointed(on: Run, tmp_path: Any) -> None:
     on(scenario)
 
 
-def test_a_dead_actor_says_so(on: Run, tmp_path: Path) -> None:
+def test_a_dead_actor_is_reported(on: Run, tmp_path: Path) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         handle = await runtime.spawn(spec("a", isolation))
         async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
@@ -290,7 +290,7 @@ async def _swallow(call: Awaitable[Any]) -> Any:
         return error
 
 
-def test_events_tell_what_happened(on: Run) -> None:
+def test_events_report_starts_and_deaths(on: Run) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         handle = await runtime.spawn(spec("a", isolation, max_restarts=1))
         await handle.kill(restart=True)
@@ -397,7 +397,7 @@ def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
     on(scenario)
 
 
-def test_a_gang_without_room_says_what_lacks(on: Run) -> None:
+def test_a_gang_without_room_names_the_missing_bundles(on: Run) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         with pytest.raises(UsageError, match=r"wide \(pool 'h20'\).*no node could ever hold it"):
             await runtime.reserve([group("wide", {"GPU": 3.0}, H20, about="pool 'h20'")], wait_s=60.0)
@@ -419,7 +419,7 @@ def test_a_gang_without_room_says_what_lacks(on: Run) -> None:
 @pytest.mark.parametrize(
     ("strategy", "nodes_used"), [("STRICT_SPREAD", 2), ("SPREAD", 2), ("STRICT_PACK", 1), ("PACK", 1)]
 )
-def test_bundles_of_a_group_lie_as_it_says(on: Run, strategy: Strategy, nodes_used: int) -> None:
+def test_bundles_of_a_group_follow_its_strategy(on: Run, strategy: Strategy, nodes_used: int) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         bundles = tuple(Bundle(f"b{i}", {"CPU": 1.0}, {"zone": "in(a,b)"}) for i in range(2))
         await runtime.reserve([BundleGroup("all", bundles, strategy)], wait_s=60.0)
@@ -447,14 +447,14 @@ def test_a_process_that_dies_by_itself_comes_back() -> None:
 
 
 @pytest.mark.slow
-def test_an_autoscaler_hears_what_room_is_wanted_until_it_is_taken_back(ray_cluster: RayCluster) -> None:
-    """Reason for slow: a real cluster. What Ray's own autoscaler would read is read here."""
+def test_an_autoscaler_gets_the_request_until_it_is_withdrawn(ray_cluster: RayCluster) -> None:
+    """Reason for slow: a real cluster. The test reads the key that Ray's own autoscaler reads."""
 
     async def main() -> list[object]:
         from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
         from ray.experimental.internal_kv import _internal_kv_get
 
-        async def said() -> object:
+        async def requested() -> object:
             text = await runtime.link.run_blocking(_internal_kv_get, AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
             return json.loads(text or "null")
 
@@ -464,9 +464,9 @@ def test_an_autoscaler_hears_what_room_is_wanted_until_it_is_taken_back(ray_clus
             light = Bundle("light", {}, H20)
             wanted = [group("a", {"GPU": 2.0}, H20), BundleGroup("b", (light,)), group("c", {"CPU": 8.0}, {})]
             await runtime.ask(wanted)
-            heard = [await said()]
+            heard = [await requested()]
             await runtime.ask(())
-            return [*heard, await said()]
+            return [*heard, await requested()]
         finally:
             await runtime.close()
 
@@ -474,7 +474,7 @@ def test_an_autoscaler_hears_what_room_is_wanted_until_it_is_taken_back(ray_clus
 
 
 @pytest.mark.slow
-def test_what_a_killed_controller_reserved_is_free_again(ray_cluster: RayCluster) -> None:
+def test_reservations_of_a_killed_controller_are_released(ray_cluster: RayCluster) -> None:
     """Reason for slow: a real cluster, and a controller in a process of its own."""
     program = f"""
 import asyncio, os, signal

@@ -77,7 +77,7 @@ def test_each_episode_has_an_environment_of_its_own_that_was_started(stage: Stag
     assert told[-1]["reused"] == 0
 
 
-def test_what_is_reusable_plays_again_but_not_after_a_fault_and_not_for_ever(stage: Stage) -> None:
+def test_a_reusable_environment_plays_again_within_its_bound_and_not_after_a_fault(stage: Stage) -> None:
     async def scenario() -> None:
         played: dict[int, list[int]] = {}
         broken: set[int] = set()

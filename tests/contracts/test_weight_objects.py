@@ -57,7 +57,7 @@ async def objects(
 
 
 class Counted:
-    """A store that counts what goes in and out."""
+    """A store that counts the bytes written and read."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
@@ -145,7 +145,7 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
 
 
 @pytest.mark.asyncio
-async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_a_copy(
+async def test_a_pull_yields_the_published_version_and_engines_of_a_host_share_a_copy(
     objects: ObjectStore, tmp_path: Path
 ) -> None:
     source = version(tmp_path, 3)
@@ -167,7 +167,7 @@ async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_
 
 
 @pytest.mark.asyncio
-async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: ObjectStore, tmp_path: Path) -> None:
+async def test_only_changed_buckets_cross_the_link_and_reach_the_hosts(objects: ObjectStore, tmp_path: Path) -> None:
     host = BucketWeightStore(objects, tmp_path / "host")
     await push(objects, version(tmp_path, 0), 0)
     await host.pull(0)
@@ -256,7 +256,7 @@ async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Obje
 
 
 @pytest.mark.asyncio
-async def test_a_damaged_bucket_is_never_seen_by_an_engine(objects: ObjectStore, tmp_path: Path) -> None:
+async def test_no_engine_reads_a_damaged_bucket(objects: ObjectStore, tmp_path: Path) -> None:
     await push(objects, version(tmp_path, 6), 6)
     key = sorted(await objects.keys("buckets/"))[0]
     data = await objects.get(key)

@@ -1,4 +1,4 @@
-"""Environments of the contract suite: one with varied values, and one that obeys its actions, faults included."""
+"""Environments of the contract suite: one with varied values, another that obeys its actions, faults included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What built-in specs are rendered to. `python tests/infra/goldens.py` writes it anew."""
+"""The rendered files of built-in specs. `python tests/infra/goldens.py` writes them again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def cluster(name: str) -> Path:
 
 
 def rendered() -> dict[str, str]:
-    """Text by path: what is generated for every built-in cluster, and the functions of a small run; packages by name
-    alone, since whatever is edited of a handler changes their digests."""
+    """Text by path: the files of every built-in cluster, and of the functions of a small run; packages by name
+    alone, since any edit of a handler changes their digests."""
     files: dict[str, str] = {}
     for name in CLUSTERS:
         for target in ("kuberay", "ray"):

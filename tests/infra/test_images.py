@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "infra/Dockerfile").read_text()
 
 
-def test_what_is_copied_is_there() -> None:
+def test_copied_files_exist() -> None:
     copied = [name for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]]
     assert {"pyproject.toml", "rollart", "placement", "serverless"} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
@@ -34,7 +34,7 @@ def test_pods_of_vllm_engines_have_its_image() -> None:
     assert "-t rollart-vllm:" in DOCKERFILE
 
 
-def test_what_is_installed_is_declared() -> None:
+def test_installed_extras_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
@@ -52,8 +52,8 @@ def test_paths_that_rendered_files_name_are_in_the_images() -> None:
         assert f"-t {name}:" in DOCKERFILE
 
 
-def test_every_instruction_is_one_that_docker_has() -> None:
-    """What can be said of the file without Docker: instructions, stages that exist before they are used, arguments that
+def test_every_instruction_exists_in_docker() -> None:
+    """The Dockerfile checked without Docker: instructions, stages that exist before they are used, arguments that
     are declared in the stage that uses them."""
     stages: list[str] = []
     declared: set[str] = set()

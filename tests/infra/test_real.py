@@ -1,5 +1,5 @@
-"""Rendered infrastructure in the hands of those that it is for: Ray's and Kubernetes' own checks, CloudFormation and
-SAM deployed and called, Modal's client."""
+"""Rendered infrastructure in the programs that read it: Ray's and Kubernetes' own checks, CloudFormation and SAM
+deployed and called, Modal's client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_kubernetes_and_rays_autoscaler_take_the_manifests(path: Path) -> None:
     taken(path.read_text())
 
 
-def test_the_way_to_an_outside_trainer_is_one_that_kubernetes_has() -> None:
+def test_the_service_of_an_external_trainer_is_valid_in_kubernetes() -> None:
     given = ["cluster.trainer={external: '0.0.0.0:8200', external_token: file, device: H100, threads: 8}"]
     files = render("kuberay", *FLEET, given).files
     for name in ("runs.yaml", "rayjob.yaml"):
@@ -73,7 +73,7 @@ def taken(text: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "pool"), [("aws-mix", "p5"), ("fleet", "h100")])
-def test_ray_takes_what_ray_up_is_given(name: str, pool: str) -> None:
+def test_ray_accepts_the_configuration_of_ray_up(name: str, pool: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = prepare_config(yaml.safe_load((GOLDEN / name / "ray/cluster.yaml").read_text()))
@@ -90,12 +90,12 @@ def test_scripts_call_ray_with_options_that_it_has(path: Path, tmp_path: Path) -
     from ray._private.label_utils import parse_node_labels_string
     from ray.scripts.scripts import start
 
-    said = tmp_path / "said"
-    (tmp_path / "ray").write_text(f'#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$@" >{said}\n')
+    recorded = tmp_path / "recorded"
+    (tmp_path / "ray").write_text(f'#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$@" >{recorded}\n')
     (tmp_path / "ray").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "RAY_HEAD": "10.0.0.1:6379"}
     subprocess.run(["sh", str(path)], env=env, check=True)
-    mode, command, *arguments = said.read_text().splitlines()
+    mode, command, *arguments = recorded.read_text().splitlines()
     assert (mode, command) == ("token", "start")
     given = start.make_context("start", arguments).params
     assert given["block"]
@@ -104,7 +104,7 @@ def test_scripts_call_ray_with_options_that_it_has(path: Path, tmp_path: Path) -
         assert parse_node_labels_string(given["labels"])["pool"] == path.stem
 
 
-def test_rented_pools_begin_with_what_the_plan_uses() -> None:
+def test_rented_pools_begin_with_the_hosts_of_the_plan() -> None:
     run = builtin("runs/agentic-math-32b.yaml")
     manifest = yaml.safe_load(render("kuberay", run, cluster("aws-mix")).files["raycluster.yaml"])
     plan = resolve_files(run, cluster("aws-mix")).plan

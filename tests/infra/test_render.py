@@ -28,7 +28,7 @@ def rendered() -> dict[str, str]:
     return goldens.rendered()
 
 
-def test_built_in_specs_are_rendered_to_what_is_written_down(rendered: dict[str, str]) -> None:
+def test_built_in_specs_are_rendered_to_the_golden_files(rendered: dict[str, str]) -> None:
     written = {str(p.relative_to(GOLDEN)): p.read_text() for p in GOLDEN.rglob("*") if p.is_file()}
     assert rendered.keys() == written.keys()
     for name, text in rendered.items():
@@ -92,7 +92,7 @@ def mounts(pod: dict[str, Any]) -> dict[str, str]:
     return {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
 
 
-def test_a_run_has_what_its_specs_name_on_every_node(rendered: dict[str, str]) -> None:
+def test_files_named_by_the_specs_are_on_every_node(rendered: dict[str, str]) -> None:
     """A ConfigMap's keys have no slash: the paths of its volume count."""
     config, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
     for pod in pods(job).values():
@@ -104,7 +104,7 @@ def test_a_run_has_what_its_specs_name_on_every_node(rendered: dict[str, str]) -
             assert text == (FLEET[0].parent / path).read_text()
 
 
-def test_the_job_of_a_fleet_keeps_what_its_runtime_says(rendered: dict[str, str], tmp_path: Path) -> None:
+def test_the_job_of_a_fleet_keeps_its_runtime_settings(rendered: dict[str, str], tmp_path: Path) -> None:
     config, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
     for name in ("run.yaml", "cluster.yaml"):
         (tmp_path / name).write_text(config["data"][name])
@@ -161,7 +161,7 @@ def test_weights_have_their_bucket_their_disk_and_their_volume(rendered: dict[st
     assert all("/shared/weights" in mounts(pod) for pod in pods(job).values())
 
 
-def test_the_head_listens_where_the_spec_says() -> None:
+def test_the_head_listens_at_the_port_of_the_spec() -> None:
     ours = render(
         "ray", *FLEET, ["cluster.pools.h100.labels={}", "cluster.pools.spot.labels={}", "cluster.pools.cores.labels={}"]
     )
@@ -206,7 +206,7 @@ def test_an_image_for_one_pool_and_one_for_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("weights.store={kind: files, url: shared}", r"weights.store.url is 'shared' \(rule: an absolute directory"),
         (
@@ -217,8 +217,8 @@ def test_an_image_for_one_pool_and_one_for_the_rest() -> None:
         ("cluster.prices=../prices.yaml", "prices"),
     ],
 )
-def test_what_pods_could_not_see_is_refused(override: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_files_that_pods_could_not_read_are_refused(override: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         render("kuberay", *FLEET, [override])
 
 
@@ -228,8 +228,8 @@ def test_a_cluster_of_ray_up_has_a_head_of_its_own() -> None:
 
 
 def _allocatable(cores: int, memory_gb: float) -> tuple[float, float]:
-    """What a kubelet of GKE can allot of a host (cores, GB), by its published reservations, and without the 0.25 cores
-    and 0.5 GB that daemon sets of a plain cluster take."""
+    """The resources of a host that GKE's kubelet can allocate (cores, GB), by its published reservations, and without
+    the 0.25 cores and 0.5 GB that daemon sets of a plain cluster take."""
     kept = sum(share * max(0.0, min(cores, b) - a) for a, b, share in ((0, 1, 0.06), (1, 2, 0.01), (2, 4, 0.005)))
     kept += 0.0025 * max(0, cores - 4)
     steps = ((0, 4, 0.25), (4, 8, 0.2), (8, 16, 0.1), (16, 128, 0.06), (128, math.inf, 0.02))
@@ -308,7 +308,7 @@ def _statements(value: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", ["run", "fleet"])
-def test_terraform_refers_to_what_is_there(name: str, rendered: dict[str, str]) -> None:
+def test_terraform_references_exist(name: str, rendered: dict[str, str]) -> None:
     """Nothing here can apply it: every reference is followed, and every archive is beside it."""
     main = json.loads(rendered[f"{name}/terraform/main.tf.json"])
     there = {f"{kind}.{label}" for kind, labels in main["resource"].items() for label in labels}
@@ -336,23 +336,23 @@ def test_terraform_refers_to_what_is_there(name: str, rendered: dict[str, str]) 
         (["--target", "cfn", *AWS, "functions=[]", "domains.lake.rewards=[]"], "has no reward function that leaves"),
     ],
 )
-def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
+def test_a_spec_that_cannot_be_rendered_is_one_line_and_exit_code_2(
     arguments: list[str], line: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [str(RUN), "--cluster", str(cluster("local")), "-o", str(tmp_path / "out")]
     code = rollart(["infra", "render", *options, *arguments])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     if line is None:
         assert code == 0
         return
-    assert code == 2, told
-    assert re.search(line, told)
-    assert sum(text.startswith("rollart:") for text in told.splitlines()) == 1
+    assert code == 2, stderr
+    assert re.search(line, stderr)
+    assert sum(text.startswith("rollart:") for text in stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("target", "names", "said"),
+    ("target", "names", "message"),
     [
         ("cfn", ("quick_a", "quick-a"), "function 'quick-a' would be 'QuickA' in a template, as function 'quick_a'"),
         ("sam", ("exactOne", "exactone"), "as function 'exactOne'"),
@@ -362,7 +362,7 @@ def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
     ],
 )
 def test_functions_that_would_have_one_name_are_not_lost(
-    tmp_path: Path, target: str, names: tuple[str, str], said: str
+    tmp_path: Path, target: str, names: tuple[str, str], message: str
 ) -> None:
     text = RUN.read_text()
     for old, new in zip(("exact", "length"), names, strict=True):
@@ -370,7 +370,7 @@ def test_functions_that_would_have_one_name_are_not_lost(
     (tmp_path / "run.yaml").write_text(text)
     (tmp_path / "reward.py").write_text(RUN.with_name("reward.py").read_text())
     backend = "modal" if target == "modal" else "aws_lambda"
-    with pytest.raises(SpecError, match=re.escape(said)):
+    with pytest.raises(SpecError, match=re.escape(message)):
         render(target, tmp_path / "run.yaml", cluster("local"), [f"cluster.functions.backend={backend}"])
 
 
