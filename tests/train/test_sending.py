@@ -177,7 +177,7 @@ def test_the_store_keeps_nothing_of_the_broadcasts_before_the_last(bench: Callab
     keys = []
     for version in range(4):
         b.send(b.order(f"s{version}", version=version), tensors(version))
-        served = b.senders[0]._served
+        served = b.senders[0]._listening_store
         assert served is not None
         keys.append(served.num_keys())
     assert keys[1] == keys[2] == keys[3]
