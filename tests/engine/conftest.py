@@ -11,7 +11,7 @@ from tests.engine import models
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Also lets oneDNN set itself up once (0.4 s), outside of the first test that multiplies with it."""
+    """Also initializes oneDNN once (0.4 s), outside the first test that multiplies with it."""
     torch.set_num_threads(1)
     matrix = BlockedLinear(torch.zeros(256, 256))
     matrix.pack()
@@ -38,5 +38,5 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["shm", "socket"])
 def shm(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where engines that hand KV over share memory; empty for the socket."""
+    """Directory of the engines' shared memory for KV hand-off; empty for sockets."""
     return str(tmp_path) if request.param == "shm" else ""

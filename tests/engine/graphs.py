@@ -1,6 +1,6 @@
-"""CUDA graphs on a CPU: what runs between a graph's beginning and end is written down, operator by operator with the
-very tensors, and a replay runs just that again. So what a graph takes for constant (a number that was read on the
-host, a tensor that has moved since) is as wrong here as on a GPU."""
+"""CUDA graphs on a CPU: operators between a graph's begin and end are recorded with their tensors, and a replay runs
+exactly those again. So a value that a graph wrongly treats as constant (a number read on the host, a tensor that has
+moved since) gives wrong results here as on a GPU."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class _Graph(TorchDispatchMode):
             assert _places((args, kwargs)) == places, f"what {func} reads has moved since"
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if (
-                    isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
-                ):  # a graph's results stay in their place
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # a graph's results keep their address
                     old.copy_(new)
 
 
@@ -54,7 +52,7 @@ class _Stream:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> list[_Graph]:
-    """From now on CUDA graphs are played; those that were made. `fails`: every capture ends with this error."""
+    """Emulate CUDA graphs from now on; returns the captured graphs. `fails`: every capture ends with this error."""
     made: list[_Graph] = []
     current: list[_Stream] = [_Stream()]
 
@@ -69,7 +67,7 @@ def play(monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> list[_Graph]:
         before, current[0] = current[0], _Stream()
         with one:
             yield
-        if fails:  # as PyTorch's: its end raises before the stream is put back
+        if fails:  # as in PyTorch, the end raises before the stream is restored
             raise RuntimeError(fails)
         current[0] = before
 

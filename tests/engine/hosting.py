@@ -1,4 +1,4 @@
-"""An engine's server in this process (real sockets, no start-up), and as the process that it is in production."""
+"""An engine's server in this process (real sockets, no start-up), and as a separate process, as in production."""
 
 from __future__ import annotations
 

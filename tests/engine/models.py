@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and a forward pass written for the tests alone: no cache, no batch, no fused weights."""
+"""Tiny checkpoints, and a reference forward pass: no cache, no batch, no fused weights."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def job(
     temperature: float = 0.0,
     **sampling: Any,
 ) -> EngineJob:
-    """A request, greedy unless told otherwise."""
+    """A request, greedy by default."""
     s = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)
     return EngineJob(GenerateRequest(name, session, tuple(prompt), s, cache_salt=salt))
 
 
 def finish(runner: Runner) -> dict[str, FinishedJob]:
-    """Step until nothing is left; what ended, by request id."""
+    """Step until no request is left; returns the finished requests by id."""
     over: dict[str, FinishedJob] = {}
     while runner.busy:
         over |= {f.job.request.request_id: f for f in runner.step()}
@@ -108,7 +108,7 @@ def run_one(runner: Runner, job: EngineJob) -> FinishedJob:
 
 
 def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
-    """Log-probabilities `[tokens, vocab]` of every next token, computed the plain way from the checkpoint."""
+    """Log-probabilities `[tokens, vocab]` of every next token, computed directly from the checkpoint."""
     a, w = read_architecture(directory), read_tensors(directory)
     n = len(token_ids)
     inv = 1.0 / a.rope_theta ** (torch.arange(0, a.head_dim, 2).double() / a.head_dim)

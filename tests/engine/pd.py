@@ -1,4 +1,4 @@
-"""A pair of engines that hand KV over, and one that does everything alone: what the tests of the hand-off share."""
+"""Shared helpers of the hand-off tests: a prefill and a decode engine, and one engine that does both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Side:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What moved and what was computed here so far."""
+        """Counters of transferred and computed tokens."""
         h, r = self.server.handoffs, self.server.handoffs._runner
         return {
             "shm": h.pulled["shm"].bytes,
@@ -72,7 +72,7 @@ def ask(
 async def prefilled(
     p: Engine, request: GenerateRequest, returned: Params = None, *, last: bool = False
 ) -> dict[str, object]:
-    """The first leg, as a router does it: what the decode engine is to be told."""
+    """The prefill leg, as a router does it; returns the `kv_transfer_params` for the decode engine."""
     answer = await p.generate(prefill_request(request, returned, last=last))
     return dict(decode_params(answer, str(p.id), last=last))
 
@@ -84,7 +84,7 @@ async def split(p: Engine, d: Engine, request: GenerateRequest, returned: Params
 
 
 def conversation(turns: int, seed: int, *, vocab: int = 61, longest: int = 20) -> list[list[int]]:
-    """What the environment says at each turn."""
+    """The environment's observation at each turn."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(turns)]
 

@@ -1,4 +1,4 @@
-"""Decode steps of a fixed shape: what a GPU captures as a graph, here run operator by operator."""
+"""Decode steps of a fixed shape, which a GPU captures as a graph, here run operator by operator."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_it_generates_what_the_packed_step_generates(
 
 
 class Ragged(TorchOperations):
-    """Reads each row to its own end, as the fused kernels do: one graph for each number of rows."""
+    """Reads each row up to its own length, as the fused kernels do: one graph per number of rows."""
 
     ragged = True
 
 
 def bf16(directory: Path) -> Network:
-    """Without oneDNN's second copies of the matrices, which GPUs do not have either."""
+    """Without oneDNN's second copies of the matrices, as on GPUs."""
     made = Network(read_architecture(directory), context=64, device=torch.device("cpu"), dtype=torch.bfloat16)
     made.load(read_tensors(directory))
     return made
@@ -97,8 +97,8 @@ def bf16(directory: Path) -> Network:
 def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
     kind: type[TorchOperations], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured before other weights are loaded, for other slots and positions: whatever a graph had taken for constant
-    would show."""
+    """Captured before other weights are loaded, for other slots and positions, so that values wrongly captured as
+    constants would show."""
     graphs = play(monkeypatch)
     other = read_tensors(publish(tmp_path / "other", 99, json.loads((qwen / "config.json").read_text())))
     networks = [bf16(qwen), bf16(qwen)]
@@ -237,7 +237,8 @@ def test_an_operation_that_does_not_write_is_found(qwen: Path) -> None:
 
 
 TRITON = Path(sys.prefix) / "triton"
-"""Where `make` puts Triton for this test alone: beside it PyTorch would take other ways."""
+"""Directory in which `make` installs Triton for this test alone: if installed normally, it would change PyTorch's
+behaviour."""
 
 INTERPRETED = """
 import json, sys, torch
@@ -258,8 +259,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow  # an interpreter of Triton's, in a process of its own
 def test_the_fused_kernels_compute_what_pytorch_computes(qwen: Path) -> None:
-    """Triton's interpreter runs them on the CPU. How they run when compiled is for a GPU to say: the engine compares
-    them in the same way when it starts there."""
+    """Triton's interpreter runs the kernels on the CPU. On a GPU, the engine compares the compiled kernels in the same
+    way when it starts."""
     path = [os.environ.get("PYTHONPATH", ""), str(Path.cwd()), str(TRITON)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_INTERPRET": "1"}
     known = subprocess.run([sys.executable, "-c", "import triton"], env=env, capture_output=True, check=False)

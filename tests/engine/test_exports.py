@@ -1,4 +1,4 @@
-"""KV that waits: bounded, leased, handed out once, and never older than its weights."""
+"""KV exports: bounded, leased, handed out once, and never older than the weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_files_go_with_their_exports(tmp_path: Path) -> None:
     for name, place in zip("abcd", places, strict=True):
         exports.put(export(name, file=place))
     assert other.take(places[0]) is not None
-    found = exports.find("a", "token")  # not looked at yet: the taker says nothing
+    found = exports.find("a", "token")  # not swept yet: a taker does not notify the owner
     assert isinstance(found, KvExport)
     assert exports.take(found) is None
     taken = other.take(places[1])

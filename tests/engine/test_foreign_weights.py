@@ -1,4 +1,4 @@
-"""Weights that something else loads under the number of a published version: their stamp says that they are others."""
+"""Foreign weights loaded under the number of a published version: their stamp reveals them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Swap = Callable[[Path], Awaitable[None]]
 
 
 def version(source: Path, directory: Path, number: int = 3) -> WeightsRef:
-    """A copy of a checkpoint that is published as a trainer does it."""
+    """A copy of a checkpoint, published as by a trainer."""
     shutil.copytree(source, directory)
     digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     marker = {"schema": 1, "version": number, "files": {"model.safetensors": digest}}
@@ -35,7 +35,7 @@ def version(source: Path, directory: Path, number: int = 3) -> WeightsRef:
 def with_engine(
     published: WeightsRef, scenario: Callable[[HttpEngine, Swap], Awaitable[None]], *, streaming: bool = True
 ) -> None:
-    """An engine with `published` loaded, its client, and how something else loads a directory as the same version."""
+    """An engine with `published` loaded, its client, and a function that loads any directory as the same version."""
 
     async def body() -> None:
         async with served(Path(published.path)) as url, aiohttp.ClientSession() as http, asyncio.timeout(60):
@@ -100,7 +100,7 @@ def test_an_update_and_a_start_compare_what_was_loaded(qwen: Path, qwen_next: Pa
 
 
 def test_each_span_has_the_stamp_of_what_drew_it(qwen: Path, qwen_next: Path) -> None:
-    """Weights that are put in and out again within one answer make spans of their own, under the same number."""
+    """Weights that are loaded and replaced within one answer get separate spans, under the same number."""
     engine = runner(qwen)
     engine.stamp = "ours"
     engine.add(job("r", (1, 2), max_tokens=3))

@@ -1,8 +1,8 @@
 """Prefill on one engine, decode on another, over real sockets and shared memory, in this process.
 
-Equality is exact, tokens and log-probabilities, whenever the engine alone multiplies the same rows at the same time:
-one request at a time. In company the products have other numbers of rows, and the last bits of an engine alone move as
-well; tokens stay the same.
+Tokens and log-probabilities are exactly equal if a single engine multiplies the same rows at the same time, that is,
+with one request at a time. With concurrent requests the products have other numbers of rows, which changes the last
+bits on a single engine as well; the tokens stay equal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_one_turn_equals_an_engine_alone_bit_by_bit(qwen: Path, shm: str, part: 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 def test_turns_move_and_compute_only_what_is_new(family: str, shm: str, request: pytest.FixtureRequest) -> None:
     """Five turns with observations of several lengths: each side fetches exactly the tokens that it lacks, and the
-    result is that of one engine which keeps the session, bit by bit."""
+    result is bit for bit that of a single engine which keeps the session."""
     directory: Path = request.getfixturevalue(family)
     per_token = TOKEN_BYTES if family == "qwen" else 2 * 2 * 8 * 4
     way = "shm" if shm else "socket"
@@ -88,8 +88,8 @@ def test_turns_move_and_compute_only_what_is_new(family: str, shm: str, request:
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_remote_and_local_turns_may_alternate(qwen: Path, shm: str, asks: bool) -> None:
-    """A local turn that is asked for its KV keeps the next remote turn exact. Otherwise the prefill engine computes the
-    local turn's answer anew, in one pass with the observation: the last bits are those of another pass."""
+    """A local turn that returns its KV keeps the next remote turn exact. Without the KV, the prefill engine recomputes
+    the local turn's answer in one pass with the observation, which rounds differently."""
 
     async def scenario(p: Side, d: Side, whole: Side) -> None:
         prompt: list[int] = []
@@ -131,8 +131,8 @@ def test_a_local_turn_returns_kv_when_asked(qwen: Path, shm: str) -> None:
 
 
 def test_an_evicted_session_is_pulled_whole(qwen: Path, shm: str) -> None:
-    """Either side may lose the session between turns: it then asks for more than was copied, and gets it from the other
-    side's own session."""
+    """Either side may lose the session between turns: it then requests more than was copied, and gets it from the other
+    side's session."""
 
     async def scenario(p: Side, d: Side, whole: Side) -> None:
         prompt = list(range(1, 21))
@@ -227,7 +227,7 @@ def test_large_copies_leave_the_loop_and_come_to_the_same(
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         await whole.client.generate(ask("0", prompt, session="s"))
         second = ask("1", [*prompt, *first.token_ids, 4, 5], session="s")
-        d.server.handoffs._runner.release("s")  # and a block that is cut anew
+        d.server.handoffs._runner.release("s")  # and a block that is cut to another start
         same(await split(p.client, d.client, second, first.kv_transfer), await whole.client.generate(second))
 
     with_engines(qwen, scenario, shm=shm)

@@ -1,4 +1,4 @@
-"""What goes wrong in a hand-off: every failure is a HandoffFailed, and the same request without it succeeds."""
+"""Failures of a hand-off: each is a HandoffFailed, and the same request without the hand-off succeeds."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_bytes_that_changed_on_the_way_are_refused(qwen: Path, tmp_path: Path) -
 
 
 def test_a_silent_prefill_engine_costs_the_requests_own_timeout(qwen: Path) -> None:
-    """It accepts the connection and says nothing. Meanwhile the decode engine serves others."""
+    """The prefill engine accepts the connection and sends nothing; the decode engine serves other requests."""
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         opened = asyncio.Event()

@@ -46,8 +46,8 @@ def test_kv_of_other_weights_is_refused(qwen: Path, qwen_next: Path, shm: str) -
 def test_without_the_fence_the_answer_is_of_no_version_and_says_otherwise(
     qwen: Path, qwen_next: Path, shm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that the fence is there for, as it was measured on vLLM 0.32 with NIXL: no error, a wrong answer, and
-    the new version's label on all of it."""
+    """The fault that the fence prevents, as measured on vLLM 0.32 with NIXL: no error, a wrong answer, and all tokens
+    labelled with the new version."""
     monkeypatch.setattr(Runner, "fence", lambda self, version: None)
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
@@ -60,7 +60,7 @@ def test_without_the_fence_the_answer_is_of_no_version_and_says_otherwise(
 
 
 def test_weights_that_change_while_the_import_waits(qwen: Path, qwen_next: Path, shm: str) -> None:
-    """Pulled, queued behind a pause, then the update: the prompt is computed anew."""
+    """Pulled, queued during a pause, then the update: the prompt is recomputed."""
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
@@ -107,7 +107,7 @@ def test_weights_that_change_while_the_kv_is_on_its_way(qwen: Path, qwen_next: P
 def test_weights_that_change_while_the_export_is_copied(
     qwen: Path, qwen_next: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill ended under version 0; before its KV is offered the engine is at 1: it offers nothing."""
+    """The prefill ended under version 0; before its KV is offered the engine is at 1, so it offers none."""
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         handoffs = p.server.handoffs

@@ -1,5 +1,5 @@
-"""The hand-off between engines as the processes that they are. Slow: each test starts two or three (about 2 s each),
-and one waits for the timeout of a pull from a process that stands still."""
+"""The hand-off between engines in separate processes. Slow: each test starts two or three (about 2 s each), and one
+waits for the timeout of a pull from a stopped process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engine.pd import Params, ask, conversation, prefilled, split
 pytestmark = pytest.mark.slow
 
 WIDE = {**QWEN, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 512}
-"""Wide enough that its matrices are multiplied in oneDNN's order, by other kernels for one row than for many."""
+"""Wide enough that its matrices use oneDNN's layout, with other kernels for one row than for many."""
 
 CONTEXT = 640
 LENGTHS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 256, 257, 400, 600]
@@ -120,7 +120,7 @@ def test_a_prefill_engine_that_stalls_or_dies_costs_a_bounded_time(wide: Path) -
 
 
 def test_no_end_of_an_engine_leaves_memory_behind(wide: Path, tmp_path: Path) -> None:
-    """SIGTERM cleans up at once; after SIGKILL the neighbours do, while the KV that was named can still be taken."""
+    """SIGTERM cleans up at once; after SIGKILL other engines do, while offered KV can still be taken."""
 
     def files() -> list[Path]:
         return [f for f in tmp_path.rglob("*") if f.is_file() and f.name != "lock"]

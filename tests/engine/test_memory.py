@@ -1,4 +1,4 @@
-"""What an engine says when its GPU has no memory left: one line, with what to lower."""
+"""The engine's error when its GPU is out of memory: one line that names the options to lower."""
 
 from __future__ import annotations
 

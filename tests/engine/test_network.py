@@ -99,7 +99,7 @@ def test_agrees_with_transformers(tmp_path: Path, kind: str, tied: bool) -> None
 
 
 def test_weights_for_a_gpu_are_converted_before_they_are_loaded(qwen: Path) -> None:
-    """The checkpoint is in float32; what a step would wait for is then a copy of half the bytes."""
+    """The checkpoint is in float32; a step then waits for a copy of only half the bytes."""
     tensors = read_tensors(qwen)
     meta = Network(read_architecture(qwen), context=8, device=torch.device("meta"), dtype=torch.bfloat16)
     staged = meta.staged(tensors)

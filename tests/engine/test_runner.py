@@ -1,4 +1,4 @@
-"""The engine's promises, on tiny models in this process. Greedy tokens are the witness: wrong KV changes them."""
+"""The engine's guarantees, on tiny models in this process. Checked by greedy tokens, which wrong KV would change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_prompts(n: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
 
 
 def test_a_seeded_request_repeats_itself_in_any_company(qwen: Path) -> None:
-    """Alone, in a crowd that comes and goes, in chunks, and with more requests than slots."""
+    """Alone, among requests that come and go, in chunks, and with more requests than slots."""
     prompts = random_prompts(10)
 
     def sampled(r: Runner, names: list[int]) -> dict[str, tuple[int, ...]]:

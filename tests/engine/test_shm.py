@@ -109,7 +109,7 @@ def test_nothing_is_created_before_it_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_neighbour_that_sweeps_holds_nobody_up(tmp_path: Path) -> None:
-    """Even one that was stopped in the middle of it."""
+    """Even a sweep that was stopped half-way."""
     files, other = SharedKvFiles(str(tmp_path)), SharedKvFiles(str(tmp_path))
     other.write(parts(b"x"))
     stopped = _lock(files.root / "lock")

@@ -1,4 +1,4 @@
-"""The bytes of a block, and the parameters that lead to it."""
+"""The wire format of a block, and the parameters with its location."""
 
 from __future__ import annotations
 

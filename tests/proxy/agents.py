@@ -1,4 +1,4 @@
-"""Agent programs of the tests, as a user writes them: a base URL, the API's bodies, a reward."""
+"""Agent programs for the tests, as a user writes them: a base URL, the API's bodies, a reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import rollart
 
 
 async def two_answers(base_url: str, session: str, seed: int, *, word: str = "left") -> rollart.Step:
-    """Asks twice, then for a summary in a conversation of its own."""
+    """Sends two requests, then asks for a summary in a separate conversation."""
     messages: list[Any] = []
     async with aiohttp.ClientSession() as http:
         for asked in ("You are here", "You are there"):
@@ -23,7 +23,7 @@ async def two_answers(base_url: str, session: str, seed: int, *, word: str = "le
 
 
 async def endless(base_url: str, session: str, seed: int) -> float:
-    """Never comes to an end by itself."""
+    """Never ends by itself."""
     messages: list[Any] = []
     async with aiohttp.ClientSession() as http:
         while True:

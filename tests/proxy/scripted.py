@@ -1,8 +1,8 @@
-"""A policy whose answers are known: a Qwen3 whose weights make the next token a function of the last one alone.
+"""A policy with known answers: a Qwen3 whose weights make the next token a function of the last token alone.
 
 The embedded engine runs it like any checkpoint. Attention and feed-forward write nothing, embeddings are one-hot, and
-the output matrix is the table of what follows what. "world" is one token when it is encoded, and five when this policy
-says it, so text that is encoded again gives other ids.
+the output matrix is the transition table. "world" is one token when it is encoded, and five when this policy generates
+it, so re-tokenised text gives other ids.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END, CALL = "<|end|>", '<tool_call>\n{"name":"weather","arguments":{"city":"Oslo"}}\n</tool_call>'
 SPECIAL = [END, *(f"<|{role}|>" for role in ("system", "user", "tool", "calling", "answer"))]
-"""The policy sees the last token alone, so the one that opens an answer says what is expected: a call (`<|calling|>`,
-where there are tools and no result yet) or words (`<|answer|>`)."""
+"""The policy sees only the last token, so the token that opens an answer determines its kind: a call (`<|calling|>`,
+if there are tools and no result yet) or text (`<|answer|>`)."""
 
 TEMPLATE = """\
 {%- macro opener(at) %}
@@ -38,8 +38,8 @@ WORLD = "world"
 
 
 def scripted(directory: Path, *, sharp: float = 12.0, endless: bool = False) -> Path:
-    """A model directory. The policy says "world"; where it has tools, it first asks for the weather in Oslo. At
-    temperature 1 it says something else once in about six hundred tokens. `endless`: it says "world" for ever."""
+    """A model directory. The policy answers "world"; with tools, it first asks for the weather in Oslo. At
+    temperature 1 it deviates about once in six hundred tokens. `endless`: it repeats "world" for ever."""
     tokenizer = spelling(directory)
     size = tokenizer.get_vocab_size()
 

@@ -1,4 +1,4 @@
-"""Tool calls as they are written: the same however the text is cut, and nothing that was said is lost."""
+"""Parsing of tool calls while they are written: independent of how the text is split, and without loss of text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ arguments = st.dictionaries(st.text(max_size=4), json_values, max_size=4)
 
 @st.composite
 def written(draw: st.DrawFn) -> str:
-    """A JSON object as a policy might write it: spaced somehow, cut off, or with something odd in it."""
+    """A JSON object as a policy might write it: with any spacing, truncated, or with odd characters."""
     value = draw(arguments)
     text = json.dumps(value, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
     if draw(st.integers(0, 3)) == 0:
@@ -125,7 +125,8 @@ def _calls(said: Sequence[OutputEvent]) -> list[ToolCall]:
 
 
 def _well_formed(said: Sequence[OutputEvent]) -> None:
-    """Calls one after the other, whose pieces are their arguments; a whole one's are JSON that says what it says."""
+    """Calls do not overlap, and their pieces are their arguments; a complete call's pieces are the JSON of its
+    arguments."""
     begun, pieces = None, ""
     for one in said:
         match one:
@@ -149,7 +150,7 @@ def _well_formed(said: Sequence[OutputEvent]) -> None:
 
 
 def _nothing_lost(text: str, parts: Sequence[OutputPart], reader: ToolCallParser) -> bool:
-    """What was said, piece by piece, is the text but for white space and what makes a call of it."""
+    """The emitted pieces are the text, except for white space and the syntax of calls."""
 
     def squashed(some: str) -> str:
         return re.sub(r"\s", "", some)
@@ -235,7 +236,7 @@ def test_a_scan_is_what_a_parser_says(text: str) -> None:
             value = json.loads(text)
         except ValueError:
             pass
-        else:  # Python takes it, and no other parser need
+        else:  # Python accepts it; other parsers need not
             with pytest.raises((ValueError, UnicodeError)):
                 json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     jiter = pytest.importorskip("jiter")

@@ -1,5 +1,5 @@
-"""What the real clients put together from a stream is what they are given unstreamed, whatever was said and however it
-was cut. They call a transport that answers with the APIs' own translation: no sockets, so many answers."""
+"""The real clients assemble the same response from a stream as they receive unstreamed, for any text and any split.
+They call a transport that answers with the APIs' own translation, without sockets, so that many answers are tried."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _forms(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 class Saying:
-    """Answers any of the three APIs with this text, drawn in pieces of these sizes. Holds the session of all."""
+    """Answers any of the three APIs with this text, sampled in pieces of these sizes. Holds the shared session."""
 
     def __init__(self, form: ChatFormat, text: str, sizes: list[int], *, cut: bool) -> None:
         self.form = form
@@ -112,7 +112,7 @@ def test_openai_chat(text: str, sizes: list[int], cut: bool, tools: str) -> None
         assert [(c["name"], c["arguments"]) for c in calls.values()] == [
             (c.function.name, c.function.arguments) for c in whole.message.tool_calls or ()
         ]
-        if whole.finish_reason != "length":  # which the client's own stream makes an error
+        if whole.finish_reason != "length":  # an error in the client's own stream
             with client.chat.completions.stream(**options) as events:
                 final = events.get_final_completion().choices[0]
             assert final.message.content == whole.message.content
@@ -123,7 +123,7 @@ def test_openai_chat(text: str, sizes: list[int], cut: bool, tools: str) -> None
 
 
 def _goes_on_chat(client: Any, options: dict[str, Any], message: Any, saying: Saying) -> None:
-    """The answer may be said again, one with a call that broke off as well: the session goes on from it."""
+    """The answer may be sent back, even with a truncated call: the session continues from it."""
     said = message.model_dump(exclude_none=True)
     results = [{"role": "tool", "tool_call_id": c.id, "content": "?"} for c in message.tool_calls or ()]
     client.chat.completions.create(**{**options, "messages": [*HI, said, *results, *HI]})

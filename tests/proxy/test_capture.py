@@ -1,4 +1,4 @@
-"""Which captured turn a request goes on from, and which tokens that makes: on the text alone, without an engine."""
+"""The captured turn that a request continues, and the resulting tokens: on text alone, without an engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def user(text: str) -> Message:
 
 
 def letters(form: ChatFormat, text: str, *, end: bool = True) -> Completion:
-    """Text as the policy says it: letter by letter, never merged."""
+    """Text as the policy samples it: letter by letter, never merged."""
     ids = tuple(i for letter in text for i in form.encode(letter)) + (form.stop_ids if end else ())
     spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, len(ids))) if len(ids) > 1 else (VersionSpan(3, 0, len(ids)),)
     finish = FinishReason.STOP if end else FinishReason.LENGTH
@@ -207,7 +207,7 @@ WORDS = st.sampled_from(["world", "hi", "w", "", "two words"])
 def test_every_sampled_token_is_kept_once_and_never_changed(
     form: ChatFormat, data: st.DataObject, steps: list[tuple[str, str, bool]]
 ) -> None:
-    """Any harness: it goes on from any conversation it had, or from a new one, and may rewrite what it was told."""
+    """Any harness: it continues any earlier conversation, or starts a new one, and may rewrite earlier answers."""
     capture = SessionCapture(form)
     conversations: list[tuple[Message, ...]] = [()]
     said: list[tuple[int, ...]] = []

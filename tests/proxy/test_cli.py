@@ -1,4 +1,4 @@
-"""What `rollart proxy` says before it serves."""
+"""Errors of `rollart proxy` before it serves."""
 
 from __future__ import annotations
 

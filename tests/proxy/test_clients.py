@@ -77,7 +77,7 @@ def call(url: str, body: dict[str, Any] | None = None, *, method: str = "GET") -
 
 
 def spoken(url: str, session: str) -> list[list[str]]:
-    """Texts of the actions of every branch; log-probabilities and versions are checked on the way."""
+    """Texts of the actions of every branch; also checks log-probabilities and versions."""
     form = _form(url)
     found = []
     for branch in call(f"{url}/sessions/{session}")["branches"]:

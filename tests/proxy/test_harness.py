@@ -1,4 +1,4 @@
-"""One episode of an agent program: what it asks, how it ends, and that nothing of it stays."""
+"""One episode of an agent program: its requests, its end, and its cleanup."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_its_requests_are_the_trajectorys_and_its_answer_is_the_reward(form: Cha
     ("base", "path", "body"),
     [
         ("{base_url}", "/chat/completions", {}),
-        ("{base_url}", "/v1/chat/completions", {}),  # a program that adds what was not there once
-        ("{base_url}", "/v1/messages", {"max_tokens": 9}),  # clients of Anthropic's API add their own
+        ("{base_url}", "/v1/chat/completions", {}),  # a program written for a base URL without /v1
+        ("{base_url}", "/v1/messages", {"max_tokens": 9}),  # clients of Anthropic's API append another /v1
     ],
 )
 def test_the_base_url_is_one_that_clients_take_as_it_is(

@@ -1,4 +1,5 @@
-"""Engines behind a proxy of their own: an answer goes on where another ended, and none of it is told twice."""
+"""The engine pool of a standalone proxy: an answer continues where another engine ended, and no token is emitted
+twice."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, G
 
 
 class Counting:
-    """Says one more than the last token. Ends as it is told: after so many tokens it is gone, or interrupted."""
+    """Generates the last token plus one. Ends as scripted: dies or is interrupted after a number of tokens."""
 
     def __init__(self, number: int, ends: list[tuple[str, int, int]]) -> None:
         self.id, self.version, self.ends = EngineId(f"engine-{number}"), number, ends
@@ -116,7 +117,7 @@ def test_the_rest_is_drawn_with_numbers_of_its_own() -> None:
 
 def test_requests_of_one_session_whose_engine_dies_under_them_all_go_on() -> None:
     class Dying(Counting):
-        """Is gone once all have asked."""
+        """Dies once all requests have arrived."""
 
         async def generate(self, request: GenerateRequest) -> Completion:
             self.requests.append(request)

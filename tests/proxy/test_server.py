@@ -1,4 +1,4 @@
-"""The proxy over sockets with a policy that the test speaks for: what goes wrong, who may call, who goes away."""
+"""The proxy over sockets with a scripted policy: errors, authentication, disconnects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
 
 
 class Speaker:
-    """Implements `Policy`: says what it is told, once it is allowed to."""
+    """Implements `Policy`: generates the scripted text, once it is released."""
 
     context = 256
 
@@ -44,7 +44,7 @@ class Speaker:
         self.form = form
         self.says: str | Exception = "world"
         self.tells = ""
-        """Told before it is allowed to go on."""
+        """Emitted before the policy is released."""
         self.finish = FinishReason.STOP
         self.go, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.go.set()
@@ -458,8 +458,8 @@ def test_a_turn_that_could_not_be_recorded_was_never_there(form: ChatFormat, tmp
 
 
 def test_a_call_that_broke_off_is_given_out_and_gone_on_from(form: ChatFormat) -> None:
-    """As the API has it: the arguments as far as they came. Captured is the text, which the template writes as it was
-    said."""
+    """As in the API: the arguments up to the truncation. The captured message is the text, which the template renders
+    unchanged."""
     wish = {**HI, "tools": [{"type": "function", "function": {"name": "f"}}]}
 
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:

@@ -1,4 +1,4 @@
-"""What a proxy keeps is bounded in sessions, tokens and bytes, and nothing is given up that somebody still uses."""
+"""The session cache is bounded in sessions, tokens and bytes, and never evicts a session in use."""
 
 from __future__ import annotations
 

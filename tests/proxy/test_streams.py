@@ -1,5 +1,4 @@
-"""The real client on a stream whose engines die and are interrupted in the middle of it. Engines and proxy are
-processes."""
+"""The real client on a stream whose engines die or are interrupted in mid-stream. Engines and proxy are processes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # two engines and a p
 openai = pytest.importorskip("openai")
 
 MOST = 3000
-"""Tokens of an answer: enough for its engine to be caught while it draws them."""
+"""Tokens of an answer: enough to stop its engine during generation."""
 
 TRIES = 20
 
@@ -35,7 +34,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[
 
 
 def begun(url: str, session: str, engine: str) -> tuple[str, Any]:
-    """The beginning of an answer, and the rest of it. Its engine stands still then, in the middle of it."""
+    """The start of an answer, and its rest. The engine is stopped in between."""
     client = openai.OpenAI(base_url=f"{url}/s/{session}/v1", api_key=KEY, max_retries=0)
     for _ in range(TRIES):
         chunks = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""What is streamed is what is answered: any tokens, in any pieces, with any stop texts."""
+"""The streamed response equals the complete one: for any tokens, in any pieces, with any stop texts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _forms(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 class Telling:
-    """Implements `Policy`: tells its tokens in pieces of these sizes, all but the last ones."""
+    """Implements `Policy`: emits its tokens in pieces of these sizes, except the last ones."""
 
     context = 4096
 

@@ -1,6 +1,6 @@
 """An environment of verifiers' v1 API against `rollart proxy`: its rollouts are sessions with exact tokens.
 
-verifiers 0.4 lives in an environment of its own: `ROLLART_VERIFIERS_V1_PYTHON` names its interpreter.
+verifiers 0.4 needs a separate environment: `ROLLART_VERIFIERS_V1_PYTHON` names its interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run hands to a trainer that is not ours, and what it takes back."""
+"""The bridge to an external trainer: batches out, versions in."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
         bridge = Bridge(tmp_path)
         await bridge.restore({"version": 4, "path": "/v4"})
         assert await bridge.state.weights(-1, 0.0) == (4, "/v4")
-        for _ in range(2):  # the second time after a restore
+        for _ in range(2):  # the second round follows a restore
             training = asyncio.ensure_future(bridge.train(batch(4)))
             _, (rows,) = await bridge.state.lease_rows(ExperienceRequest(TASK, 1), 60.0, lease_s=600.0, key="after-4")
             assert len(rows) == 4
@@ -107,7 +107,7 @@ def test_a_version_may_be_saved_where_the_run_will_have_it(tmp_path: Path) -> No
     async def main() -> None:
         bridge = Bridge(tmp_path)
         await bridge.state.notify(0, saved(tmp_path / "v000000"))
-        for _ in range(2):  # the second time as after an answer that was lost
+        for _ in range(2):  # published again, as after a lost answer
             assert (await bridge.publish({"version": 0}))["bytes"] == 7
             assert (tmp_path / "v000000" / "COMPLETE").is_file()
 
@@ -129,7 +129,7 @@ def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
 
 
 def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publish that the run gave up goes on copying; the next one waits for it."""
+    """A cancelled publish continues to copy; the next one waits for it."""
     here, go, inside = threading.Event(), threading.Event(), []
 
     def slow(*arguments: Any) -> Path:
@@ -178,7 +178,7 @@ def test_a_batch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, monk
 
 
 def test_a_version_is_taken_from_whoever_was_given_the_batch(tmp_path: Path) -> None:
-    """A slow trainer's step on an offer that the run gave up is no step on the one that followed."""
+    """A slow trainer's step on a withdrawn batch does not count as a step on the next batch."""
 
     async def main() -> None:
         bridge = Bridge(tmp_path)

@@ -1,4 +1,4 @@
-"""The service's table with its payloads: nothing twice, nothing early, nothing kept."""
+"""The service's table with its payloads: no row twice, no row early, no row left over."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ STEPS = st.lists(
 
 
 class Play:
-    """Producers, a scorer, a trainer and somebody who drops, in any order."""
+    """Producers, a scorer, a trainer and a client that drops groups, in any order."""
 
     def __init__(self) -> None:
         self.desk = desk(capacity=12, staleness=1)

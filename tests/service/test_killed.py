@@ -16,7 +16,7 @@ import pytest
 
 from rollart.service import Service, ServiceError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the service as a process, started again and again
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the service as a process, restarted repeatedly
 
 GROUPS, SIZE, KILLS = 12, 2, 3
 
@@ -34,7 +34,7 @@ def running(data: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 class Traffic:
-    """A trainer and an engine that ask again until they are answered, by whatever life of the service."""
+    """A trainer and an engine that repeat each request until some process of the service answers it."""
 
     def __init__(self) -> None:
         self.alive, self.progress = threading.Event(), threading.Semaphore(0)

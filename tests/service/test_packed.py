@@ -1,4 +1,4 @@
-"""Numbers as bytes: exactly the same numbers, by fewer bytes, for those who want them so and for those who do not."""
+"""Columns of numbers as bytes: the same numbers in fewer bytes, for clients with and without support for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ numbers = (
 
 
 def same(one: Any, other: Any) -> bool:
-    """Also of type and sign, and of what is no number."""
+    """Equality that includes type and sign, and covers values that are no numbers."""
     return len(one) == len(other) and all(
         type(a) is type(b) and (repr(a) == repr(b)) for a, b in zip(one, other, strict=True)
     )

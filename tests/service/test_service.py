@@ -1,4 +1,4 @@
-"""The service over HTTP with its Python client, and TRL as an outside trainer."""
+"""The service over HTTP with its Python client, and TRL as an external trainer."""
 
 from __future__ import annotations
 

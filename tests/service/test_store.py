@@ -1,4 +1,4 @@
-"""A service that keeps what it holds: whatever dies, every row is done once per task, and groups stay whole."""
+"""A persistent service: after any crash, every row is consumed once per task, and groups stay whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def virtual(main: Callable[[], Awaitable[None]]) -> None:
 
 
 class Life:
-    """A desk on a directory, which may die at any time: what was not flushed is gone."""
+    """A service state on a directory. It may die at any time and then loses unflushed changes."""
 
     def __init__(self, root: Path, **setup: Any) -> None:
         self.root, self.setup = root, ServiceSetup(COLUMNS, TASKS, **setup)
@@ -79,7 +79,7 @@ def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.asyncio
 async def test_a_client_that_goes_away_tears_no_writing(tmp_path: Path, turns: int) -> None:
-    """Real threads: the call is cancelled before its changes are written, and while they are."""
+    """Real threads: the call is cancelled before its changes are written, and during the write."""
     life = Life(tmp_path)
     desk = await life.begin()
     going = asyncio.Event()
@@ -175,7 +175,7 @@ def test_a_directory_is_one_services(tmp_path: Path) -> None:
 
 
 class Busy:
-    """Prompts that are put until they are in, and consumers that die with what they were lent."""
+    """Prompts that are put until they are accepted, and consumers that die with their leased rows."""
 
     def __init__(self, life: Life, chance: random.Random, groups: int, size: int, deaths: int) -> None:
         self.life, self.chance, self.size, self.deaths = life, chance, size, deaths
@@ -189,7 +189,7 @@ class Busy:
 
     async def put(self) -> None:
         if self.waiting and self.life.desk.table.room() >= self.size:
-            for _ in range(self.chance.choice((1, 2))):  # an answer that was lost: it is asked again
+            for _ in range(self.chance.choice((1, 2))):  # the answer was lost: the request is repeated
                 await self.life.desk.put_prompts([{"prompt": 1}], self.size, key=f"p{self.waiting[0]}")
             self.waiting.pop(0)
 
@@ -201,7 +201,7 @@ class Busy:
             assert len({r.group for r in rows}) <= 1
         for row in rows if task == "rollout" else ():
             assert await self.life.desk.put(row.id, {"response": row.id}, None)
-        if not rows or self.chance.random() < 0.3:  # it dies, with what it has
+        if not rows or self.chance.random() < 0.3:  # the consumer dies with its leased rows
             await asyncio.sleep(self.chance.choice((0.0, 2.0, 6.0)))
             return
         await self.maybe_die(0.3)
@@ -214,7 +214,7 @@ class Busy:
 def test_every_row_is_done_once_per_task(
     tmp_path_factory: pytest.TempPathFactory, seed: int, groups: int, size: int, deaths: int
 ) -> None:
-    """Whoever dies: consumers with what they were lent, and the service between any two answers."""
+    """Crashes of consumers with leased rows, and of the service between any two answers."""
 
     async def main() -> None:
         life = Life(tmp_path_factory.mktemp("service"), capacity=2 * size)
@@ -272,7 +272,7 @@ def test_rows_that_come_together_are_on_disk_together(tmp_path: Path, monkeypatc
 
 
 def test_who_waits_is_told_though_the_caller_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may go away while its call is on its way to the disk."""
+    """A client may disconnect while its call is being written to disk."""
     going, go = threading.Event(), threading.Event()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Weights over the wire: whole or not at all, from whoever has the token."""
+"""Uploads of weights: complete or not at all, from any client with the token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TASKS = {"train": ["x"]}
 
 @contextlib.contextmanager
 def serving(data: Path | None, token: str = TOKEN) -> Iterator[str]:
-    """A service on a loop of its own, in this process."""
+    """A service on a separate loop, in this process."""
     at: list[str] = []
     up, over = threading.Event(), threading.Event()
 
@@ -61,7 +61,7 @@ def test_a_version_goes_over_and_comes_back(tmp_path: Path) -> None:
         service.init(["x"], TASKS)
         for number in (1, 2, 3):
             service.upload_weights(number, version(tmp_path / f"mine-{number}", b"v%d" % number))
-        service.upload_weights(3, tmp_path / "mine-3")  # its answer was lost
+        service.upload_weights(3, tmp_path / "mine-3")  # the answer was lost
         assert service.download_weights(tmp_path / "theirs") == 3
         for name in ("config.json", "model.safetensors"):
             assert (tmp_path / "theirs" / name).read_bytes() == (tmp_path / "mine-3" / name).read_bytes()
@@ -207,7 +207,7 @@ def test_a_version_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> N
             assert refused.value.status == 400
 
 
-@pytest.mark.slow  # it waits on real time
+@pytest.mark.slow  # it waits in real time
 def test_a_client_waits_for_a_service_that_comes_back(tmp_path: Path) -> None:
     with serving(tmp_path / "data") as url:
         Service(url, token=TOKEN).init(["x"], TASKS)

@@ -1,4 +1,4 @@
-"""vLLM servers for tests, as runs start them: the program that holds one, with the arguments of a cluster spec."""
+"""vLLM servers for tests, started as in a run: the wrapper program with the arguments of a cluster spec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.models import publish as publish_random
 PYTHON = os.environ.get("ROLLART_VLLM_PYTHON", "")
 
 REQUIRED = bool(os.environ.get("ROLLART_VLLM_REQUIRED"))
-"""Set by `make vllm-test`: there, vLLM is not left out."""
+"""Set by `make vllm-test`: a missing vLLM is then an error."""
 
 needs_vllm = pytest.mark.skipif(
     not PYTHON and not REQUIRED, reason="vLLM has an environment of its own: `make vllm-test`, or ROLLART_VLLM_PYTHON"
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 64,
     "tie_word_embeddings": False,
 }
-"""What vLLM's CPU kernels take of a head is a multiple of 32."""
+"""vLLM's CPU kernels require a head dimension that is a multiple of 32."""
 
 TIED: dict[str, Any] = {**CONFIG, "tie_word_embeddings": True}
 
@@ -54,12 +54,12 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> P
 
 
 HIDING = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--mount", "sh", "-c"]
-"""With mounts of its own, seen by what it starts alone. The program that follows takes its place: one process."""
+"""Runs a program in its own mount namespace, by exec: one process."""
 
 
 @functools.cache
 def can_hide() -> bool:
-    """Whether a process of ours may have mounts of its own here: a container without rights may not."""
+    """True if processes may create mount namespaces here; an unprivileged container may not."""
     try:
         return subprocess.run([*HIDING, "mount -t tmpfs none /mnt"], capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -70,7 +70,7 @@ SPEC = VllmSpec(dtype="float32", kv_gb=0.064, block_size=32)
 
 
 def counted(directory: Path, engine: str, name: str) -> float:
-    """What one of an engine's counters grew by in a run, as its ledger has it."""
+    """The increase of one of an engine's counters in a run, from its ledger."""
     return sum(e[name] for e in events(directory, "engine_did") if e["subject"] == engine)
 
 
@@ -85,8 +85,8 @@ def server(
     hidden: Path | None = None,
     extra: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left. `hidden`: a directory that
-    is empty for it, where this machine lets us (see `can_hide`)."""
+    """The URL of a vLLM server. It is stopped with SIGTERM and must leave no process. `hidden`: a directory that is
+    empty for it, if this machine permits that (see `can_hide`)."""
     made = vllm_command(SPEC, role=role, cpu=True, context=context, slots=16)
     command = [sys.executable, "-m", "rollart.adapters.engines.vllm_server", "--python", PYTHON, "--log", str(log)]
     command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps([*made.args, *extra])]

@@ -1,4 +1,4 @@
-"""Two servers that somebody else started: adopted by a run, told apart by their options, and left as they are."""
+"""Two attached servers: adopted by a run, distinguished by their options, and left unchanged."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tests.vllm.hosting import can_hide, counted, needs_vllm, publish, server
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
 
 STEPS = 12
-"""Of a tiny run: there are some left when a server dies after the second."""
+"""Steps of a tiny run: some are left when a server dies after the second."""
 
 
 FEW = 2
 
 PROBES = STEPS + 3
-"""Tokens that a server samples when nobody plays, at most: one whenever its weights are looked at."""
+"""Maximum tokens that a server samples without a trajectory: one at each check of its weights."""
 
 CONTEXT = 64
-"""Of a tiny run's model, at most."""
+"""Maximum tokens of the tiny run's model."""
 
 
 LARGER: dict[str, Any] = {
@@ -51,7 +51,7 @@ LARGER: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
 }
-"""A model that speed matters to: of the tiny one a step takes the same everywhere."""
+"""A model large enough for device speed to matter: a step of the tiny one takes equally long everywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def sampled(url: str) -> int:
 
 
 def of_server(root: Path, number: int) -> list[Process]:
-    """A server's processes but the program around it."""
+    """A server's processes, without the wrapper program."""
     log = f"server-{number}.log"
     (holder,) = [p for p in processes(root) if log in p.command and "vllm_server" in p.command]
     children = f"/proc/{holder.pid}/task/{holder.pid}/children"
@@ -96,7 +96,7 @@ def of_server(root: Path, number: int) -> list[Process]:
 
 
 def hidden_from(root: Path, path: Path) -> bool:
-    """Whether a path of this machine is none to every process of both servers."""
+    """True if a path of this machine exists for no process of both servers."""
     pids = [process.pid for number in (0, 1) for process in of_server(root, number)]
     return path.exists() and not any(Path(f"/proc/{pid}/root{path}").exists() for pid in pids)
 
@@ -147,8 +147,8 @@ async def load(url: str, weights: WeightsRef) -> None:
 
 
 def test_the_proxy_captures_what_vllm_sampled(urls: list[str], root: Path, tmp_path: Path) -> None:
-    """An agent program over the chat API: the captured ids, versions and log-probabilities are those of a forward pass,
-    and what it says in a second turn begins with the tokens of the first."""
+    """An agent program over the chat API: the captured ids, versions and log-probabilities match a forward pass, and
+    the prompt of its second turn starts with the tokens of the first."""
     write_tokenizer(tmp_path)
     weights = WeightsRef(3, str(publish(root / "v3", 3, tiny()["model"]["init"])))
 
@@ -201,8 +201,8 @@ def test_agent_programs_are_trained_on_vllm(urls: list[str], tmp_path: Path) -> 
 
 @pytest.fixture(params=["files", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """A store that servers reach though the run's directory is hidden from them. Credentials of S3 are the run's alone:
-    the servers were started without any."""
+    """A store that servers reach although the run's directory is hidden from them. Only the run has S3 credentials: the
+    servers were started without any."""
     local = {"local": str(tmp_path / "host"), "kind": request.param}
     if request.param == "files":
         yield {**local, "url": str(tmp_path / "store")}
@@ -228,8 +228,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_servers_that_cannot_read_the_run_pull_from_its_store(
     urls: list[str], root: Path, store: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each version crosses once for both servers of the host, only what changed, while they serve; each is held to the
-    trainer's probe before it serves with it (`engines.vllm.probe`)."""
+    """Each version is transferred once for both servers of the host, only its changes, while they serve. Each server is
+    checked against the trainer's probe before it serves with the version (`engines.vllm.probe`)."""
     inside = root / "hidden" / store["kind"]
     inside.mkdir()
     home = Home(inside)
@@ -257,8 +257,8 @@ def test_servers_that_cannot_read_the_run_pull_from_its_store(
 
 
 def test_turns_go_by_the_shares_of_a_plan_for_engines_of_different_speed(urls: list[str], tmp_path: Path) -> None:
-    """The plan is for a model that takes a device of three times the speed a third of the time. The servers are alike,
-    and next to nothing waits at them: what they got is what the router gave them."""
+    """The plan assumes that one device is three times as fast. The servers are equally fast, and almost no request
+    waits at them, so their loads are the router's choice."""
     domains = tiny()["domains"]
     domains[0]["profile"] = {"turns": 2, "first_tokens": 8, "new_tokens": 3, "output_tokens": 1}
     model = {**tiny()["model"], "config": LARGER}
@@ -292,8 +292,8 @@ def test_turns_go_by_the_shares_of_a_plan_for_engines_of_different_speed(urls: l
 
 
 def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: Path, tmp_path: Path) -> None:
-    """Both serve; one is killed with -9 after two steps, and its turns go to the other. That one is neither stopped
-    nor left paused, has the run's last weights, and serves others. The last test of this module."""
+    """Both serve; one is killed with -9 after two steps, and its turns move to the other. The survivor is neither
+    stopped nor left paused, has the run's last weights, and serves other clients. The last test of this module."""
     (kept,), (killed,) = of_server(root, 0), of_server(root, 1)
     home = Home(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""Broadcasts to a server of two tensor-parallel workers with a tied head: each keeps its part of what it gets."""
+"""Broadcasts to a server of two tensor-parallel workers with a tied head: each keeps its shard."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
             await engine.close()
 
     async def refused(engine: VllmEngine, nothing: Path) -> None:
-        """By both workers, and what is asked next is answered as it should."""
+        """Refused by both workers, and the next call is answered correctly."""
         with pytest.raises(EngineError, match="is not a whole version"):
             await VllmEngine.update_weights(engine, WeightsRef(9, str(nothing)))
         told = json.dumps({"stamp": "none"})
         assert [one["unknown"] for one in await engine.workers(WORKER_METHOD, "look", told)] == [True, True]
-        await engine._control("/start_weight_update", {})  # and nobody ends it
+        await engine._control("/start_weight_update", {})  # and never ended
 
     with server(publish(tmp_path / "v0", 0, TIED), tmp_path / "log", extra=PARALLEL) as url:
         asyncio.run(body(url))

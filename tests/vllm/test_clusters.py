@@ -1,4 +1,4 @@
-"""vLLM where the cluster file says so: prefill and decode apart, on Ray, with weights by way of stores."""
+"""vLLM selected by the cluster file: disaggregated prefill and decode, on Ray, with weights through stores."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def stored(store: dict[str, Any], **changes: Any) -> Spec:
 
 
 def pulled(directory: Path) -> list[int]:
-    """Versions that came to the engines' host, in order."""
+    """Versions that arrived on the engines' host, in order."""
     return [e["version"] for e in events(directory, "weights_pulled")]
 
 
 def test_prefill_and_decode_with_weights_in_shared_memory(home: Home, shared_memory: Path) -> None:
-    """KV goes over NIXL, at every turn; versions through a store, of which only what changed is sent; both engines of
-    the host load its one copy, and each is held to the trainer's probe (`engines.vllm.probe`) before it serves."""
+    """KV travels over NIXL at every turn, and versions through a store, only their changes. Both engines of the host
+    load its one copy, and each is checked against the trainer's probe (`engines.vllm.probe`) before it serves."""
     engines = {"prefill": 1, "decode": 1, "threads": 1, "max_slots": 16, "kind": "vllm", "vllm": VLLM}
     cluster = {**CLUSTER, "pools": [{"name": "here", "device": "cpu", "count": 3}], "engines": engines}
     store = {"kind": "files", "url": str(shared_memory / "store"), "local": str(shared_memory / "host")}
@@ -66,7 +66,7 @@ def test_prefill_and_decode_with_weights_in_shared_memory(home: Home, shared_mem
 
 
 def test_on_ray_with_weights_in_object_storage(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes, faked: the trainer's, and one whose actor holds vLLM as a subprocess and pulls from S3 (moto's)."""
+    """Two simulated nodes: the trainer's, and one whose actor runs vLLM as a subprocess and pulls from S3 (moto)."""
     pytest.importorskip("ray")
     boto3 = pytest.importorskip("boto3")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -1,4 +1,4 @@
-"""The engine's contract, kept by a real vLLM server: the suite that the embedded engine passes."""
+"""The contract suite of the embedded engine, run against a real vLLM server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def to_version(engine: VllmEngine, weights: WeightsRef) -> None:
 
 
 async def play(url: str, root: Path, scenario: Scenario, kind: type[VllmEngine] = VllmEngine) -> None:
-    """With version 0 loaded, nothing cached, and nothing left behind."""
+    """With version 0 loaded, an empty cache, and no state of earlier tests."""
     engine = kind(EngineId("e0"), url)
     try:
         async with asyncio.timeout(120):
@@ -95,7 +95,8 @@ class TestVllm(EngineContract):
         self.run(scenario)
 
     def test_what_goes_on_after_an_update_is_computed_anew(self) -> None:
-        """No KV of the version before is left in what continues (I5): it goes on as if it had just been sent."""
+        """A request that continues after an update uses no KV of the previous version (I5): it continues like a new
+        one."""
 
         async def scenario(s: Subject) -> None:
             old = await s.engine.stats()
@@ -112,7 +113,7 @@ class TestVllm(EngineContract):
         self.run(scenario)
 
     def test_a_version_that_computes_something_else_is_found_out(self) -> None:
-        """The probe beside a version says what its weights make of it; what was loaded here is another version's."""
+        """The probe of a version holds log-probabilities of its weights; here another version's weights are loaded."""
 
         async def scenario(s: Subject) -> None:
             engine = VllmEngine(EngineId("held"), self.url, tolerance=1e-3)
@@ -149,7 +150,7 @@ class TestVllm(EngineContract):
         self.run(scenario)
 
     def test_an_update_that_nobody_ended_is_in_nobodys_way(self) -> None:
-        """A controller that was killed between the begin of an update and its end."""
+        """A controller that was killed between the begin and the end of an update."""
 
         async def scenario(s: Subject) -> None:
             engine = self._vllm(s)
@@ -165,7 +166,7 @@ class TestVllm(EngineContract):
         self.run(scenario)
 
     def test_a_server_that_was_started_anew_serves_nobody_before_it_has_loaded(self) -> None:
-        """Its weights have the name that vLLM gives those that it is started on."""
+        """The weights have vLLM's default name for the initial weights."""
 
         async def scenario(s: Subject) -> None:
             engine = self._vllm(s)
@@ -188,7 +189,7 @@ class TestVllm(EngineContract):
 
 
 class TestVllmByBroadcast(EngineContract):
-    """Its versions come into its workers' memory over gloo, and from no files."""
+    """Versions arrive in its workers' memory over gloo, not from files."""
 
     PREFIX = TestVllm.PREFIX
     RELEASES = False
@@ -218,7 +219,7 @@ class TestVllmByBroadcast(EngineContract):
                 order = Order(sender.address(), "g", "gloo", 2, 1, "another", 3, limit_s=60.0)
                 sent = await give(sender, order, publish(self.root / "tied", 9, TIED), engine)
                 assert "another model: tie_word_embeddings is True" in sent.errors[1]
-                engine.received(3, "another")  # as if it had it
+                engine.received(3, "another")  # as if it had received it
                 await to_version(engine, publisher(self.root)(3))
                 answer = await engine.generate(request("b", max_tokens=9, temperature=0.0))
                 assert answer.spans[0].version == 3

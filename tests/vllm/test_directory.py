@@ -1,4 +1,4 @@
-"""What the plugin takes for a version. It runs in vLLM's environment; of it, this part needs no vLLM."""
+"""The plugin's checks of a version directory. The plugin runs in vLLM's environment, but this part needs no vLLM."""
 
 from __future__ import annotations
 

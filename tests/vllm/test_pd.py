@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def urls(root: Path) -> Iterator[tuple[str, str]]:
-    """Models with tied embeddings: what an update must not leave behind of them is seen here as well."""
+    """Models with tied embeddings, so that weights which an update fails to replace are detected here as well."""
     model = publish(root / "v0", 0, TIED)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as starts:
         made = [server(model, root / f"{role}.log", role=role) for role in (Role.PREFILL, Role.DECODE)]
@@ -70,7 +70,8 @@ async def load(engine: VllmEngine, root: Path, version: int) -> None:
 
 
 async def handed_over(p: Pair, turn: GenerateRequest) -> Completion:
-    """Both legs. vLLM gives a first meeting of two servers 5 s, which a loaded machine may need more than once."""
+    """Both legs. vLLM's first connection of two servers times out after 5 s; a loaded machine may need several
+    tries."""
     for attempt in range(ATTEMPTS):
         _, rest = await prefilled(p.prefill, dataclasses.replace(turn, request_id=f"{turn.request_id}-{attempt}"))
         with contextlib.suppress(HandoffFailed):
@@ -79,7 +80,7 @@ async def handed_over(p: Pair, turn: GenerateRequest) -> Completion:
 
 
 def test_prefill_here_and_decode_there_is_one_engine(urls: tuple[str, str], root: Path) -> None:
-    """Equal tokens under both versions, with KV that came over NIXL, and no KV of the version before."""
+    """Equal tokens under both versions, with KV transferred over NIXL, and no KV of the previous version."""
 
     async def body() -> None:
         async with pair(urls, root) as p:
@@ -104,7 +105,8 @@ def test_prefill_here_and_decode_there_is_one_engine(urls: tuple[str, str], root
 
 
 def test_versions_are_not_mixed(urls: tuple[str, str], root: Path) -> None:
-    """Decode is ahead: it does not pull. Prefill may not leave either, before what it offered was pulled or expired."""
+    """The decode engine has a newer version and does not pull. The prefill engine cannot drop its KV either, before the
+    offered KV was pulled or expired."""
 
     async def body() -> None:
         async with pair(urls, root) as p:
@@ -123,14 +125,15 @@ def test_versions_are_not_mixed(urls: tuple[str, str], root: Path) -> None:
 
 
 def test_a_prefill_server_that_died_costs_only_the_hand_off(urls: tuple[str, str], root: Path) -> None:
-    """The last test of this module: the server is not started again."""
+    """The last test of this module: the server is not restarted."""
 
     async def body() -> None:
         async with pair(urls, root) as p:
             turn = request("a", PROMPT[::-1], max_tokens=4, temperature=0.0, salt="v0")
             _, rest = await prefilled(p.prefill, turn)
             for process in [p for p in processes(root) if "prefill.log" in p.command]:
-                server = descendants(process.pid)  # its engine outlives it for a moment, and could still be read from
+                # The engine core outlives the server for a moment, and could still be read from.
+                server = descendants(process.pid)
                 process.kill()
                 await until(lambda server=server: not any(map(alive, server)))
             with pytest.raises(HandoffFailed):

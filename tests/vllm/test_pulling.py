@@ -35,11 +35,11 @@ BYTES = bytes(range(256)) * 40
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(BYTES) + BYTES
 CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BYTES) + BYTES
-"""Two ways in which a store answers with a bucket."""
+"""The two kinds of store that serve a bucket."""
 
 
 def plugin() -> ModuleType:
-    """As one worker's process has it."""
+    """The plugin's state in one worker's process."""
     spec = importlib.util.spec_from_file_location("pulling", ROOT / "integrations/vllm/rollart_vllm/pulling.py")
     assert spec is not None
     assert spec.loader is not None
@@ -49,7 +49,7 @@ def plugin() -> ModuleType:
 
 
 class Site:
-    """A server of two workers on one host, and a run that it shares nothing with but the store."""
+    """A server of two workers on one host, and a run that shares only the store with it."""
 
     def __init__(self, root: Path, url: str, *, ahead: bool = True) -> None:
         self.root = root
@@ -78,12 +78,12 @@ class Site:
         return WeightsRef(version, str(path))
 
     def on_host(self) -> list[str]:
-        """Also what is hidden, but the lock."""
+        """All files, hidden ones included, except the lock."""
         root = self.root / "host"
         return sorted(p.name for p in root.iterdir() if p.name != ".lock") if root.exists() else []
 
     def settle(self) -> None:
-        """What one worker could not pull the other may still be trying, or clearing away."""
+        """When one worker's pull has failed, the other may still be pulling or cleaning up."""
         for worker in self.workers:
             for pull in worker._pulls.values():
                 pull.join(60)
@@ -132,7 +132,7 @@ async def test_workers_of_a_host_pull_one_copy_and_only_what_changed(tmp_path: P
 
 
 async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> None:
-    """The two leave the same directories: of a host that was given back, and one that takes its place."""
+    """Both leave the same directories: a host that was given back, and its replacement."""
     from rollart.adapters.weights.hosts import HostWeightCopy
 
     async with site(tmp_path, ahead=False) as s:
@@ -202,7 +202,8 @@ async def test_a_number_that_was_given_twice_is_the_last_ones(tmp_path: Path) ->
 
 
 async def test_a_store_that_hangs_holds_no_later_version_up(tmp_path: Path) -> None:
-    """A bucket that is a pipe nobody writes into: whoever opens it waits. The pull is given up, and leaves the lock."""
+    """A bucket that is a pipe without a writer, so that opening it blocks. The pull is stopped and releases the
+    lock."""
     async with site(tmp_path, ahead=False) as s:
         weights = s.publish(0)
         await s.stored.push(weights)
@@ -219,7 +220,7 @@ async def test_a_store_that_hangs_holds_no_later_version_up(tmp_path: Path) -> N
         (Path(later.path) / "model.safetensors").write_bytes(b"other buckets")
         await s.stored.push(later)
         assert Path(await s.stored.local(s.host, later)).name == "v000001"
-        for _ in s.workers:  # lets the threads go that wait
+        for _ in s.workers:  # unblocks the waiting threads
             with contextlib.suppress(OSError):
                 os.close(os.open(bucket, os.O_WRONLY | os.O_NONBLOCK))
         bucket.unlink()
@@ -228,7 +229,7 @@ async def test_a_store_that_hangs_holds_no_later_version_up(tmp_path: Path) -> N
 
 
 async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) -> None:
-    """The push goes on without them: what waits for it would hold the lock of its host."""
+    """The push continues without them: a worker that waits for it would hold the lock of its host."""
     async with site(tmp_path) as s:
         gate, weights = Gate(Path(s.place.url)), s.publish(3)
         s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)

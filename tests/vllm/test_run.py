@@ -1,4 +1,4 @@
-"""The quickstart with vLLM as its engine: only the cluster file is another one."""
+"""The quickstart with vLLM as its engine: only the cluster file differs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STEPS = 4
 
 
 def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) -> None:
-    """After a step vLLM's API server is killed: its engine core goes with it, and another one serves the rest. New
-    versions come into its workers' memory by broadcast; the one that was started again begins with files."""
+    """After a step vLLM's API server is killed: its engine core ends with it, and a restarted server serves the rest.
+    New versions arrive in its workers' memory by broadcast; the restarted server begins with files."""
     arguments = [f"steps={STEPS}", "evaluation.episodes=0", "schedule=sync", "staleness=0"]
     arguments.append("weights.collective.backend=auto")
     run = Launched(tmp_path, ["launch", "--cluster", str(CLUSTER), *arguments])
