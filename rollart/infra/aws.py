@@ -19,8 +19,8 @@ __all__ = [
     "AwsFunction",
     "archive_files",
     "assume_lambda",
-    "controller_statements",
     "aws_functions",
+    "controller_statements",
     "log_statement",
     "transport_statement",
 ]

@@ -14,7 +14,7 @@ from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.run import RunSpec
 
-__all__ = ["ClusterNeeds", "PodSettings", "spec_files", "cluster_needs"]
+__all__ = ["ClusterNeeds", "PodSettings", "cluster_needs", "spec_files"]
 
 LARGEST = 900_000
 """Maximum bytes of a run's files in its ConfigMap, which Kubernetes limits to a megabyte."""

@@ -1,8 +1,8 @@
-"""What every `Engine` promises. Fakes, the simulated engine and `HttpEngine` pass the same suite.
+"""The contract of every `Engine`. Fakes, the simulated engine and `HttpEngine` pass the same suite.
 
 Subclass `EngineContract` in a test module and implement `run`; engines that hand KV over pass `PdContract` as well.
 Nothing here waits on real time: a scenario stops the engine with `pause` where it needs it to hold still. Counters are
-compared with what they were before: a subject may have served other scenarios.
+compared with their earlier values: a subject may have served other scenarios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollart.ports import Engine
 __all__ = ["EngineContract", "PdContract", "PdSubject", "Subject"]
 
 TICKS = 20_000
-"""Turns of the loop that a scenario waits for something to happen before it fails."""
+"""Iterations of the loop that a scenario waits for a condition before it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +88,20 @@ class EngineContract:
     """The suite. `run` gives a scenario a fresh subject, on whatever loop the engine needs."""
 
     PREFIX = tuple(range(1, 13))
-    """A prompt long enough for its KV to be found again: engines keep whole blocks of tokens."""
+    """A prompt long enough for a KV hit: engines cache whole blocks of tokens."""
 
     RELEASES = True
-    """`release` frees a session's KV at once; vLLM has no such call, and evicts what was used longest ago."""
+    """`release` frees a session's KV at once; vLLM has no such call, and evicts the least recently used KV."""
 
     GAUGES = True
     """What is running, and the KV that it holds, is known while the engine is paused; vLLM's gauges are of its last
     step."""
 
     TELLS = True
-    """Tokens are told as they are drawn; a modelled engine tells of none."""
+    """Tokens are reported as they are sampled; a modelled engine reports none."""
 
     LONG = 50
-    """Tokens that take an engine long enough to be caught in the middle, most of the time."""
+    """Enough tokens that a scenario can usually interrupt their generation."""
 
     def run(self, scenario: Scenario) -> None:
         raise NotImplementedError
@@ -127,21 +127,21 @@ class EngineContract:
 
         self.run(scenario)
 
-    def test_told_tokens_are_how_the_answer_begins(self) -> None:
+    def test_streamed_tokens_are_a_prefix_of_the_answer(self) -> None:
         async def scenario(s: Subject) -> None:
-            told: list[CompletionChunk] = []
+            chunks: list[CompletionChunk] = []
             plain = await s.engine.generate(request("a", max_tokens=20))
-            asked = dataclasses.replace(request("b", max_tokens=20), told=told.append)
+            asked = dataclasses.replace(request("b", max_tokens=20), told=chunks.append)
             c = await s.engine.generate(asked)
             check(c, [0])
             assert (c.token_ids, c.finish) == (plain.token_ids, plain.finish)
             assert c.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
-            ids = tuple(t for piece in told for t in piece.token_ids)
+            ids = tuple(t for piece in chunks for t in piece.token_ids)
             assert ids == c.token_ids[: len(ids)]
-            assert tuple(p for piece in told for p in piece.logprobs) == c.logprobs[: len(ids)]
+            assert tuple(p for piece in chunks for p in piece.logprobs) == c.logprobs[: len(ids)]
             if self.TELLS:
-                assert len(told) > 1, "they come one after the other"
-                assert {piece.version for piece in told} == {0}
+                assert len(chunks) > 1, "they come one after the other"
+                assert {piece.version for piece in chunks} == {0}
 
         self.run(scenario)
 
@@ -221,7 +221,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("mode", list(PauseMode))
     def test_every_pause_ends_in_flight_work_its_own_way(self, mode: PauseMode) -> None:
-        """KEEP finishes after resume, WAIT before the pause returns, ABORT never; newcomers wait in all three."""
+        """KEEP finishes after resume, WAIT before the pause returns, ABORT never; new requests wait in all three."""
 
         async def scenario(s: Subject) -> None:
             old, long = await s.engine.stats(), self.LONG
@@ -290,7 +290,7 @@ class EngineContract:
 @dataclass(frozen=True, slots=True)
 class PdSubject:
     """Three engines that just started at version 0 with the same weights: one to prefill, one to decode, one to compare
-    with. `end_prefill` ends the first, and what it kept for others. The rest is as in `Subject`."""
+    with. `end_prefill` ends the first, and the KV that it exports. The rest is as in `Subject`."""
 
     prefill: Engine
     decode: Engine
@@ -322,7 +322,7 @@ async def prefilled(
 
 
 class PdContract:
-    """What engines promise that hand KV over (vLLM's `kv_transfer_params`, pulled by the engine that decodes)."""
+    """The contract of engines that hand off KV (vLLM's `kv_transfer_params`, pulled by the decode engine)."""
 
     def run_pd(self, scenario: PdScenario) -> None:
         raise NotImplementedError
@@ -388,7 +388,7 @@ class PdContract:
 
     @pytest.mark.parametrize("who", ["prefill", "decode"])
     def test_versions_are_never_mixed(self, who: str) -> None:
-        """Whichever side is ahead: the decode engine refuses, and does so without the KV of either version."""
+        """Whichever side has the newer version, the decode engine refuses, without KV of either version."""
 
         async def scenario(s: PdSubject) -> None:
             _, rest = await prefilled(s.prefill, request("a", PROMPT))
@@ -430,7 +430,7 @@ class PdContract:
 
 
 async def refused(s: PdSubject, rest: GenerateRequest) -> None:
-    """The decode engine says that it is the hand-off, and nothing of the request stays behind."""
+    """The decode engine names the hand-off as the cause, and keeps no state of the request."""
     with pytest.raises(HandoffFailed) as failed:
         await s.decode.generate(rest)
     assert failed.value.retryable

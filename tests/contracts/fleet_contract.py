@@ -1,4 +1,5 @@
-"""What every `Fleet` does, whatever its engines are: they come at the current version and go without losing a turn."""
+"""The contract of every `Fleet`, whatever its engines are: they join at the current version and leave without losing a
+turn."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ DRAIN = FleetMove(FleetMoveKind.DRAIN, "there", 1, 1, EngineRole.ENGINE, None)
 
 @dataclass
 class FleetSubject:
-    """A fleet over a gateway and supervision that run. `publish` moves all engines to the next version and tells, while
-    they stand still, whoever asked; in `broken` no engine starts; `kill` ends an engine's process."""
+    """A fleet over a gateway and supervision that run. `publish` moves all engines to the next version and, while they
+    are paused, notifies its caller; in `broken` no engine starts; `kill` ends an engine's process."""
 
     fleet: Fleet
     gateway: Gateway
@@ -55,11 +56,11 @@ class FleetSubject:
     def of(self, kind: EngineKind) -> list[EngineId]:
         return [e for e, seat in self.gateway.seats().items() if seat.kind == kind]
 
-    def told(self, kind: str) -> list[str]:
+    def event_subjects(self, kind: str) -> list[str]:
         return [e.subject for e in self.events() if e.kind == kind]
 
     def state(self) -> tuple[Mapping[EngineId, object], Mapping[str, int]]:
-        """What no failed move may change."""
+        """State that no failed move may change."""
         return dict(self.gateway.seats()), dict(self.fleet.free())
 
     async def started(self) -> EngineId:
@@ -91,7 +92,7 @@ class FleetContract:
             engine = await s.started()
             assert engine != "engine-0"
             assert s.fleet.free()["there"] == free - 1
-            assert engine in s.told(RESOURCE_OPENED), "it is billed"
+            assert engine in s.event_subjects(RESOURCE_OPENED), "it is billed"
             assert await s.ask_all(4) == {1}
             assert s.sessions(engine) == 2, "half of the trajectories live there"
             await s.publish(lambda: None)
@@ -103,8 +104,8 @@ class FleetContract:
         async def scenario(s: FleetSubject) -> None:
             engine = await s.started()
             await s.kill(engine)
-            await s.until(lambda: s.told("engine_started").count(engine) == 2)
-            assert s.told("engine_lost") == [engine]
+            await s.until(lambda: s.event_subjects("engine_started").count(engine) == 2)
+            assert s.event_subjects("engine_lost") == [engine]
             assert s.gateway.load()[THERE].healthy == 1
 
         self.run(scenario)
@@ -123,9 +124,9 @@ class FleetContract:
             assert s.gateway.seats().keys() == {"engine-0"}
             assert s.fleet.free()["there"] == 2
             assert not await s.alive(engine)
-            assert s.told("engine_drained") == [engine]
-            assert engine in s.told(RESOURCE_CLOSED), "it is billed no more"
-            assert s.told("engine_lost") == []
+            assert s.event_subjects("engine_drained") == [engine]
+            assert engine in s.event_subjects(RESOURCE_CLOSED), "it is billed no more"
+            assert s.event_subjects("engine_lost") == []
             assert await s.ask_all(6) == {0}, "its trajectories go on"
             assert s.sessions(EngineId("engine-0")) == 6
 
@@ -138,8 +139,8 @@ class FleetContract:
                 await s.fleet.apply(START)
             assert s.state() == before
             assert not await s.alive(EngineId("engine-1"))
-            assert set(s.told(RESOURCE_OPENED)) - set(s.told(RESOURCE_CLOSED)) >= {"engine-0"}
-            assert "engine-1" in s.told(RESOURCE_CLOSED)
+            assert set(s.event_subjects(RESOURCE_OPENED)) - set(s.event_subjects(RESOURCE_CLOSED)) >= {"engine-0"}
+            assert "engine-1" in s.event_subjects(RESOURCE_CLOSED)
             assert await s.ask_all(2) == {0}
             assert await s.started() == "engine-2", "no name is used twice"
 
@@ -147,7 +148,7 @@ class FleetContract:
 
     def test_a_start_without_devices_is_refused(self) -> None:
         async def scenario(s: FleetSubject) -> None:
-            async with asyncio.TaskGroup() as tasks:  # at once: one after the other
+            async with asyncio.TaskGroup() as tasks:  # started together, executed one after the other
                 both = [tasks.create_task(s.fleet.apply(START)) for _ in range(2)]
             assert all(task.done() for task in both)
             assert s.fleet.free()["there"] == 0

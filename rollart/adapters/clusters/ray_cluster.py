@@ -33,8 +33,8 @@ __all__ = [
     "add_node",
     "auth_environment",
     "health_settings",
-    "write_cluster_files",
     "raylet_pid",
+    "write_cluster_files",
 ]
 
 MODULE = "rollart.adapters.clusters.ray_cluster"

@@ -18,7 +18,7 @@ from rollart import __version__
 from rollart.adapters.clusters.program import Program
 from rollart.errors import RunFailed, UsageError
 
-__all__ = ["RayActorHost", "NodeProgram", "pack", "unpack"]
+__all__ = ["NodeProgram", "RayActorHost", "pack", "unpack"]
 
 
 class RayActorHost:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["run_detached", "daemon_thread_future", "run_in_daemon_thread"]
+__all__ = ["daemon_thread_future", "run_detached", "run_in_daemon_thread"]
 
 T = TypeVar("T")
 

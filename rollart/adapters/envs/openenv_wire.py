@@ -15,7 +15,7 @@ import aiohttp
 
 from rollart.errors import EnvironmentFault, one_line
 
-__all__ = ["OpenEnvObservation", "SessionNotStarted", "InvalidAction", "OpenEnvSession", "endpoints"]
+__all__ = ["InvalidAction", "OpenEnvObservation", "OpenEnvSession", "SessionNotStarted", "endpoints"]
 
 LARGEST = 64 * 2**20
 """Maximum bytes of a frame: a longer observation exceeds any context."""

@@ -10,7 +10,7 @@ from typing import Any
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.errors import EnvironmentFault
 
-__all__ = ["ActionEncoder", "ObservationRenderer", "action_encoder", "sole_text_field", "observation_renderer"]
+__all__ = ["ActionEncoder", "ObservationRenderer", "action_encoder", "observation_renderer", "sole_text_field"]
 
 ObservationRenderer = Callable[[Mapping[str, Any]], str]
 

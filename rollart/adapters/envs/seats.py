@@ -17,13 +17,13 @@ from rollart.ports import Environment
 from serverless.deploy.handler import children_end_here
 
 __all__ = [
-    "InvalidResult",
     "DomainFactory",
     "EnvironmentLoop",
-    "run_loop",
-    "load_factories",
-    "run_on_loop",
+    "InvalidResult",
     "encode_result",
+    "load_factories",
+    "run_loop",
+    "run_on_loop",
     "run_timed",
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollart.adapters.proxy.tools import AnswerParser
 
-__all__ = ["ModelRequest", "Conversation", "policy_client"]
+__all__ = ["Conversation", "ModelRequest", "policy_client"]
 
 
 @dataclass(frozen=True, slots=True)

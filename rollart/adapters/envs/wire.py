@@ -19,10 +19,10 @@ from typing import Any
 from rollart.model import Observation, Step
 
 __all__ = [
-    "HostResponse",
-    "HostRequest",
-    "HostOperation",
     "CallStatus",
+    "HostOperation",
+    "HostRequest",
+    "HostResponse",
     "observation_of",
     "pack",
     "packed_observation",

@@ -22,7 +22,7 @@ from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
 from serverless.types import FaultKind
 
-__all__ = ["DomainRewards", "OffloadRewarder", "CreditAssignment", "RewardTerm", "combine", "item_of"]
+__all__ = ["CreditAssignment", "DomainRewards", "OffloadRewarder", "RewardTerm", "combine", "item_of"]
 
 
 class CreditAssignment(enum.StrEnum):

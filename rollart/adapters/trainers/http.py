@@ -19,7 +19,7 @@ from rollart.architecture import stamp_of
 from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
-__all__ = ["HttpTrainer", "BroadcastResult", "encode_samples"]
+__all__ = ["BroadcastResult", "HttpTrainer", "encode_samples"]
 
 
 @dataclass(frozen=True, slots=True)
