@@ -139,7 +139,7 @@ class _Builder:
 
     def worthwhile(self) -> list[int]:
         """The units to keep if there are many: by pool and role, the size that serves the mix best per device and the
-        best size when latency counts for half; also the units that run already."""
+        next best by that rate over the root of the seconds; also the units that run already."""
         groups: dict[tuple[int, Role], list[int]] = {}
         for u, unit in enumerate(self._units):
             groups.setdefault((unit.pool, unit.role), []).append(u)
@@ -159,7 +159,8 @@ class _Builder:
         return sorted(kept)
 
     def _merit(self, u: int) -> tuple[float, float]:
-        """Trajectories/s per device over the mix, bound by time and by KV; and that by the root of the seconds."""
+        """Trajectories/s per device over the mix, bound by time and by KV; and that rate divided by the square root of
+        the seconds."""
         unit, rates, quick = self._units[u], [], []
         for j, domain in enumerate(self._problem.domains):
             if not self._fits(j, u):

@@ -1,7 +1,7 @@
-"""Continuous batching as exact processor sharing, one timer per engine: the part of a simulated engine that computes.
+"""Continuous batching as exact processor sharing, one timer per engine: the computing part of a simulated engine.
 
 Requests wait, are prefilled in rounds that share steps with the decodes, decode together, and are preempted where the
-KV memory is full. The state between two events is five numbers; `sharing` says when the next event is.
+KV memory is full. The state between two events is five numbers; `sharing` computes the time of the next event.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ __all__ = ["ContinuousBatch", "EngineLimits", "KvReservation"]
 
 _NEVER = math.inf
 _EPSILON = 1e-9
-"""Service: events closer than this happen together."""
+"""In units of service: events closer than this happen together."""
 
 _ROOM = 1e-6
-"""Tokens of KV: as close as this the memory is full. Sums of many contexts are exact to less."""
+"""Tokens of KV: within this distance of its capacity the memory counts as full. Rounding errors of sums of contexts are
+smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """`slots` sequences at a time (vLLM's max_num_seqs); a step carries at most `step_tokens` (max_num_batched_tokens);
-    `kv_tokens` replaces what the roofline says fits. A request is admitted while running ones leave the share
-    `watermark` of the KV free after it (vLLM's rule), so that the next step does not preempt it at once."""
+    `kv_tokens` replaces the roofline's capacity. A request is admitted while running ones leave the share `watermark`
+    of the KV free after it (vLLM's rule), so that the next step does not preempt it at once."""
 
     slots: int = 256
     step_tokens: int = 8192
@@ -45,19 +46,20 @@ class EngineLimits:
 
 
 class KvReservation(NamedTuple):
-    """Room that a request has before it waits, since KV of `kept` of its tokens came from elsewhere."""
+    """KV capacity that a request holds before it queues: `need` tokens, of which the KV of `kept` came from another
+    engine."""
 
     need: int
     kept: int
 
 
 class ContinuousBatch:
-    """What is in an engine: requests, their progress, the KV memory.
+    """The state of an engine: requests, their progress, and the KV memory.
 
-    `_at` is the moment up to which everything is accounted for, `_service` the tokens that each sequence has got until
-    then, `_context` the tokens of all that decode; `_when` is the moment of the next event, at service `_target`.
-    `_held` tokens of KV are taken by the round of prefills, `_pinned` by others (`_reserved` is part of it). Every
-    public call first catches up with the loop's clock.
+    `_at` is the time up to which everything is accounted for, `_service` the tokens that each sequence has received
+    until then, and `_context` the tokens of all decoding sequences. `_when` is the time of the next event, at service
+    `_target`. `_held` tokens of KV belong to the round of prefills, and `_pinned` tokens to others (`_reserved`
+    included). Every public call first catches up with the loop's clock.
     """
 
     def __init__(self, name: str, steps: StepModel, *, version: int, limits: EngineLimits) -> None:
@@ -118,7 +120,7 @@ class ContinuousBatch:
             self._late.append(job)
             return job
         self._enqueue(job)
-        # A round of prefills under way takes nobody in: only without one does an arrival change anything.
+        # A running round of prefills admits no request, so that an arrival matters only without one.
         if self._work is None and not self._paused:
             self._catch_up()
             self._go_on()
@@ -126,7 +128,7 @@ class ContinuousBatch:
         return job
 
     def _enqueue(self, job: SimulatedJob) -> None:
-        """Those that have their room go first."""
+        """Queue the request; requests with reserved KV go first."""
         reserved = self._reserved
         (self._ready if reserved and job.request.request_id in reserved else self._waiting).append(job)
 
@@ -137,7 +139,7 @@ class ContinuousBatch:
             self._arm()
 
     def _arm(self) -> None:
-        """One timer that counts, never later than the next event; one that is too early looks again."""
+        """Set the one valid timer, never later than the next event; a timer that fires early is set again."""
         when = self._when
         if when < self._timer_at and self._loop is not None:
             self._timer_at = when
@@ -168,7 +170,7 @@ class ContinuousBatch:
         self._at, self._service = at, service
 
     def _arrive(self) -> None:
-        """What happens at this service: finished sequences, the end of the round, a full memory."""
+        """Handle the events at this service: finished sequences, the end of the round, a full memory."""
         service = self._service + _EPSILON
         ends, running = self._ends, self._running
         while ends and ends[0][0] <= service:
@@ -184,7 +186,7 @@ class ContinuousBatch:
         self._go_on()
 
     def _end_round(self) -> None:
-        """Its prompts are computed, and each has its next token."""
+        """Finish the round: its prompts are computed, and each request has its next token."""
         jobs, self._round, self._work, self._held = self._round, [], None, 0
         for job in jobs:
             job.done += 1
@@ -237,8 +239,8 @@ class ContinuousBatch:
         self._when = self._at + seconds_for(target - service, self._lines, n, self._context)
 
     def _refill(self) -> None:
-        """A round of the prefills that waited longest: as many as a step carries, each whole, one at least. One that
-        does not fit into the memory holds back those behind it, but none that has its room already."""
+        """Start a round of the oldest waiting prefills: as many as a step carries, each whole, at least one. A prefill
+        that does not fit into the memory blocks the requests after it, except requests with reserved KV."""
         ready, running = self._ready, len(self._running)
         chunk = max(self._budget - running, self._budget // 4, 1)
         tokens, jobs, parts = 0, self._round, []
@@ -283,7 +285,7 @@ class ContinuousBatch:
             self._round_end = self._service + self._work.steps
 
     def _start_over(self) -> None:
-        """All KV goes; what is in flight waits to be prefilled again, with the tokens that it has."""
+        """Drop all KV; requests in flight wait to be prefilled again, with their tokens so far."""
         again = sorted((j for j in (*self._running.values(), *self._round)), key=lambda j: j.arrival)
         for job in again:
             job.done = job.generated(self._service)
@@ -305,7 +307,7 @@ class ContinuousBatch:
             self.retained.shrink(room)
 
     def _preempt(self) -> None:
-        """The request that came last gives its KV back, and is computed again when there is room."""
+        """Preempt the latest request: it releases its KV, and is computed again when memory is free."""
         job = max(self._running.values(), key=lambda j: j.arrival)
         self._leave(job)
         job.phase = WAITING
@@ -313,7 +315,7 @@ class ContinuousBatch:
         self.preemptions += 1
 
     def _leave(self, job: SimulatedJob) -> None:
-        """It does not decode any more; `done` says how far it came."""
+        """Take the job out of the decoding batch and set `done` to its progress."""
         del self._running[job.request.request_id]
         self._context -= job.tokens + job.done + (self._service - job.base)
         job.done = job.generated(self._service)
@@ -338,7 +340,7 @@ class ContinuousBatch:
             self._quiet = None
 
     def _end_early(self, job: SimulatedJob) -> None:
-        """The request leaves at once, whatever it was at; its `generate`, if it still waits, returns what there is."""
+        """End the request in any phase; its `generate`, if it still waits, returns the tokens so far."""
         self._catch_up()
         if job.phase is OVER:
             return

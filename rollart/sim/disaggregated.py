@@ -26,8 +26,8 @@ __all__ = ["DisaggregatedEngine", "KvFabric"]
 
 @dataclass(slots=True)
 class KvFabric:
-    """The engines that hand over to each other, and the link between two of them. KV that nobody pulls is dropped after
-    `lease_s`; that an engine is dead is known after `dead_s`. `moved_tokens` of KV went through the links."""
+    """The engines that hand KV over to each other, and the links between them. KV that is not pulled is dropped after
+    `lease_s`; a dead engine is detected after `dead_s`. `moved_tokens` of KV crossed the links."""
 
     link: Callable[[str, str], SharedLink]
     lease_s: float = 60.0
@@ -46,16 +46,16 @@ class _Export:
     expiry: asyncio.TimerHandle | None
     """None: not kept for sure; it is part of the session's prefix and goes when that does."""
     ends: bool = False
-    """No turn follows: what was handed over is nobody's prefix."""
+    """No turn follows: the exported KV is not kept as a prefix."""
 
 
 class DisaggregatedEngine(ModelledEngine):
-    """A `ModelledEngine` that prefills for others, decodes what others prefilled, or does both.
+    """A `ModelledEngine` that prefills for other engines, decodes turns that others prefilled, or does both.
 
-    KV that waits to be pulled is pinned: it counts as used memory. A request that pulls KV waits for its room first, in
-    order, and keeps it until it runs, as vLLM takes the blocks before the KV comes. KV given back after a decode
-    (`returns`) is not pinned, as it is the session's prefix here. `versioned` hand-off values name the weights, as the
-    embedded engine's do; KV of other weights than those that either engine has by now is refused in any case.
+    Exported KV is pinned: it counts as used memory. A request that pulls KV first waits for memory, in order, and holds
+    it until it runs, as vLLM allocates the blocks before the transfer. KV given back after a decode (`returns`) is not
+    pinned, as it is the session's prefix here. `versioned` hand-off values name the weights, as the embedded engine's
+    do; KV of other weights than either engine's current ones is refused in any case.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class DisaggregatedEngine(ModelledEngine):
         return value
 
     def _forget(self, name: str) -> None:
-        """Nobody will pull it."""
+        """Drop an export that will not be pulled."""
         export = self._exports.pop(name, None)
         if export is not None:
             self._unpin(export)
@@ -178,14 +178,15 @@ class DisaggregatedEngine(ModelledEngine):
         return sum(request.token_ids) + 1 + spare <= self.kv_tokens - self._pinned - self._context - self._held
 
     def _reserve(self, request: GenerateRequest) -> None:
-        """Room for all of the prompt is taken; what is here of its prefix lies in it."""
+        """Reserve KV for the whole prompt; the local part of its prefix is included."""
         need, kept = sum(request.token_ids) + 1, self.retained.claim(request.session, request.cache_salt)
         self._reserved[request.request_id] = KvReservation(need, kept)
         self._pinned += need
         self._evict()
 
     def _give_room_back(self, request: GenerateRequest, version: int) -> None:
-        """It will not run: what of its prefix was here stays, if it is of these weights still."""
+        """Release the reservation of a request that will not run. The local part of its prefix is kept if it has the
+        current weights."""
         room = self._reserved.pop(request.request_id, None)
         if room is None:
             return
@@ -254,7 +255,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._reserved[request.request_id] = room._replace(kept=max(tokens, kept))
 
     def _handed_over(self, export: _Export) -> None:
-        """What was pinned is the session's prefix from now on, as long as there is room."""
+        """The pinned KV becomes the session's prefix, as long as memory is free."""
         if export.expiry is not None:
             if not export.ends:
                 self.retained.keep(export.session, export.tokens, export.salt)

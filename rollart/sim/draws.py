@@ -1,7 +1,7 @@
-"""Distributions of what varies between trajectories, and the generators that draw from them.
+"""Distributions of trajectory properties, and the generators that draw from them.
 
 Every entity has its own generator, made from a 64-bit hash of the run's seed and the entity's id, so that a draw is a
-pure function of the two: who else runs, and in which order, changes nothing.
+pure function of the two: other entities and their order change nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Clipped at 0: what RollArt's experiment with N(10, σ) seconds of environment needs (RA-12)."""
+    """Normal, clipped at 0, as RollArt's experiment with N(10, σ) seconds of environment needs (RA-12)."""
 
     mean: float
     sigma: float
@@ -49,7 +49,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """By its median and the standard deviation of its logarithm, cut to [low, high]."""
+    """Log-normal by its median and the standard deviation of its logarithm, clipped to [low, high]."""
 
     median: float
     sigma: float

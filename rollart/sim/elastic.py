@@ -1,4 +1,4 @@
-"""Modelled engines that come and go: devices on which the product's own fleet and supervision start and stop them."""
+"""Elastic modelled engines: devices on which the product's own fleet and supervision start and stop engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BilledDevices", "ModelledPart", "ModelledSite", "PlacedEngine"]
 
 @dataclass(frozen=True, slots=True)
 class BilledDevices:
-    """Devices that somebody pays for: how many units at which price, and as what they are written down."""
+    """Paid devices: the number of units, their price, and the role and name under which the ledger records them."""
 
     role: str
     name: str
@@ -43,7 +43,7 @@ class BilledDevices:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEngine:
-    """An engine, where it sits and what it costs."""
+    """An engine with its placement and its paid devices."""
 
     engine: ModelledEngine
     seat: EnginePlacement
@@ -51,8 +51,9 @@ class PlacedEngine:
 
 
 class ModelledPart:
-    """An engine's process. One of the plan is up when the run begins; every other start takes `start_s`, and then the
-    way of the weights to it. With `machines` it dies with its machine, and starts where there is room."""
+    """An engine's process. An engine of the initial plan is up when the run begins; every other start takes `start_s`
+    and the transfer of the weights. With `machines` the process dies with its machine, and starts on a machine with
+    free devices."""
 
     def __init__(
         self,
@@ -94,16 +95,16 @@ class ModelledPart:
         return "its machine is gone"
 
     def die(self) -> None:
-        """With its machine; one that is cleared is not watched any more."""
+        """End the process, as when its machine dies."""
         self.engine.fail = True
         self._ended.set()
 
 
 class ModelledSite:
-    """Implements `EngineSite` over the devices of the plan's engines and those that nothing runs on, by pool. `make`
-    gives a new engine of a kind a name and a place; `gone` is told of each that was cleared; `prices` are of pools
-    whose unused devices are paid. Invariant: what engines hold and what is billed as unused add up to `devices`.
-    With `machines` engines sit on these.
+    """Implements `EngineSite` over the devices of the plan's engines and unused devices, by pool. `make` creates an
+    engine of a kind with a name and a placement; `gone` is called with the name of each cleared engine; `prices` are of
+    pools whose unused devices are paid. Invariant: devices held by engines and devices billed as unused add up to
+    `devices`. With `machines` engines are placed on these.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ModelledSite:
         others: Mapping[str, int] | None = None,
         machines: MachineInventory | None = None,
     ) -> None:
-        """`others`: devices of the pools that parts other than engines hold."""
+        """`others`: devices by pool that parts other than engines hold."""
         self._devices = dict(devices)
         self._others = others or {}
         self._machines = machines
@@ -177,7 +178,7 @@ class ModelledSite:
         self._rebill(place.seat.pool)
 
     def close(self) -> None:
-        """The run is over: nothing is billed any more."""
+        """Stop billing at the end of the run."""
         for clock in (*self._clocks.values(), *self._unused.values()):
             clock.close()
 

@@ -1,8 +1,8 @@
 """An engine on virtual time at the granularity of turns: continuous batching as exact processor sharing.
 
-What takes time is `placement`'s roofline (`steps`); what is modelled is what a serving engine does with it: prefills in
-chunks that share steps with the decodes and slow them down, prefix KV kept between turns, KV memory with preemption,
-slots, and weight updates after which the KV of all that is in flight is computed again (I5).
+Step times come from `placement`'s roofline (`steps`). The model covers a serving engine's scheduling: chunked prefills
+that share steps with the decodes and slow them down, prefix KV kept between turns, KV memory with preemption, slots,
+and weight updates after which the KV of all requests in flight is computed again (I5).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["EngineLimits", "ModelledEngine"]
 class ModelledEngine(ContinuousBatch):
     """Implements `ports.Engine`. A token id is a mass (`mass`); a request is answered with exactly `max_tokens` tokens.
 
-    It owns its requests and one timer, which is set to the next of: a sequence is finished, a round of prefills is
-    over, the KV memory is full. `generate` waits for its answer, unblocked by that timer, by `abort`, or with
-    `EngineError` when the engine dies (`fail`). Invariant: KV of running requests, of prefills under way and of idle
-    sessions never exceeds `kv_tokens`. Idle sessions are evicted first, the least recently used one before the others;
-    then the request that came last is preempted, and computed again when there is room.
+    The engine owns its requests and one timer, which is set to the next of these events: a sequence is finished, a
+    round of prefills ends, the KV memory is full. `generate` waits for its completion, unblocked by that timer, by
+    `abort`, or with `EngineError` when the engine dies (`fail`). Invariant: KV of running requests, running prefills
+    and idle sessions never exceeds `kv_tokens`. Idle sessions are evicted first, least recently used first; then the
+    latest request is preempted, and computed again when memory is free.
 
-    `load` is waited for in `update_weights`: the way of the weights to this engine.
+    `load` is awaited in `update_weights`: it transfers the weights to this engine.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class ModelledEngine(ContinuousBatch):
         self._load = load
         self._dead = False
         self.lost_tokens = self.lost_kv_tokens = 0
-        """Tokens of answers under way, and of KV of running requests and idle sessions, that it had when it died."""
+        """Generated tokens of requests in flight, and KV tokens of running requests and idle sessions, lost when the
+        engine died."""
 
     @property
     def id(self) -> EngineId:
@@ -56,12 +57,12 @@ class ModelledEngine(ContinuousBatch):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it computed."""
+        """Seconds of computation."""
         return self.prefill_s + self.decode_s
 
     @property
     def kv_used(self) -> float:
-        """Tokens of KV held now, for whatever purpose."""
+        """Tokens of KV held now, for any purpose."""
         self._catch_up()
         self._evict()
         return self._context + self._held + self._pinned + self.retained.total
@@ -111,7 +112,7 @@ class ModelledEngine(ContinuousBatch):
         self._arm()
 
     async def update_weights(self, weights: WeightsRef) -> None:
-        """The weights come (`load`), all KV goes; what is in flight is prefilled again after `resume`."""
+        """Load the weights and drop all KV; requests in flight are prefilled again after `resume`."""
         self._check()
         if self._load is not None:
             await self._load(weights)
@@ -123,7 +124,7 @@ class ModelledEngine(ContinuousBatch):
         self._arm()
 
     async def stats(self) -> EngineStats:
-        """Tokens generated include those of requests in flight, and of requests that were aborted."""
+        """Generated tokens include tokens of requests in flight and of aborted requests."""
         self._check()
         self._catch_up()
         running = len(self._running) + len(self._round)
@@ -146,7 +147,8 @@ class ModelledEngine(ContinuousBatch):
 
     @property
     def fail(self) -> bool:
-        """Whether it is dead. Setting it ends all that is in flight with `EngineError`; `restart` brings it back."""
+        """True if the engine is dead. Setting it ends all requests in flight with `EngineError`; `restart` revives the
+        engine."""
         return self._dead
 
     @fail.setter
@@ -166,7 +168,7 @@ class ModelledEngine(ContinuousBatch):
         self._dead = dead
 
     def restart(self, version: int) -> None:
-        """The process came back with these weights and nothing in memory."""
+        """Restart the process with these weights and an empty memory."""
         self.fail = True
         self._dead = False
         self._version = version

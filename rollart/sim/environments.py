@@ -1,9 +1,9 @@
 """Environments on virtual time: scripts played by hosts that may be slow, crowded or broken.
 
-A `SimulatedDomain` is one domain: its environments know their trajectory's script when they are reset. What an
-observation shows
-is its mass (`mass`), and its `max_tokens` is what the engine will answer, so nothing but the product's own border lies
-between a workload and an engine. The run's context limit, which counts pieces, must be out of the way.
+A `SimulatedDomain` is one domain: its environments know their trajectory's script when they are reset. The text of an
+observation is its mass (`mass`), and its `max_tokens` is the length of the engine's answer, so that only the product's
+own validation lies between a workload and an engine. The run's context limit, which counts pieces, must be high enough
+not to apply.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["SimulatedHost", "ModelledEnvironment", "ResetFaults", "SimulatedDoma
 
 @dataclass(frozen=True, slots=True)
 class ResetFaults:
-    """What goes wrong with resets besides their distribution. With probability `fail` one raises when its time is over,
-    with `stall` it takes `stall_s`. In a burst, both have the probabilities `burst_fail` and `burst_stall` on the hosts
-    that it hits: a registry or a link that is overrun takes many down together (RA-2).
+    """Faults of resets besides their duration's distribution. With probability `fail` a reset raises when its time is
+    over; with probability `stall` it takes `stall_s` longer. In a burst, both have the probabilities `burst_fail` and
+    `burst_stall` on the hosts that it hits: a registry or a link that is overrun takes many down together (RA-2).
 
     Bursts come `burst_every_s` apart on average (exponential), for `burst_s`, each on a share `burst_hosts` of hosts.
     """
@@ -51,19 +51,20 @@ class ResetFaults:
 
 @dataclass(slots=True)
 class SimulatedHost:
-    """A machine that environments live on. `work` is shared by what they do there at a time, in seconds of one alone
-    (a link of as many "GB/s" as it has cores, a stream of at most 1); None: nobody is in another's way."""
+    """A machine that runs environments. Concurrent environments share `work`, in seconds of one environment alone (a
+    link of as many "GB/s" as the machine has cores, with at most 1 per stream); None: environments do not slow each
+    other down."""
 
     name: str
     work: SharedLink | None = None
     up: bool = True
     live: int = 0
     node: str = ""
-    """The machine that falls with it; one of its own if not given."""
+    """The machine that fails with it; its own if not given."""
     watch: Callable[[bool], None] | None = None
-    """Told when it goes down or comes back."""
+    """Called with the new state when it goes down or comes back."""
     falls: int = 0
-    """Times that it went down."""
+    """Number of times that it went down."""
 
     def turn(self, *, up: bool) -> None:
         self.falls += self.up and not up
@@ -86,13 +87,14 @@ class SimulatedDomain:
     hosts: Sequence[SimulatedHost] = field(default_factory=lambda: (SimulatedHost("host-0"),))
     faults: ResetFaults | None = None
     solved: float | None = None
-    """Mean share of trajectories that earn 1 and not 0; None: each what its script says, and nothing is drawn."""
+    """Mean share of trajectories with reward 1 instead of 0; None: each trajectory has its script's reward, and nothing
+    is drawn."""
     resets: int = 0
     failed_resets: int = 0
     steps: int = 0
     _members: dict[int, int] = field(default_factory=dict)
     _bursts: list[float] = field(default_factory=list)
-    """When they begin, as far as drawn."""
+    """Start times of bursts, as far as drawn."""
     _luck: Random | None = None
     _made: int = 0
 
@@ -115,7 +117,7 @@ class SimulatedDomain:
         return self.workload.script(prompt, member), member
 
     def solves(self, prompt: int, member: int) -> bool:
-        """Whether this member earns its reward. Prompts differ: the chance of each is drawn from a Beta distribution
+        """True if this member earns its reward. Prompts differ: the chance of each is drawn from a Beta distribution
         with mean `solved` and a total of 1, most of which lies near 0 and 1, as pass rates do."""
         if self.solved is None or self.solved in (0.0, 1.0):
             return self.solved != 0.0
@@ -123,7 +125,7 @@ class SimulatedDomain:
         return entity_generator(self.seed, self.name, "solved", prompt, member).random() < chance
 
     def reset_trouble(self, prompt: int, member: int, host: SimulatedHost, now: float) -> tuple[bool, float]:
-        """Whether this reset fails, and the seconds that it stalls."""
+        """True if this reset fails, and the seconds that it stalls."""
         faults = self.faults
         if faults is None:
             return False, 0.0
@@ -135,7 +137,8 @@ class SimulatedDomain:
         return fails, faults.stall_s if stalls else 0.0
 
     def _in_burst(self, faults: ResetFaults, host: SimulatedHost, now: float) -> bool:
-        """Bursts are drawn as time goes on, each host's own part in them by a hash: nothing depends on who asks."""
+        """Bursts are drawn as time passes, and a host's part in each by a hash, so that the result does not depend on
+        the caller."""
         if faults.burst_every_s == math.inf:
             return False
         bursts = self._bursts
@@ -208,4 +211,4 @@ class ModelledEnvironment:
 
 
 _FINAL_OBSERVATION = Observation("1")
-"""Nobody answers the last observation."""
+"""The last observation, which the policy never answers."""

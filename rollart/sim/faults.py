@@ -1,6 +1,6 @@
-"""What dies in a simulated world, and when it comes back: on a schedule, or at seeded exponential rates.
+"""Fault injection in a simulated run: parts go down and come back on a schedule, or at seeded exponential rates.
 
-A subject is anything with two calls, down and up; a host is several subjects that fall together. A part that is down
+A subject is anything with two calls, down and up; a host is several subjects that fail together. A part that is down
 for two reasons comes back when both are over.
 """
 
@@ -40,7 +40,7 @@ class FaultTarget:
 
 
 def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> FaultTarget:
-    """An engine that dies; it comes back with the version given then. None: others restart it (supervision)."""
+    """An engine that dies; it comes back with the result of `version`. None: supervision restarts it."""
 
     def down() -> None:
         part.fail = True
@@ -49,7 +49,7 @@ def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> Fa
 
 
 def host_target(of: SimulatedHost) -> FaultTarget:
-    """A host of environments: what runs there breaks, and nothing new is put there."""
+    """A host of environments: its environments break, and it gets no new ones."""
 
     return FaultTarget(lambda: of.turn(up=False), lambda: of.turn(up=True))
 
@@ -60,7 +60,7 @@ def trainer_target(part: ModelledTrainer) -> FaultTarget:
 
 
 def link_target(of: SharedLink, *, rate: float = 0.0) -> FaultTarget:
-    """A link that falls to a share of its bandwidth; with 0 what crosses it stands still."""
+    """A link that drops to a share of its bandwidth; at 0 its transfers stall."""
 
     def set_rate(share: float) -> None:
         of.rate = share
@@ -70,7 +70,7 @@ def link_target(of: SharedLink, *, rate: float = 0.0) -> FaultTarget:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """These subjects are down from `at` for `seconds` (infinite: for good)."""
+    """These subjects are down from `at` for `seconds` (infinite: permanently)."""
 
     subjects: Sequence[str]
     at: float
@@ -96,9 +96,10 @@ class FaultTransition:
 
 @dataclass
 class FaultPlan:
-    """Run `run` as a task beside the world; cancel it when the run is over. `happened` is what it did, in order.
+    """Run `run` as a task beside the simulated run, and cancel it at the end. `happened` lists the transitions in
+    order.
 
-    ValueError when a plan names a subject that is not there.
+    ValueError if a plan names an unknown subject.
     """
 
     subjects: Mapping[str, FaultTarget]
@@ -117,7 +118,7 @@ class FaultPlan:
                 raise ValueError(f"faults of {name!r}, which is not there (rule: one of {', '.join(self.subjects)})")
 
     async def run(self) -> None:
-        """Returns when nothing more will happen; with rates, never."""
+        """Returns after the last transition; with rates, never."""
         loop = asyncio.get_running_loop()
         agenda: list[tuple[float, int, tuple[str, ...], bool, _FaultProcess | None]] = []
         for outage in self.outages:
@@ -163,7 +164,7 @@ class FaultPlan:
 
 
 class _FaultProcess:
-    """Deaths and returns of one subject, from a generator of its own."""
+    """Failures and recoveries of one subject, from its own generator."""
 
     def __init__(self, seed: int, names: tuple[str, ...], rate: FaultRate) -> None:
         self.names = names

@@ -1,5 +1,4 @@
-"""Simulated devices on which engines are started and stopped: the place that the product's own fleet and supervision
-work on in virtual time."""
+"""Simulated devices on which the product's own fleet and supervision start and stop engines in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ __all__ = ["FailableEngine", "SimulatedPart", "SimulatedSite"]
 
 
 class FailableEngine(Engine, Protocol):
-    """An engine of a simulated process: with `fail` every call to it breaks."""
+    """An engine in a simulated process: with `fail` every call to it fails."""
 
     fail: bool
 
@@ -26,7 +25,7 @@ class FailableEngine(Engine, Protocol):
 
 
 class SimulatedPart:
-    """An engine's process. A start takes `start_s` and fails while the site says so; `die` ends the process."""
+    """An engine's process. A start takes `start_s` and fails while the site is broken; `die` ends the process."""
 
     def __init__(self, engine: FailableEngine, site: SimulatedSite) -> None:
         self._engine = engine
@@ -58,8 +57,8 @@ class SimulatedPart:
 
 
 class SimulatedSite:
-    """Implements `EngineSite` over `devices` by pool. `make` makes an engine of a name; while `broken`, no process
-    starts. Invariant: what is free and what engines hold add up to `devices`.
+    """Implements `EngineSite` over `devices` by pool. `make` creates an engine with a name; while `broken`, no process
+    starts. Invariant: free devices and devices held by engines add up to `devices`.
     """
 
     def __init__(

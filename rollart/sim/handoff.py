@@ -1,7 +1,7 @@
-"""Simulated engines that hand KV over: vLLM's pull protocol with its ways to fail, on virtual time.
+"""Simulated engines that hand KV over: vLLM's pull protocol with its failure modes, on virtual time.
 
-They keep a session's KV by token count and version, check every rule that a real engine would break silently, and write
-down what they saw broken: `HandoffFabric.broken` must stay empty.
+They keep a session's KV by token count and version, check every rule that a real engine would break silently, and
+record violations: `HandoffFabric.broken` must stay empty.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["HandoffFabric", "HandoffEngine", "HandoffTimings"]
 
 @dataclass(frozen=True, slots=True)
 class HandoffTimings:
-    """Seconds that an engine takes: per token prefilled, per token generated, per token of KV pulled, and until a pull
-    from a dead engine is known to fail. KV that nobody pulls goes after `lease_s`."""
+    """Seconds per token prefilled, per token generated, per token of KV pulled, and until a pull from a dead engine
+    fails. KV that is not pulled is dropped after `lease_s`."""
 
     prefill_s: float = 0.001
     decode_s: float = 0.01
@@ -41,7 +41,7 @@ class _Export:
 
 @dataclass(slots=True)
 class HandoffFabric:
-    """What connects the engines, and what was seen on it. `pulled` and `answered` count what the tests look for."""
+    """The connected engines and the observations that tests check."""
 
     engines: dict[str, HandoffEngine] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -56,11 +56,11 @@ class HandoffFabric:
 
 
 class HandoffEngine(SimulatedEngine):
-    """One engine of a `HandoffFabric`. `versioned`: its hand-off values name the weights, and it refuses KV of
-    others, as the
-    embedded engine does; otherwise it trusts whoever sent the request, as vLLM does, and the fabric notes a breach.
+    """One engine of a `HandoffFabric`. `versioned`: its hand-off values name the weights, and it refuses KV of others,
+    as the embedded engine does; otherwise it trusts the sender of the request, as vLLM does, and the fabric records a
+    breach.
 
-    `fail` makes it dead (calls and pulls from it fail), `slow` adds seconds to every request; `returns` makes it give
+    `fail` makes it dead (calls and pulls from it fail), `slow` adds seconds to every request; with `returns` it exports
     KV back after a decode.
     """
 
@@ -179,14 +179,14 @@ class HandoffEngine(SimulatedEngine):
 
     async def update_weights(self, weights: WeightsRef) -> None:
         await super().update_weights(weights)
-        self._kv.clear()  # salted by version; what waits to be pulled stays, as in vLLM
+        self._kv.clear()  # salted by version; exports that wait to be pulled stay, as in vLLM
 
     def holds(self) -> int:
-        """Sessions whose KV is kept here, and hand-offs that wait."""
+        """The number of sessions with KV on this engine, plus waiting exports."""
         return len(self._kv) + len(self._exports)
 
     def restart(self, version: int) -> None:
-        """The process came back with these weights and nothing in memory."""
+        """Restart the process with these weights and an empty memory."""
         self.fail = False
         self._version = version
         self._kv.clear()

@@ -1,5 +1,5 @@
-"""Environment hosts on virtual time: the parts of the product's own fleet (`runtime.hosting`), which chooses among
-them, keeps them alive and counts what their ends take as it does in a run."""
+"""Environment hosts on virtual time: the parts of the product's own fleet (`runtime.hosting`), which selects among
+them, keeps them alive and counts the losses of their failures as in a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 DOWN_CAUSE = "its machine went down"
 
 START_S = 1e6
-"""Longest wait for a machine that is down, virtual seconds: others serve meanwhile, or nobody does."""
+"""Longest wait for a machine that is down, in virtual seconds."""
 
 COLD_START = EnvironmentOrigin("cold", 0.0)
 
@@ -36,7 +36,7 @@ HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
 
 
 class ModelledHostInstance:
-    """Implements `EnvironmentHost`: a host from one start to its end, which unblocks its calls."""
+    """Implements `EnvironmentHost`: a host from one start to its end. The end unblocks its calls."""
 
     pictured: frozenset[str] = frozenset()
 
@@ -48,8 +48,8 @@ class ModelledHostInstance:
         self.life = f"{host.name} of life {number}"
         self.episodes: dict[str, Environment] = {}
         self.most = 0
-        """Episodes that it held at a time."""
-        self._calls: dict[asyncio.Task[object], None] = {}  # a set's order is not the same in two runs
+        """The most episodes that it held at a time."""
+        self._calls: dict[asyncio.Task[object], None] = {}  # the order of a set differs between runs
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -99,7 +99,7 @@ class ModelledHostInstance:
         self.end("its connection was closed")
 
     def end(self, cause: str) -> None:
-        """Nothing answers any more."""
+        """End the host: its calls fail with `cause`."""
         if self.alive:
             self._over.set_result(cause)
             for task in list(self._calls):
@@ -115,7 +115,7 @@ class ModelledHostInstance:
         try:
             return await work()
         except asyncio.CancelledError:
-            # Its own cancellation, or a lease's, that came in the same instant stays one.
+            # A cancellation of the task itself, or by a lease, in the same instant stays a cancellation.
             if not self._over.done() or task.uncancel() > before:
                 raise
             raise self._error() from None
@@ -131,8 +131,8 @@ class ModelledHostInstance:
 
 
 class ModelledHost:
-    """Implements `hostwatch.HostPart`: a process that is there whenever its machine is up; with a `room`, on whichever
-    machine has one for it."""
+    """Implements `hostwatch.HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
+    with free devices."""
 
     def __init__(
         self,
@@ -194,8 +194,9 @@ class ModelledHost:
 
 @dataclass
 class ModelledHosts:
-    """The hosts of one simulated run. `environment` is what a domain makes its environments by; `open` once its leases
-    are there. A fleet that grows beyond `hosts` has machines of its own, or with `room` those that have room."""
+    """The hosts of one simulated run. `environment` returns a domain's environment factory; call `open` once the run's
+    leases exist. A fleet that grows beyond `hosts` gets additional machines, or with `room` the machines with free
+    devices."""
 
     hosts: Sequence[SimulatedHost]
     make: dict[str, HostedEnvironmentFactory]
@@ -203,11 +204,11 @@ class ModelledHosts:
     limits: HostLimits
     start_s: float = 0.0
     count: int | None = None
-    """At the start, if not all of `hosts`."""
+    """The initial number, if not all of `hosts`."""
     later: int = 0
-    """The first number of hosts that come later."""
+    """The first number of hosts that are added later."""
     room: Callable[[str], Awaitable[HostReservation]] | None = None
-    """Looks for one on the machines. `RollartError` if it finds none in time."""
+    """Reserves devices on a machine. `RollartError` if none are found in time."""
     fleet: HostFleet = field(init=False)
     parts: dict[str, ModelledHost] = field(default_factory=dict)
 
@@ -215,7 +216,7 @@ class ModelledHosts:
         return lambda: self.fleet.environment(domain)()
 
     def open(self, leases: Leases, recorder: Recorder) -> HostFleet:
-        """Not running yet. Its hosts have the names of these machines."""
+        """The fleet, not running yet. Its hosts have the names of these machines."""
         given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
 
         async def part(name: str) -> ModelledHost:
@@ -232,8 +233,8 @@ class ModelledHosts:
 
 
 async def run_autoscaled_hosts(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[HostAutoscaler]]) -> None:
-    """Run the hosts, and once those of the start serve those who keep their number. These end first: a host that is on
-    its way needs the fleet."""
+    """Run the hosts and, once the initial hosts serve, the tasks that keep their number. These tasks end first: a host
+    that is starting needs the fleet."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(fleet.run(), name="hosts of environments")
         await fleet.ready()

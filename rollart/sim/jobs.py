@@ -1,4 +1,4 @@
-"""A request inside a simulated engine, and what is answered for it."""
+"""A request inside a simulated engine, and its completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DECODE", "OVER", "PREFILL", "WAITING", "SimulatedJob", "Phase", "com
 
 
 class Phase(enum.IntEnum):
-    """Where a request is. A preempted or recomputed one waits again."""
+    """The phase of a request. A preempted or recomputed request waits again."""
 
     WAITING = 0
     PREFILL = 1
@@ -61,7 +61,7 @@ class SimulatedJob:
         self.base = self.end = 0.0
         self.new = self.cached = 0
         self.seen = False
-        """It was admitted before: what it computes now it computes again."""
+        """True if the request was admitted before, so that its prefill is a recomputation."""
         self.pulled = False
         self.marks: list[tuple[int, int]] | None = None
 
@@ -106,4 +106,4 @@ def _single_version_span(version: int) -> tuple[VersionSpan, ...]:
 
 
 _LOGPROB = (-1.0,)
-"""Nobody learns from simulated tokens: their log-probability is any number that is valid."""
+"""Simulated tokens are not trained on, so that any valid log-probability does."""

@@ -1,14 +1,14 @@
-"""Links on virtual time: latency, bandwidth, and fair sharing among what crosses them. Exact, one timer per link.
+"""Links on virtual time: latency, bandwidth, and fair sharing among transfers. Exact, one timer per link.
 
 A transfer is one or more streams (one per tensor-parallel rank, say). A stream gets at most `stream_gb_per_s` and an
-equal share of the link. The same queue serves whatever is shared fairly: a host's cores, the disk that containers are
-unpacked to (`environments`).
+equal share of the link. The same queue models other fairly shared resources: a host's cores, the disk that containers
+are unpacked to (`environments`).
 
 The profiles below are of one published system, for the simulations of its paper; runs have the links of their cluster.
-What is tuned, once, to Mooncake's published table (RA-7): `TCP.gb_per_s` to 61.02 GB in 29.649 s, `RDMA.gb_per_s` to
-9.442 s, and `RDMA.stream_gb_per_s` to the ratio 1.264 of 15.26 GB, whose model has one rank. That a rank is a stream is
-what was published besides (TP 1, 2, 4 for 8B, 14B, 32B); the ratio of 27.51 GB is then a prediction (2.53, published
-2.482). Both are far below the wire: 200 Gb/s is 25 GB/s, 400 Gb/s is 50.
+Three figures are tuned, once, to Mooncake's published table (RA-7): `TCP.gb_per_s` to 61.02 GB in 29.649 s,
+`RDMA.gb_per_s` to 9.442 s, and `RDMA.stream_gb_per_s` to the ratio 1.264 of 15.26 GB, whose model has one rank. That a
+rank is a stream follows from the published TP sizes (1, 2, 4 for 8B, 14B, 32B); the ratio of 27.51 GB is then a
+prediction (2.53, published 2.482). Both are far below the wire: 200 Gb/s is 25 GB/s, 400 Gb/s is 50.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PUSH", "RDMA", "TCP", "LinkTransfer", "LinkProfile", "SharedLink"]
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """GB/s of the link in one direction and of one stream at most; seconds before the first byte."""
+    """GB/s of the link in one direction, GB/s of one stream at most, and seconds before the first byte."""
 
     gb_per_s: float
     stream_gb_per_s: float = math.inf
@@ -37,7 +37,7 @@ class LinkProfile:
             raise ValueError(f"{self} (rule: rates above 0, that of the link finite, latency at least 0)")
 
     def seconds(self, gb: float, streams: int = 1) -> float:
-        """Of a transfer that has the link to itself."""
+        """Seconds of a transfer that is alone on the link."""
         return self.latency_s + gb / min(self.gb_per_s, streams * self.stream_gb_per_s)
 
 
@@ -50,7 +50,7 @@ PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
 
 
 class LinkTransfer:
-    """A transfer under way. `remaining` of each stream is known when it is asked for."""
+    """A transfer in flight."""
 
     __slots__ = ("done", "end", "over", "streams")
 
@@ -62,17 +62,17 @@ class LinkTransfer:
 
 
 class SharedLink:
-    """Owns its transfers and one timer. `transfer` waits until the last byte is through; `send` calls back then.
+    """Owns its transfers and one timer. `transfer` waits for the last byte; `send` calls back then.
 
-    A stalled link (`rate` 0) keeps its transfers, which go on afterwards. Invariant: the rates of all streams add up to
-    at most `gb_per_s` × `rate`.
+    A stalled link (`rate` 0) keeps its transfers, which continue afterwards. Invariant: the rates of all streams add up
+    to at most `gb_per_s` × `rate`.
     """
 
     def __init__(self, profile: LinkProfile) -> None:
         self.profile = profile
         self._streams = 0
         self._service = 0.0
-        """GB that each stream has got since the link was last idle."""
+        """GB that each stream has received since the link was last idle."""
         self._ends: list[tuple[float, int, LinkTransfer]] = []
         self._sent = 0
         self._at = 0.0
@@ -82,7 +82,7 @@ class SharedLink:
 
     @property
     def flows(self) -> int:
-        """Transfers under way."""
+        """Number of transfers in flight."""
         return sum(not f.over for _, _, f in self._ends)
 
     @property
@@ -99,7 +99,7 @@ class SharedLink:
         self._plan()
 
     async def transfer(self, gb: float, streams: int = 1) -> None:
-        """Move `gb` in so many equal streams. Cancelled, it leaves the link at once."""
+        """Move `gb` in `streams` equal streams. A cancelled transfer leaves the link at once."""
         if self.profile.latency_s:
             await asyncio.sleep(self.profile.latency_s)
         if gb <= 0:
@@ -112,7 +112,7 @@ class SharedLink:
             self.cancel(flow)
 
     def send(self, gb: float, done: Callable[[], None], streams: int = 1) -> None:
-        """The same without a task: `done` is called when it is through. It may send again, and must not raise."""
+        """Transfer without a task: `done` is called at the end. It may send again, and must not raise."""
         loop = asyncio.get_running_loop()
         if gb <= 0:
             loop.call_later(self.profile.latency_s, done)

@@ -1,9 +1,9 @@
 """An asyncio event loop on virtual time: the same scheduler code, as fast as the CPU, deterministic.
 
-`VirtualLoop` keeps asyncio's own Task and Future and jumps to the next timer when nothing is ready. With a
-`seed` the order of everything that is ready at the same instant is shuffled, so that nobody relies on it; the
-same seed gives the same order. When no callback is ready and no timer is set while the main task still waits,
-that is a deadlock: `Deadlock` names every task and where it waits, at once.
+`VirtualLoop` keeps asyncio's own Task and Future and jumps to the next timer when nothing is ready. With a `seed` the
+order of everything that is ready at the same instant is shuffled, so that no code can rely on it; the same seed gives
+the same order. When no callback is ready and no timer is set while the main task still waits, that is a deadlock:
+`Deadlock` names every task and where it waits, at once.
 
 It has no sockets and no threads: `run_in_executor` runs inline.
 """
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: the tasks named here wait for each other, or for nothing."""
+    """Nothing is ready and no timer is set: the named tasks wait for each other or for events that never occur."""
 
 
 _Call: TypeAlias = "Sequence[Any]"
-"""(callback, arguments, context): what is to be called. A tuple, or a list where somebody may cancel it."""
+"""A call: (callback, arguments, context). A tuple, or a list if it can be cancelled."""
 
 
 class _Handle:
-    """What `call_soon` and `call_at` return: lighter than asyncio's own, with the same methods."""
+    """The handle that `call_soon` and `call_at` return: lighter than asyncio's own, with the same methods."""
 
     __slots__ = ("_call", "_when")
 
@@ -42,7 +42,7 @@ class _Handle:
         self._when = when
 
     def cancel(self) -> None:
-        """The call stays where it is until its time, so it lets go of what it would have called."""
+        """Release the callback: the call itself stays queued until its time."""
         self._call[:2] = _nothing, ()
 
     def cancelled(self) -> bool:
@@ -70,8 +70,8 @@ class _Task(asyncio.Task[Any]):
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Owns virtual time, starting at 0.0 seconds. One thread, no I/O. `seed` None keeps first-in first-out order.
 
-    Timers are a heap of instants, plain numbers, and by instant what is due then, nearly always one call: comparing
-    numbers costs a third of comparing entries, and what is due together is in order, or shuffled, by itself.
+    Timers are a heap of instants (plain numbers) and a mapping from instant to the calls due then, nearly always one:
+    comparing numbers costs a third of comparing entries, and simultaneous calls keep their order, or are shuffled.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._now
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
-        """No handle for who gives a context: those are futures and tasks, and they never look at it."""
+        """Callers that give a context get no handle: these are futures and tasks, which never use it."""
         if context is not None:
             self._ready.append((callback, args, context))
             return None
@@ -109,7 +109,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return _Handle(call, when)
 
     def post(self, when: float, callback: Callable[..., object], *args: Any) -> None:
-        """`call_at` without a handle, for timers that are never cancelled: who wants one no more ignores it."""
+        """`call_at` without a handle, for timers that are never cancelled: an outdated timer is ignored when it
+        fires."""
         if when not in self._due and when > self._now:
             self._due[when] = callback, args, None
             heappush(self._instants, when)
@@ -190,7 +191,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return None
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Nothing is only logged here: an error nobody awaited ends the run."""
+        """Errors are never only logged: an error that is not awaited ends the run."""
         error = context.get("exception")
         if isinstance(error, BaseException) and self._failure is None:
             self._failure = error
@@ -198,7 +199,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     default_exception_handler = call_exception_handler
 
     def _turn(self) -> None:
-        """Call what is ready; what that makes ready comes in the next turn."""
+        """Run the ready calls; calls that become ready meanwhile run in the next turn."""
         ready = self._ready
         count = len(ready)
         if self._random is not None and count > 1:
@@ -215,8 +216,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 context.run(callback, *args)
 
     def _advance(self) -> None:
-        """Nothing is ready: on to the next instant that has anything due. While each has one call alone, and nothing
-        else happens, nothing more is looked at."""
+        """With nothing ready, advance to the next instant with due calls. Instants with a single call are run at once,
+        until a call makes another one ready or stops the loop."""
         instants, due, ready = self._instants, self._due, self._ready
         while not ready:
             if not instants:
@@ -246,8 +247,8 @@ def posting(loop: asyncio.AbstractEventLoop) -> Callable[..., object]:
 
 
 def sleeping(seconds: float) -> asyncio.Future[None]:
-    """What to await instead of `asyncio.sleep` where it is done a million times: a third of the price. Given up, it
-    leaves its timer to pass."""
+    """An awaitable in place of `asyncio.sleep` on hot paths, at a third of the cost. If it is abandoned, its timer
+    still fires, without effect."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = asyncio.Future(loop=loop)
     if isinstance(loop, VirtualLoop):

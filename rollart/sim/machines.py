@@ -1,4 +1,4 @@
-"""Machines under modelled engines and environment hosts that come and go, as a cluster's nodes do."""
+"""The machines of modelled engines and environment hosts, which join and leave as a cluster's nodes do."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ __all__ = ["HostReservation", "SimulatedMachine", "MachineInventory"]
 
 @dataclass(slots=True)
 class SimulatedMachine:
-    """`devices` of a pool, of which `taken` are other parts' than engines and environment hosts."""
+    """`devices` of a pool, of which `taken` belong to parts other than engines and environment hosts."""
 
     pool: str
     devices: int
     taken: int = 0
     up: bool = True
     leaves: bool = False
-    """It is to go: nothing new is put there."""
+    """True if it is about to leave: it gets no new parts."""
 
 
 @dataclass(slots=True, eq=False)
 class HostReservation:
-    """What an environment host takes of a machine, for as long as it is wanted: `devices` of a pool (0: it runs beside
-    what holds them). It goes with its machine, and is looked for again on others."""
+    """The reservation of an environment host on a machine, for as long as the host is wanted: `devices` of a pool (0:
+    the host runs beside the parts that hold them). It is lost with its machine, and then sought on others."""
 
     machines: MachineInventory
     pool: str
     devices: int
     first: str = ""
-    """The machine that is tried before others."""
+    """The preferred machine."""
     machine: str = ""
     told: Callable[[bool], None] = lambda _: None
-    """Called with False when its machine is gone, with True when there may be room for it."""
+    """Called with False when its machine is lost, and with True when devices may be free for it."""
 
     def take(self) -> bool:
-        """Whether it has a machine: the one it is on, or one that has room now."""
+        """True if it has a machine: its current one, or a new one with free devices."""
         return self.machines.house(self)
 
     async def found(self) -> None:
-        """Returns once there is room for it."""
+        """Wait until it has a machine."""
         changed = asyncio.Event()
         self.told = lambda _: changed.set()
         while not self.take():
@@ -55,9 +55,9 @@ class HostReservation:
 
 
 class MachineInventory:
-    """Called by the site, which seats engines, by environment hosts, and by a fault plan. `died` is told which engine a
-    machine took with it, and `nodes`, once there are some, what came and went. Invariant: engines and hosts on a
-    machine hold no more than it has."""
+    """The machines of a run, called by the site that places engines, by environment hosts, and by a fault plan. `died`
+    is called with each engine that is lost with its machine; `nodes`, if set, is notified of machines that join and
+    leave. Invariant: engines and hosts on a machine hold no more devices than it has."""
 
     def __init__(self, machines: Mapping[str, SimulatedMachine]) -> None:
         self.machines = machines
@@ -66,7 +66,7 @@ class MachineInventory:
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._on: dict[EngineId, tuple[str, int]] = {}
         self._rooms: dict[HostReservation, None] = {}
-        """Of all hosts that are wanted, on a machine or not."""
+        """The reservations of all wanted hosts, on a machine or not."""
 
     def there(self) -> dict[str, int]:
         """Devices by pool on machines that are up."""
@@ -79,7 +79,8 @@ class MachineInventory:
         return {engine: name for engine, (name, _) in self._on.items()}
 
     def seat(self, engine: EngineId, pool: str, tp: int) -> bool:
-        """Whether there is room for it, on the fullest machine that has some, or where it sits already."""
+        """Place an engine on the fullest machine with enough free devices, unless it is placed already. False if none
+        has enough."""
         if engine in self._on and self.machines[self._on[engine][0]].up:
             return True
         self._on.pop(engine, None)
@@ -90,8 +91,9 @@ class MachineInventory:
         return True
 
     def house(self, room: HostReservation) -> bool:
-        """Whether there is one for it: where it is, else its first choice, else the fullest machine that has room; one
-        that takes no device goes where the fewest such are."""
+        """Find a machine for a reservation: its current one, else its first choice, else the fullest machine with
+        enough free devices. A reservation without devices goes to the machine with the fewest such. False if there is
+        none."""
         self._rooms[room] = None
         if room.machine:
             return True
@@ -149,12 +151,12 @@ class MachineInventory:
             self._look()
 
     def _look(self) -> None:
-        """There may be room for hosts that have none."""
+        """Notify hosts without a machine that devices may be free."""
         for room in [room for room in self._rooms if not room.machine]:
             room.told(True)
 
     def _fitting(self, pool: str, devices: int) -> dict[str, int]:
-        """What is free on each machine that could take so many."""
+        """The free devices of each machine that has at least `devices`."""
         room = {name: self._room(name) for name, m in self.machines.items() if m.up and not m.leaves and m.pool == pool}
         return {name: free for name, free in room.items() if free >= devices}
 

@@ -1,9 +1,9 @@
 """Token mass: in the simulated world a token id is the number of real tokens that it stands for.
 
-A simulated trajectory then costs the same memory and time per turn whatever its token counts: an observation of 512
-tokens is the text "512" and one id, an answer of 8,000 tokens is one id too. The context of a request is the sum of
-its ids. What engines tell the product (prompt and cached tokens) is in real tokens; what the product counts itself
-(`len(token_ids)`) is in pieces.
+The memory and time per turn of a simulated trajectory are then independent of its token counts: an observation of 512
+tokens is the text "512" and one id, an answer of 8,000 tokens is one id too. The context of a request is the sum of its
+ids. Counts that engines report (prompt and cached tokens) are real tokens; counts that the product makes itself
+(`len(token_ids)`) are pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MassTokenizer", "action_mass", "mass_of", "sampled_mass", "text_of"]
 
 class MassTokenizer:
     """Implements `ports.Tokenizer`: decimal numbers separated by spaces are masses. ValueError for any other text, and
-    for a mass below 1: a piece without tokens is no piece."""
+    for a mass below 1: a piece without tokens is invalid."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         masses = tuple(map(int, text.split()))

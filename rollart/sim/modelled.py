@@ -1,7 +1,7 @@
-"""A whole run over modelled parts: the product's control plane, its ledger, and a world that takes time.
+"""A whole run over modelled parts: the product's control plane and ledger, with parts that take virtual time.
 
-Nothing here decides anything: scheduling, routing, rewards and publishing are `rollart.runtime`'s, so what is simulated
-is what ships. The world's parts are made by `compose`, from a plan.
+No decision is made here: scheduling, routing, rewards and publishing are `rollart.runtime`'s, so that the shipped code
+is simulated. `compose` builds the modelled parts from a plan.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from rollart.sim.world import MemoryWeights
 __all__ = ["BilledDevices", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
 
 HEALTH_POLL_S = 3.0
-"""After so many seconds an engine in doubt is looked at again; a restart of the real ones takes about as long."""
+"""Seconds between health checks of a suspected engine; a restart of a real engine takes about as long."""
 
 PROGRESS_ROWS = 500
-"""Rows of a ledger between two words to who watches."""
+"""Ledger rows between two progress callbacks."""
 
 START_LEASE_S = 3600.0
-"""Lease of an engine's start: none of a model's is longer."""
+"""Lease of an engine's start: longer than any modelled start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One training step: loop seconds at which its batch was complete, at which it was trained and at which its version
-    served, what it waited for the batch, the trainer's seconds (of a streamed step some were before its batch was
-    complete), trained tokens and trajectories, and how many samples had which lag (versions between their first token
-    and the one they were trained from)."""
+    """One training step: loop seconds at which its batch was complete, its training ended and its version was served;
+    the wait for the batch; the trainer's seconds (of a streamed step some were before its batch was complete), trained
+    tokens and trajectories; and the number of samples by lag (versions between their first token and the version that
+    they were trained from)."""
 
     step: int
     began: float
@@ -67,8 +67,8 @@ class StepTrace:
 
 
 class TracedLedger(Ledger):
-    """A ledger on virtual time that also hashes everything that is recorded, in order: two runs with the same trace did
-    the same."""
+    """A ledger on virtual time that also hashes all records in order: two runs with the same trace behaved
+    identically."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class TracedLedger(Ledger):
         config: Mapping[str, Any],
         on_time: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`on_time` is told the loop's seconds now and then: no timer, since a run that waits for nothing is wedged."""
+        """`on_time` is called with the loop's seconds every `PROGRESS_ROWS` rows. It is not a timer, since a timer
+        would hide a deadlocked run."""
         super().__init__(directory, clock=clock, config=config, inline=True, measure=mass_of)
         self._hash = hashlib.blake2b(digest_size=12)
         write, rows = self._record, 0
@@ -103,7 +104,7 @@ class TracedLedger(Ledger):
 
 @dataclass
 class ModelledRun:
-    """Run it once, on a virtual loop. `seen` and the ledger have what happened."""
+    """A run over modelled parts. Run it once, on a virtual loop; `seen` and the ledger hold its results."""
 
     domains: Sequence[Domain]
     places: Sequence[PlacedEngine]
@@ -114,22 +115,23 @@ class ModelledRun:
     ledger: Ledger
     unused: Sequence[BilledDevices] = ()
     site: ModelledSite | None = None
-    """Where engines come and go, under supervision; it bills what is unused. None: the plan's stay as they are."""
+    """The site that starts and stops engines under supervision and bills unused devices. None: the plan's engines
+    stay."""
     planner: Planner | None = None
     nodes: Nodes | None = None
-    """With a site and a planner: nodes that come and go, which the plan follows."""
+    """With a site and a planner: nodes that join and leave, which the plan follows."""
     on_step: Callable[[StepTrace], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
-    """What happens to the world while the run is on; ends with it."""
+    """Coroutines beside the run, such as fault plans; cancelled at its end."""
     hosts: ModelledHosts | None = None
-    """Where environments live, if not in the controller."""
+    """Environment hosts; None: environments run in the controller."""
     keepers: Callable[[HostFleet], Sequence[HostAutoscaler]] | None = None
-    """Who keeps their number where nodes come and go."""
+    """The autoscalers of hosts, if nodes join and leave."""
     restart_s: float = math.inf
-    """Longest wait for the trainer's devices to come back; then the restart has failed."""
+    """Longest wait for the trainer's devices to come back, after which the restart fails."""
     seen: list[StepTrace] = field(default_factory=list)
     ended: float = 0.0
-    """Loop seconds at which it was over: devices are paid until then."""
+    """Loop seconds at the end of the run: devices are paid until then."""
     control: ControlPlane = field(init=False)
     _leases: Leases = field(init=False)
     supervisor: EngineSupervisor | None = None
@@ -185,7 +187,8 @@ class ModelledRun:
         await self.ledger.flush()
 
     async def _populate(self, clocks: list[ResourceClock]) -> list[ModelledPart]:
-        """The plan's engines: all there will be, or on a site where the product's fleet may start others."""
+        """Create the plan's engines: without a site these are all, and on a site the product's fleet may start
+        others."""
         gateway, now = self.control.gateway, asyncio.get_running_loop().time
         if self.site is None:
             for place in self.places:
@@ -217,7 +220,7 @@ class ModelledRun:
         return parts
 
     def _borrow(self, engines: Sequence[EngineId]) -> None:
-        """The trainer works on these engines' devices too, and their time is its."""
+        """Lend these engines' devices to the trainer, and bill their time to it."""
         assert self.help is not None
         seats = {p.engine.id: p.seat for p in self.places}
         self.trainer.borrow(sum(self.help(seats[e]) for e in engines))
@@ -235,7 +238,7 @@ class ModelledRun:
         self.control.gone(engine_id, cause)
 
     async def _recover(self) -> None:
-        """A trainer whose devices are gone waits for them, as long as a start may take."""
+        """Restart the trainer: it waits for lost devices, at most for `restart_s`."""
         weights = WeightsRef(self.control.gateway.version, "")
         if self.restart_s == math.inf:
             await self.trainer.restore(weights)
@@ -252,7 +255,8 @@ class ModelledRun:
             self._looked_at[engine_id] = self._tasks.create_task(self._look(engine_id), name=f"look at {engine_id}")
 
     async def _look(self, engine_id: EngineId) -> None:
-        """What supervision does: an engine that answers is trusted again, one that was down joins with the weights."""
+        """Recover a suspected engine, as supervision does: a healthy engine is trusted again, and a restarted one joins
+        with the current weights."""
         engine = next(p.engine for p in self.places if p.engine.id == engine_id)
         gateway = self.control.gateway
         while True:

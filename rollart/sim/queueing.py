@@ -1,7 +1,7 @@
-"""Simulated engines that queue: prefills one after the other, generations together, prefills in their way.
+"""Simulated engines with a queue: prefills run one after the other and delay the generations, which run together.
 
-Enough of an engine to compare routing rules on the product's own gateway: what a turn takes depends on what else is
-there. Times are on the loop; nothing is drawn at random.
+They model enough to compare routing rules on the product's own gateway: the duration of a turn depends on the engine's
+load. Times are on the loop; nothing is random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollart.model import (
 __all__ = ["QueueEngine", "QueueEngineSpeed", "QueueTurnModel"]
 
 DECODE_STRIDE = 16
-"""Tokens that all generations advance by between two looks at the queue of prefills."""
+"""Tokens that all generations advance by between two chunks of prefill."""
 
 PREFILL_CHUNK = 512
 """Tokens of prefill that come between two strides (chunked prefill)."""
@@ -34,8 +34,8 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class QueueEngineSpeed:
-    """Seconds: per token of prefill, per step of generation, and what each sequence and each of its tokens adds to a
-    step."""
+    """Seconds per token of prefill, per step of generation, and per step for each sequence and each of its context
+    tokens."""
 
     prefill_s: float
     step_s: float = 0.010
@@ -57,8 +57,8 @@ class _Job:
 
 @dataclass(slots=True)
 class QueueEngine:
-    """Serves what is sent for ever, once `run` is a task. A request generates exactly `max_tokens` tokens; a session's
-    KV stays, and comes along with a hand-off in `handoff_s` plus `token_s` per token."""
+    """A simulated engine, which serves requests while `run` is running as a task. A request generates exactly
+    `max_tokens` tokens; a session's KV is kept, and a hand-off transfers it in `handoff_s` plus `token_s` per token."""
 
     id: EngineId
     speed: QueueEngineSpeed
@@ -81,7 +81,7 @@ class QueueEngine:
             cached = max(cached, held)
         output = 0 if prefills else request.sampling.max_tokens
         job = _Job(max(tokens - cached, 0), output, tokens, asyncio.get_running_loop().create_future())
-        # Without a prefill it joins the running batch: prefills of others are chunked and hold nobody back.
+        # Without a prefill it joins the running batch: prefills of others are chunked and do not block it.
         (self._prefills if job.prefill > 0 or prefills else self._active).append(job)
         self._work.set()
         try:
@@ -97,7 +97,7 @@ class QueueEngine:
         return Completion((97,) * n, (-1.0,) * n, (VersionSpan(0, 0, n),), FinishReason.LENGTH, tokens, cached, kv)
 
     async def run(self) -> None:
-        """For ever: a chunk of the oldest prefill, then a stride of every generation."""
+        """Alternate forever between a chunk of the oldest prefill and a stride of every generation."""
         while True:
             self._admit()
             if not self._prefills and not self._active:
@@ -123,7 +123,7 @@ class QueueEngine:
             self._active = [j for j in active if j.output > 0]
 
     def _admit(self) -> None:
-        """Prefills that are over become generations, or are done."""
+        """Finished prefills become generations, or complete."""
         while self._prefills and self._prefills[0].prefill <= 0:
             job = self._prefills.popleft()
             if job.output > 0:

@@ -1,4 +1,4 @@
-"""The KV that a simulated engine keeps of sessions between their turns: the least recently used one goes first."""
+"""The KV that a simulated engine keeps for sessions between their turns, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RetainedKv"]
 
 
 class RetainedKv:
-    """Tokens of KV by session. `total` is their sum; `evicted` counts tokens that had to go."""
+    """Tokens of KV by session. `total` is their sum; `evicted` counts evicted tokens."""
 
     __slots__ = ("_kept", "evicted", "total")
 
@@ -21,7 +21,7 @@ class RetainedKv:
         return len(self._kept)
 
     def keep(self, session: str, tokens: int, salt: str | None) -> None:
-        """The session's KV from now on, the most recently used one."""
+        """Set the session's KV and mark it as most recently used."""
         if session in self._kept:
             self.take(session)
         if tokens > 0:
@@ -34,7 +34,7 @@ class RetainedKv:
         return found[0] if found is not None and found[1] == salt else 0
 
     def claim(self, session: str, salt: str | None) -> int:
-        """The session's KV leaves; how many tokens of it a request with this salt may use."""
+        """Remove the session's KV; return the tokens of it that a request with this salt may use."""
         found = self._kept.pop(session, None)
         if found is None:
             return 0
@@ -42,7 +42,7 @@ class RetainedKv:
         return found[0] if found[1] == salt else 0
 
     def take(self, session: str) -> int:
-        """The session's KV leaves; how many tokens it was."""
+        """Remove the session's KV; return its tokens."""
         found = self._kept.pop(session, None)
         if found is None:
             return 0
@@ -50,7 +50,7 @@ class RetainedKv:
         return found[0]
 
     def shrink(self, room: float) -> None:
-        """Evict until at most `room` tokens are left: of the oldest session first the end, as vLLM frees blocks."""
+        """Evict until at most `room` tokens are left, from the end of the oldest session, as vLLM frees blocks."""
         room = max(int(room), 0)
         while self.total > room:
             session, (tokens, salt) = self._kept.popitem(last=False)

@@ -1,5 +1,5 @@
-"""The product's own control plane on simulated parts: what the invariants are tested on and the controller is measured
-with. Works on the virtual loop and, with parts that take no time, on a real one."""
+"""The product's own control plane on simulated parts, for tests of the invariants and measurements of the controller.
+Works on the virtual loop and, with parts that take no time, on a real one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SimulatedRun:
     together: bool = False
     concurrency: ConcurrencySettings | None = None
     hosts: ModelledHosts | None = None
-    """Where its environments live, if not in the controller."""
+    """Environment hosts; None: environments run in the controller."""
     borrow: Callable[[Sequence[EngineId]], None] | None = None
     clocks: dict[str, ResourceClock] = field(default_factory=dict)
     """Of `engines`, by name."""
@@ -107,7 +107,7 @@ class SimulatedRun:
     supervisor: EngineSupervisor | None = None
 
     async def run(self, recovered: Recovered | None = None) -> None:
-        """All steps, from the start or from where a journal's recovery says."""
+        """Run all steps, from the start or from a journal's recovery."""
         loop = asyncio.get_running_loop()
         self.leases = Leases(self.recorder)
         version = recovered.version if recovered else 0

@@ -1,4 +1,5 @@
-"""The reward of simulated trajectories: what their environments said of them; what scoring takes is the profile's."""
+"""The reward of simulated trajectories: the sum of their environment rewards. The cost of scoring comes from the
+profile."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Exact processor sharing of an engine's decode steps: how many tokens each sequence gets in some time, and back.
+"""Exact processor sharing of an engine's decode steps: the tokens that each sequence receives in some time, and the
+inverse.
 
-All sequences of a batch advance by one token per step, so one number says how far everybody is: the service S, in
+All sequences of a batch advance by one token per step, so that one number is the progress of all: the service S, in
 tokens per sequence. A step's time is the larger of two lines in the total context, which grows by n tokens per step;
 the time of a stretch is then quadratic in the stretch, piecewise, and its inverse a square root. No token is an event.
 
-A stretch of whole steps takes exactly what the steps take one by one, where one of the lines rules all of them: the
-context that counts is that of the middle of each step, n/2 below the integral's.
+A stretch of whole steps takes exactly the sum of its steps if one line dominates all of them: each step counts with the
+context at its middle, n/2 below the integral's.
 """
 
 from __future__ import annotations

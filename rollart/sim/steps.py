@@ -1,9 +1,9 @@
-"""What a step of a simulated engine takes: the roofline of `placement`, brought into the form that can be integrated.
+"""The duration of a simulated engine's step: the roofline of `placement`, in a form that can be integrated.
 
-A step with n sequences of C tokens of context in all takes the larger of two lines in C, arithmetic and memory traffic,
-both with everything in them that does not depend on C. A step that carries prefill has the same form with other
-intercepts. Exact for architectures without sliding windows; with windows the bytes and FLOPs of a sequence are replaced
-by a line through two points around `context`.
+A step with n sequences of C tokens of total context takes the larger of two lines in C, arithmetic and memory traffic.
+Both include all terms that do not depend on C. A step that carries prefill has the same form with other intercepts.
+Exact for architectures without sliding windows; with windows the bytes and FLOPs of a sequence are replaced by a line
+through two points around `context`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepTimeLines(NamedTuple):
 
 
 class PrefillWork(NamedTuple):
-    """What each of the `steps` steps of a round of prefills carries beside its decodes."""
+    """The prefill work that each of the `steps` steps of a round carries beside its decodes."""
 
     steps: float
     tokens: float
@@ -48,8 +48,8 @@ class StepModel:
     """Step times of one engine instance, from its roofline. Immutable but for its table by batch size; engines of one
     kind share one.
 
-    `context` is the typical context of a sequence: it matters to models with sliding windows alone. `pace` multiplies
-    every time: an engine that was seen to take so many times what its roofline says.
+    `context` is the typical context of a sequence: it matters only for models with sliding windows. `pace` multiplies
+    every time: the measured slowdown of an engine against its roofline.
     """
 
     def __init__(self, roofline: Roofline, *, context: float = 8192.0, pace: float = 1.0) -> None:
@@ -106,7 +106,7 @@ class StepModel:
             count += 1
             seconds += self._first_s + new * (self._new_s + self._pair_s * (before + new / 2))
         steps = max(1.0, tokens / chunk)
-        # A prompt in several chunks reads what the chunks before left, half of it on average.
+        # A prompt in several chunks reads the KV of its earlier chunks, half of it on average.
         reads = cached + tokens * (steps - 1) / (2 * steps)
         return PrefillWork(steps, tokens / steps, seconds / steps, reads, count, count * self._request_s / steps)
 

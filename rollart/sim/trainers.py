@@ -29,8 +29,8 @@ FORWARD_SHARE = 1 / 3
 
 
 class TrainingSpeed(Protocol):
-    """Seconds of training for sequences of these lengths in tokens. A step is its passes and what does not depend on
-    the tokens."""
+    """Seconds of training for sequences of these lengths in tokens. A step is its passes and a part that does not
+    depend on the tokens."""
 
     @property
     def epochs(self) -> int: ...
@@ -64,7 +64,7 @@ class MeasuredSpeed:
 
 
 def logprob_drift(versions: int, drift: float) -> float:
-    """What a token's log-probability falls by over so many versions if each moves the policy by `drift` nats."""
+    """The decrease of a token's log-probability over `versions` versions if each moves the policy by `drift` nats."""
     return math.sqrt(2.0 * drift * max(versions, 0))
 
 
@@ -105,12 +105,10 @@ def group_mean_advantages(samples: Sequence[TrainSample]) -> list[tuple[float, .
 
 
 class ModelledTrainer:
-    """Implements `ports.Trainer`; a sample's tokens are masses. Calls that come together take turns on the devices.
-
-    With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; what was
-    staged took `publish_s` by then, and is pushed beside the next step. `fail` breaks the call that is under way (a
-    push at its next bucket) and all that follow, with `TrainerError`, until `restore`, which waits for devices
-    that `leave`.
+    """Implements `ports.Trainer`; a sample's tokens are masses. Concurrent calls take turns on the devices. With
+    `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; a staged version
+    has taken `publish_s` before, and is pushed beside the next step. `fail` breaks the running call (a push at its next
+    bucket) and all later ones, with `TrainerError`, until `restore`, which waits for devices that `leave`.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class ModelledTrainer:
         penalised: bool = False,
     ) -> None:
         """`drift`: KL from a version to the next; over n of them it is n times that. `penalised`: a step needs
-        reference log-probabilities, and computes those that its samples do not bring."""
+        reference log-probabilities, and computes the ones that its samples lack."""
         if streams and speed.epochs > 1:
             raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
         self.speed = speed

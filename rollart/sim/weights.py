@@ -1,7 +1,7 @@
-"""New weights on their way: pushed once into a store, bucket by bucket, and pulled from it by every engine.
+"""The transfer of new weights: pushed once into a store, bucket by bucket, and pulled from it by every engine.
 
-Push and pull overlap rollout: an engine fetches a bucket as soon as it is in the store. What is exposed is what an
-engine that already stands still waits for: buckets that have not come yet, and loading them onto its devices.
+Push and pull overlap rollout: an engine fetches a bucket as soon as it is in the store. The exposed time is the wait of
+a paused engine: for buckets that have not arrived yet, and for loading them onto its devices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["VersionTransfer", "WeightTransfer"]
 
 @dataclass(slots=True)
 class VersionTransfer:
-    """What one version took. Seconds of its push; by engine, seconds in which it pulled (summed over its buckets, as
-    RA-16 counts) and for which it stood still."""
+    """The transfer times of one version: seconds of its push; by engine, seconds of pulls (summed over its buckets, as
+    RA-16 counts) and seconds that the engine was paused."""
 
     version: int
     push_s: float = math.nan
@@ -40,7 +40,7 @@ class _Pull:
     arrived: int = 0
     moving: int = 0
     wanted: bool = False
-    """The engine stands still and waits for it."""
+    """True if the engine is paused and waits for this version."""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -49,8 +49,8 @@ class WeightTransfer:
     weights to be on the devices; unblocked by the pulls that `push` sets off).
 
     `gb` in buckets of `bucket_gb`; an engine pulls in `streams` streams from the link that `pull` gives for it. Loading
-    goes at `load_gb_per_s` per engine: by default what RDMA reaches (`links`), which gives a third of RA-16's pull as
-    exposed; tuned by that choice and not further. Without `prefetch` an engine pulls when it stands still.
+    runs at `load_gb_per_s` per engine: by default the rate of RDMA (`links`), which makes a third of RA-16's pull
+    exposed; tuned by that choice only. Without `prefetch` an engine pulls only while it is paused.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class WeightTransfer:
         in_flight: InFlight = 1,
         ahead_gb: float = AHEAD_BYTES / 1e9,
     ) -> None:
-        """`in_flight`: buckets on their way to an engine at a time: a number, or `auto`, by the rule that real hosts
-        follow (`policy.pipeline`), within `ahead_gb` of memory. For a way with latency, or one whose streams are
-        slower than it is."""
+        """`in_flight`: buckets in flight to an engine at a time: a number, or `auto`, by the rule of real hosts
+        (`policy.pipeline`), within `ahead_gb` of memory. It matters for links with latency, or with streams slower than
+        the link."""
         self._ahead = BucketDepth(in_flight, ahead_gb * 1e9)
         self._depths: dict[str, BucketDepth] = {}
-        """By engine: each has a way of its own."""
+        """By engine: each has its own path."""
         if not (gb > 0 and bucket_gb > 0 and load_gb_per_s > 0):
             raise ValueError(f"{gb} GB in buckets of {bucket_gb}, {load_gb_per_s} GB/s (rule: all above 0)")
         self.gb = gb
@@ -84,7 +84,8 @@ class WeightTransfer:
         self._stored: dict[int, int] = {}
         """Buckets in the store, by version that is being pushed or was."""
         self._pulls: dict[str, dict[int, _Pull]] = {}
-        """By engine, of versions that it has not loaded: the newest two, and one that it waits for."""
+        """By engine, the pulls of versions that it has not loaded: the newest two, and the version that it waits
+        for."""
         self.moved: dict[int, VersionTransfer] = {}
 
     @property
@@ -99,12 +100,12 @@ class WeightTransfer:
             self._depths[engine] = BucketDepth(self._ahead.fixed, self._ahead.memory_bytes)
 
     def unsubscribe(self, engine: str) -> None:
-        """It is gone, with all that it had fetched."""
+        """Remove an engine with all that it had fetched."""
         self._pulls.pop(engine, None)
         self._depths.pop(engine, None)
 
     async def push(self, version: int, *, lost: Callable[[], bool] = lambda: False) -> None:
-        """Every bucket once over the push link, one after the other. `TrainerError` once what is pushed is lost."""
+        """Push every bucket once, one after the other. `TrainerError` if the pushed version is lost."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         report = self.moved[version] = VersionTransfer(version)
@@ -119,7 +120,7 @@ class WeightTransfer:
         report.push_s = loop.time() - began
 
     async def load(self, engine: str, weights: WeightsRef) -> None:
-        """The engine stands still and wants these weights. A version that was never pushed here lies in the store."""
+        """Load these weights into a paused engine. A version that was never pushed here counts as stored."""
         loop = asyncio.get_running_loop()
         began, version = loop.time(), weights.version
         self._stored.setdefault(version, self.buckets)
@@ -137,7 +138,7 @@ class WeightTransfer:
         report.exposed_s[engine] = loop.time() - began
 
     def _fetch(self, engine: str, version: int) -> None:
-        """The next buckets that the engine lacks, those that are in the store and as many as may be under way."""
+        """Start pulls of the next buckets that the engine lacks and the store has, up to the limit in flight."""
         pulls = self._pulls.get(engine)
         if pulls is None or (version not in pulls and any(v > version for v in pulls)):
             return

@@ -1,4 +1,4 @@
-"""What simulated trajectories ask for: turns, tokens, seconds of their environments, bytes of their rewards.
+"""The work of simulated trajectories: turns, tokens, seconds of environments, bytes of reward payloads.
 
 A `WorkloadShape` describes a task domain; `PRESETS` has the published ones. `GeneratedWorkload` draws trajectories
 from a shape;
@@ -6,8 +6,8 @@ from a shape;
 a pure function of (seed, prompt, member).
 
 Lengths of answers are log-normal, the logarithm split between prompt and member, so that answers to one prompt resemble
-each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap: what makes rollouts wait
-(RollPacker §2, RA-25).
+each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap, which is the cause of long
+rollout tails (RollPacker §2, RA-25).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Script(NamedTuple):
     reset_s: float
     step_s: tuple[float, ...]
     payload_bytes: int = 0
-    """What its reward is sent."""
+    """Size of the reward's payload."""
     reward: float = 1.0
-    """What it earns where a world draws no rewards."""
+    """Its reward, unless the simulated domain draws rewards."""
 
     @property
     def turns(self) -> int:
@@ -131,8 +131,8 @@ class GeneratedWorkload:
         return Script(tuple(shown), tuple(answers), shape.reset_s.draw(rng), steps, payload)
 
     def _prompt(self, prompt: int) -> tuple[float, bool, int]:
-        """What the prompt's trajectories share, kept for its other members: how long its answers are, whether they run
-        away, and the tokens of the prompt."""
+        """The draws that a prompt's trajectories share, cached for its other members: the level of answer lengths,
+        whether they run away, and the tokens of the prompt."""
         if len(self._prompts) >= MAX_REMEMBERED_PROMPTS:
             self._prompts.clear()
         shape, a = self.shape, self.shape.answers
@@ -279,14 +279,14 @@ Published: turns (SWE 30–50, FrozenLake and WebShop 30–100, GEM at most 5, p
 mean), context, caps, prompts up to 12k and answers up to 46k tokens in production, payloads, and of `math_14b` the
 median 544 and third quartile 971 (sigma 0.859) with a longest of 25 to 32 medians. FrozenLake's tokens are chosen so
 that RA-3's 0.53 comes out within its 32k of context, and GEM-Math's 500 and 2,000 (mean) are the placer's for RA-3.
-What else they have (tokens of other domains, seconds of steps, how many prompts run away) is assumed: nobody published
-it.
+Their other figures (tokens of other domains, seconds of steps, the share of run-away prompts) are not published and
+therefore assumed.
 """
 
 
 def cap_answers(shape: WorkloadShape, cap: int) -> WorkloadShape:
-    """The shape with answers of at most `cap` tokens: RollPacker's 8k, 16k and 32k. What runs away goes to about the
-    cap, whatever it is: the published 25 to 32 medians are 16k, and tail batching gains ever more up to 32k."""
+    """The shape with answers of at most `cap` tokens: RollPacker's 8k, 16k and 32k. Run-away answers reach about the
+    cap in each case: the published 25 to 32 medians are 16k, and the gain of tail batching grows up to 32k."""
     a = shape.answers
     near, far = (x * cap / a.cap for x in a.farthest)
     return replace(shape, answers=replace(a, cap=cap, farthest=(near, far)), context=max(shape.context, 2 * cap))

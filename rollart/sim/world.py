@@ -1,7 +1,7 @@
 """The simplest simulated parts: they implement the ports, take time on the loop and nothing else.
 
-With all durations at 0 they are the no-op parts of `benchmarks/controller.py`; on the virtual loop they are what the
-invariants are tested with. Every draw comes from a `random.Random` of the entity's own, seeded by (seed, id).
+With all durations at 0 they are the no-op parts of `benchmarks/controller.py`; on the virtual loop they serve the tests
+of the invariants. Every draw comes from a `random.Random` of the entity's own, seeded by (seed, id).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class WordTokenizer:
-    """One token per character code: enough for parts that say nothing."""
+    """One token per character code: enough for parts without meaningful text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
@@ -63,9 +63,9 @@ class WordTokenizer:
 class SimulatedEngine:
     """Generates `tokens` tokens in `seconds(rng)`; keeps requests through a pause and spans their versions.
 
-    A request that is under way when the weights change gets its first half under the old and its second half under the
-    new version; after a pause with ABORT it ends without an answer, which is told when its time is over. `fail` makes
-    the engine refuse everything, retryably, until set to False.
+    A request in flight at a change of weights gets its first half under the old and its second half under the new
+    version; after a pause with ABORT it ends without tokens, when its time is over. `fail` makes the engine refuse
+    everything, retryably, until set to False.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SimulatedEngine:
         self.served = 0
         self.fail = False
         self.kv_tokens: int | None = None
-        """What it says of its KV memory."""
+        """The KV capacity that it reports."""
 
     @property
     def id(self) -> EngineId:
@@ -158,7 +158,7 @@ class SimulatedEngine:
         self._version = weights.version
 
     def restart(self, version: int) -> None:
-        """It came back after a failure, with these weights."""
+        """Restart after a failure, with these weights."""
         self.fail = False
         self._lives += 1
         self._version = version
@@ -237,9 +237,9 @@ class SimulatedRewarder:
 
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """Takes `seconds(rng)` a step and remembers every batch, for tests of what was trained under which version.
+    """Takes `seconds(rng)` a step and records every batch with its version, for tests.
 
-    With `streams` each call of a step takes `seconds(rng)`, a failure drops what was accumulated, and a call out of
+    With `streams` each call of a step takes `seconds(rng)`, a failure drops the accumulated samples, and a call out of
     order is a `TrainerError`. `fail_steps` and `refuse_steps` count calls that train: `train`, `accumulate`, `finish`.
     A publish takes `push_s(rng)`; those that `fail_pushes` counts end with the trainer's death.
     """
