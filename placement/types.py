@@ -1,7 +1,7 @@
 """Value types of the placer: hardware, demands, and the resulting plans.
 
 Units, everywhere: seconds, GB = 1e9 bytes, TB/s = 1e12 bytes/s, TFLOP/s = 1e12 FLOP/s (dense), dollars. A rate is in
-trajectories per second unless it says otherwise. None means that no source states the figure: a missing figure is never
+trajectories per second unless stated otherwise. None means that no source states the figure: a missing figure is never
 guessed.
 """
 

@@ -1,5 +1,5 @@
-"""A discrete-event simulation of a plan: trajectories in a closed loop over engines that step by step do what the
-performance model says a step takes. It knows what a plan is and nothing of how it was found."""
+"""A discrete-event simulation of a plan: trajectories in a closed loop over engines whose steps take the time of the
+performance model. It knows plans, but not how they are found."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class Prompt:
 
 
 class Engine:
-    """Continuous batching. A prompt is prefilled in a step of its own, while those that generate wait; or `overlap`:
-    beside them, as the roofline's ideal of chunked prefill, arithmetic of the one over memory traffic of the others.
-    Without a prompt, steps up to the next end or arrival are taken at once. `left_gb` of KV are promised to nobody."""
+    """Continuous batching. A prompt is prefilled in its own step while generating sequences wait. With `overlap` it is
+    prefilled beside them, as the roofline's ideal of chunked prefill: arithmetic of the prefill over memory traffic of
+    the decodes. Without a prompt, steps up to the next end or arrival are taken at once. `left_gb` of KV are not
+    promised to any trajectory."""
 
     def __init__(self, clock: Clock, model: Roofline, *, prefills: bool, decodes: bool, overlap: bool) -> None:
         self.clock, self.model, self.prefills, self.decodes, self.overlap = clock, model, prefills, decodes, overlap
@@ -186,7 +187,7 @@ class _Loop:
         self._taken = [0.0] * len(plan.flows)
 
     def flow(self) -> Flow:
-        """The one that is furthest behind its share: domains come by weight, and paths by their rates."""
+        """The candidate that is furthest behind its share: domains by weight, and paths by rate."""
         rates = [f.rate for f in self.plan.flows]
         i = min(range(len(rates)), key=lambda k: (self._taken[k] / rates[k], k))
         self._taken[i] += 1
@@ -259,7 +260,8 @@ class _Loop:
         self.leave(some, keys, stays, gb)
 
     def mean_gb(self, d: DomainProfile) -> float:
-        """KV of a trajectory, over its turns: what admission promises it. Not all are at their longest at once."""
+        """KV that admission promises to a trajectory, over its turns. Not all trajectories are at their longest at
+        once."""
         each = d.new_tokens.mean + d.output_tokens.mean
         middle = d.prompt.mean + d.output_tokens.mean / 2 + each * (d.turns.mean - 1) / 2
         return self.problem.performance.shape.kv_bytes(middle) / 1e9
@@ -333,7 +335,7 @@ def _run(process: Generator[Step, None, None]) -> None:
 def simulate(
     problem: Problem, plan: Placement, *, lengths: float = 4.0, seed: int = 0, overlap: bool = False
 ) -> Measured:
-    """As many trajectories under way as the plan has, for some mean durations after it has settled."""
+    """Simulate as many trajectories in flight as the plan has, for some mean durations after the warm-up."""
     loop = _Loop(problem, plan, seed, overlap)
     under_way = max(1, round(sum(f.rate * f.seconds for f in plan.flows)))
     mean = under_way / plan.rate

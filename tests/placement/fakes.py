@@ -1,4 +1,4 @@
-"""A performance model with plain coefficients, for tests of what stands on `placement.performance`."""
+"""A performance model with plain coefficients, for tests of code that uses `placement.performance`."""
 
 from __future__ import annotations
 

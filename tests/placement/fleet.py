@@ -22,7 +22,7 @@ QWEN3_8B: Mapping[str, object] = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-"""What matters of `config.json` of Qwen/Qwen3-8B."""
+"""The relevant fields of `config.json` of Qwen/Qwen3-8B."""
 
 PERFORMANCE = RooflinePerformance(shape_of(QWEN3_8B, name="Qwen3-8B"))
 

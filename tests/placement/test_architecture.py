@@ -93,7 +93,7 @@ GPT_OSS_120B = config(
     layer_types=["sliding_attention", "full_attention"] * 18,
     quantization_config={"quant_method": "mxfp4"},
 )
-GEMMA3_27B = {  # as published: what the text part leaves out is the default of its reference implementation
+GEMMA3_27B = {  # as published: fields missing in the text part have the defaults of its reference implementation
     "model_type": "gemma3",
     "text_config": {
         "model_type": "gemma3_text",

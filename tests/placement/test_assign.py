@@ -1,4 +1,4 @@
-"""A plan puts every part on devices of its own, or says what is short."""
+"""A plan assigns every part its own devices, or names the shortage."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_free_devices_on_two_hosts_are_no_room() -> None:
 
 
 def test_what_runs_the_model_takes_gpus_first() -> None:
-    """However many cores there are beside them; what is left over still runs."""
+    """Also with many free cores beside them; the remaining parts still run."""
     pools = [Pool("cores", CPU, 512), Pool("gpus", H800, 4)]
     demands = [
         Demand(Role.PREFILL, 2, 1),
@@ -191,7 +191,7 @@ def test_counting_what_hosts_have_left_is_as_good_as_listing_it(
         assert {(a.role, a.replica): a.devices for a in plan.assignments} == expected
 
 
-@pytest.mark.slow  # 50,000 parts; half a minute if each looked at every device
+@pytest.mark.slow  # 50,000 parts; half a minute if each of them scanned every device
 def test_a_hundred_thousand_devices_take_a_second() -> None:
     pool = Pool("a", Device("H800", memory_gb=80, devices_per_host=8), 100_000)
     started = time.process_time()

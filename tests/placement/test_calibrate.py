@@ -1,4 +1,5 @@
-"""Calibration: constants that made the rows are found again; what rows do not say stays at its prior and is named."""
+"""Calibration: the constants behind the rows are recovered; constants that rows do not identify stay at their priors
+and are listed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plans against a simulation of what they describe: trajectories in a closed loop over engines that work step by step.
+"""Plans against a simulation of them: trajectories in a closed loop over engines that work step by step.
 
 The program knows means, Little's law and nothing of queues; the simulation has queues, ragged batches, KV that must be
-there before a trajectory starts, and outputs of half to one and a half times their mean. Both use the same roofline."""
+free before a trajectory starts, and outputs of half to one and a half times their mean. Both use the same roofline."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ LARGE = {
     "divided, long contexts": fleet((LONG,), 2, 2, roles=DIVIDED),
     "all kinds of path": fleet((LONG, MATH), 4, 8, in_flight=512),
     "KV dropped in waits": fleet((SLOW, MATH), 1, 1),
-    # Short prompts of a mixture of experts: what a step costs before it computes anything counts most.
+    # Short prompts of a mixture of experts: the fixed cost of a step dominates.
     "experts, aggregated": fleet(
         (OBSERVANT,), 8, 8, roles=ENGINES, in_flight=64, performance=EXPERTS, tensor_parallel=(4,)
     ),

@@ -1,5 +1,5 @@
-"""What a trajectory takes of a path, worked out again from its definition: turn by turn, in plain loops that share
-nothing with the solver but the performance model."""
+"""The use of a path by a trajectory, recomputed from its definition: turn by turn, in plain loops that share only the
+performance model with the solver."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def divided(
         sent = gigabytes(problem, t.prompt) - gigabytes(problem, t.cached)
         back, transfers = 0.0, 1
         if t.number > 1:
-            known = prefix if pull else t.cached - t.output  # what `first` had of the turn before
+            known = prefix if pull else t.cached - t.output  # the prefix on `first` from the turn before
             back, transfers = gigabytes(problem, t.cached) - gigabytes(problem, known), 2
         moving = (sent + back) / link.gb_per_s + transfers * link.latency_s
         cost.first_load += t.share * prefill
@@ -221,7 +221,7 @@ def test_long_observations_after_a_short_first_prompt() -> None:
 
 @dataclass
 class Use:
-    """What a plan's flows take of one deployment."""
+    """The load of a plan's flows on one deployment."""
 
     load: float = 0.0
     kv: float = 0.0
@@ -229,7 +229,7 @@ class Use:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_uses_what_its_flows_cost(seed: int) -> None:
-    """With one batch size a flow is one path, so that all a plan says of its parts follows from the turns."""
+    """With one batch size a flow is one path, so that all figures of a plan's parts follow from the turns."""
     # Every third divided throughout, every third short of trajectories in flight.
     roles = frozenset({Role.PREFILL, Role.DECODE}) if seed % 3 == 0 else frozenset(Role)
     asked = problem_of(seed)

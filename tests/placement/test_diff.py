@@ -68,7 +68,7 @@ def test_devices_in_use_never_exceed_what_either_plan_uses(old: list[Deployment]
 
 @given(without_trainer, without_trainer)
 def test_order(old: list[Deployment], new: list[Deployment]) -> None:
-    """Flips, then drains and starts; in a pool a drain comes first, and one that follows a start was needed: the next
+    """Flips, then drains and starts. In a pool a drain comes first, and every drain after a start was needed: the next
     start did not fit yet, or none was left."""
     moves = diff(old, new, costs=COSTS)
     kinds = [m.kind for m in moves]

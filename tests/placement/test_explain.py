@@ -37,7 +37,7 @@ def by_phase(found: tuple[Affinity, ...]) -> dict[tuple[str, str], Affinity]:
 
 
 def test_the_lines_of_a_plan(small: Placement) -> None:
-    """Short, with rate, cost, bound, what binds, what more would buy, preferences and notes."""
+    """Short, with rate, cost, bound, binding constraints, marginals, preferences and notes."""
     lines = explain(SMALL, small).lines
     assert all(line and "\n" not in line and len(line) < 140 for line in lines)
     assert lines[0].startswith(f"{small.rate:.3g} trajectories/s (±")
@@ -83,7 +83,8 @@ def test_trajectories_in_flight_and_thin_links_have_a_worth_too() -> None:
 
 @pytest.mark.slow  # solves four plans
 def test_what_an_affinity_costs(small: Placement) -> None:
-    """A map that sends each domain to the wrong hardware: leaving it out is worth what solving without it yields."""
+    """An affinity map that sends each domain to the wrong hardware: its marginal is the gain of a solution without
+    it."""
     wrong = problem(2, 4, tensor_parallel=(1,), affinity={"agentic": ("h20",), "math": ("h800",)})
     plan = plan_of(wrong)
     found = next(m for m in marginals(wrong, plan) if m.what == "affinity")

@@ -129,7 +129,7 @@ def test_every_gpu_has_a_dated_price() -> None:
     assert priced["A100"]["usd"] == priced["A100-80"]["usd"]
 
 
-# A process of its own: what this one has imported already would hide what the module loads.
+# A separate process, since modules that this one has already imported would hide the module's imports.
 @pytest.mark.slow
 def test_it_loads_without_rollart_and_scipy() -> None:
     code = (

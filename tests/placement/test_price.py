@@ -129,7 +129,7 @@ def priced_paths(asked: Problem, plan: Placement) -> dict[str, dict[Path, float]
 )
 def test_at_equilibrium_used_paths_cost_the_same_and_no_other_is_cheaper(asked: Problem, scarce: str) -> None:
     """Complementary slackness of the flow problem at the plan's instances: the router, which takes the cheapest path,
-    does what the plan says. And the prices add up: one trajectory of the mix is worth one trajectory."""
+    follows the plan. And the prices add up: one trajectory of the mix is worth one trajectory."""
     plan = solve(asked)
     assert isinstance(plan, Placement)
     price = getattr(plan.prices, scarce)
@@ -166,7 +166,7 @@ def test_a_turn_on_one_instance() -> None:
 
 
 def test_a_turn_on_two_instances() -> None:
-    """Prefill there, decode here, and the KV of the new tokens on the link between; with what comes back first."""
+    """Prefill there, decode here, and the KV of the new tokens on the link between, after the returned KV."""
     turn, shape = TurnWork(new=600, cached=5000, output=50), PERFORMANCE.shape
     prefill, decode = (AWAY, instance("H800")), (HOME, instance("H20"))
     use = disaggregated_use(prefill, decode, shape, turn, batch=8, gb_per_s=3.0, latency_s=0.01)

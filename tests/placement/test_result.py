@@ -1,4 +1,4 @@
-"""A placement is plain values: whoever writes it down needs no numpy."""
+"""A placement consists of plain values: code that stores it needs no numpy."""
 
 from __future__ import annotations
 

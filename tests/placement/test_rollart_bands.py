@@ -1,13 +1,13 @@
-"""The placer against what RollArt measured (arXiv 2512.22560): order and sign, and where the model cannot follow, why.
+"""The placer against RollArt's measurements (arXiv 2512.22560): order and sign, and the reason where the model differs.
 
 Published figures are of whole training steps on real clusters; ours are the roofline's with a datasheet's priors: no
-constant of it is fitted to them. So the tests hold the order of the alternatives and the side of 1 that a ratio is on,
-and say in their docstring what ratio the model gives beside the published one.
+constant of it is fitted to them. So the tests check the order of the alternatives and the side of 1 that a ratio is on,
+and their docstrings give the model's ratio beside the published one.
 
-Turns and tokens per domain are not published, and everything hangs on them. One figure is used to choose them: RA-3's
-0.53 for FrozenLake, which the model gives only to actions of a word or two. That one is a calibration; the ratios of
-GEM-Math, RA-11 and RA-18 are predictions. They are of rollout alone: what the command plans for RA-11 and RA-18,
-trainer, window and publish included, is in `benchmarks.papers.planned`.
+Turns and tokens per domain are not published, and all results depend on them. One figure is used to choose them: RA-3's
+0.53 for FrozenLake, which the model gives only to actions of a word or two. That figure is a calibration; the ratios of
+GEM-Math, RA-11 and RA-18 are predictions. They are of rollout alone: the command's plans for RA-11 and RA-18, with
+trainer, window and publish, are in `benchmarks.papers.planned`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, object]] = {
         "mlp_only_layers": [],
     },
 }
-"""What matters of `config.json` of Qwen/Qwen3-8B, -32B and -30B-A3B."""
+"""The relevant fields of `config.json` of Qwen/Qwen3-8B, -32B and -30B-A3B."""
 
 USD = {"H800": 5.28, "H20": 1.85}
 """Per hour, RollMux Table 1. A 2.85 of H20 costs as much as one H800."""
@@ -74,7 +74,7 @@ def domain(name: str, turns: float, new: float, output: float, *, wait_s: float 
 FROZEN_LAKE = domain("frozen_lake", 40, 1500, 10)
 """Prefill-heavy: an action is a word or two. Chosen so that RA-3's 0.53 comes out, and used as it is for RA-11."""
 WORDY_LAKE = domain("frozen_lake", 40, 800, 50)
-"""The same task with a sentence per action: what one would have assumed."""
+"""The same task with a sentence per action, as one would have assumed."""
 GEM_MATH = domain("gem_math", 3, 500, 2000)
 """Decode-heavy, at most 5 turns."""
 SWE = domain("swe", 40, 500, 300)
@@ -167,7 +167,7 @@ def test_ra_11_a_mix_beats_either_type_for_the_same_money() -> None:
     the domains of RA-3, batch 512 and α = 1 (1,024 in flight), Qwen3-8B: 1.16 and 1.52 if domains may be divided over
     pools, 1.24 and 1.63 with prefill and decode apart.
 
-    It hangs on the work: with the wordier FrozenLake and 8,000 tokens of math, which what is published does not
+    The ratio depends on the work: with the wordier FrozenLake and 8,000 tokens of math, which the publication does not
     exclude, 208 H20 beat the mix (0.86 to 0.88)."""
     over_h800, over_h20 = mixes("8B", Restriction.AGGREGATED, in_flight=1024)
     assert over_h800 > 1.1
@@ -195,10 +195,9 @@ def divided(
     model: str, prefills: int, *, work: DomainProfile = SWE, cross_gb_per_s: float = 25.0
 ) -> tuple[float, float]:
     """RA-18's set-up, xPyD of 8 H800 per P and 8 H20 per D (x + y = 4) at batch 128: rates of that split, and of the
-    solver's own, over what the same devices do aggregated.
-
-    What the baseline of the published ratios runs on is not stated. The same devices is the reading that asks the most
-    of a split of many H20, and the only one that says what splitting alone is worth."""
+    solver's own, over the aggregated rate of the same devices. The devices of the published baseline are not stated.
+    The same devices is the strictest reading for a split of many H20, and the only reading that isolates the effect of
+    splitting."""
     h800, h20 = 8 * prefills, 8 * (4 - prefills)
     wires = links(h800, h20, cross_gb_per_s=cross_gb_per_s)
     wishes = {"in_flight": 128, "tensor_parallel": (4,), "links": wires, "gap": 1e-3}
@@ -232,14 +231,13 @@ def test_ra_18_the_solver_s_split_is_at_least_as_good_as_the_best_manual_one(mod
 def test_ra_18_what_a_split_takes_off_the_h20() -> None:
     """Why the dense model gains more here. Of a turn of SWE (500 in after 16,000, 300 out; TP 4, 16 at a time), H20
     spends 149 of 415 ms on prefill with the dense model and 31 of 227 ms with the mixture, whose 3.3e9 active
-    parameters ask for a tenth of the arithmetic, and whose steps, half fixed cost, take as long as the dense model's.
-    What a split takes off the decoding devices is that share: 1.56 at the most, and 1.16.
-
-    It is not what sharing an engine costs. Where prefills stall the decoding, each with a step of its own, a simulation
-    gives 1.19 and 1.04 for 1P3D; where they share steps 1.16 and 1.00 (`test_closed_loop` holds the model to it). Nor
-    is it what an engine for prefills alone could save by taking prompts together: nothing here, where P is at 0.41 and
-    0.28 of its time. A mixture that reached an eighth of H20's peak in prefill, rather than the half that this model
-    gives it and that is published of another one, would gain as much as the dense model."""
+    parameters ask for a tenth of the arithmetic, and whose steps, half fixed cost, take as long as the dense model's. A
+    split relieves the decoding devices of that share: 1.56 at the most, and 1.16. The cost of sharing an engine is not
+    the reason. Where prefills stall the decoding, each with a step of its own, a simulation gives 1.19 and 1.04 for
+    1P3D; where they share steps 1.16 and 1.00 (`test_closed_loop` holds the model to it). Nor are savings of a prefill
+    engine that batches prompts: there are none here, where P is busy for 0.41 and 0.28 of its time. A mixture that
+    reached an eighth of H20's peak in prefill, rather than the half that this model assumes and that is published for
+    another mixture, would gain as much as the dense model."""
     shares = {}
     for model in RA_18:
         h20 = RooflinePerformance(shape_of(MODELS[model], name=model)).instance(device("H20"), 4)
@@ -251,14 +249,14 @@ def test_ra_18_what_a_split_takes_off_the_h20() -> None:
 
 @pytest.mark.slow  # solves 18 plans
 def test_ra_18_the_published_order_is_that_of_a_link_that_binds() -> None:
-    """The mixture first, and 2P2D before 1P3D before 3P1D: so it comes out where the hand-over is what binds. Its KV
-    is 98 kB per token against 262 kB at 1.7 times the rate, and 2P2D has two pairs of hosts to carry it.
+    """The mixture first, and 2P2D before 1P3D before 3P1D: this order results where the hand-over binds. Its KV is 98
+    kB per token against 262 kB at 1.7 times the rate, and 2P2D has two pairs of hosts to carry it.
 
     Here 1 GB/s per pair of hosts and only new tokens' KV moving: 0.37, 0.74, 0.37 against 0.24, 0.45, 0.22. The same
     happens at 20 GB/s if whole contexts move every turn, as they must in an engine that cannot return KV from decode to
     prefill. To gain as published as well, the link would have to bind the dense model and not the mixture: at 75 to 100
     GB/s per pair of hosts with whole contexts moving, 1P3D gives 0.89 to 1.18 and 1.01. That is three to four times the
-    200 Gb/s stated. The solver does not hand over what the link cannot carry: its own splits gain on any link."""
+    200 Gb/s stated. The solver does not hand over more KV than the link can carry: its own splits gain on any link."""
     gains = {model: [divided(model, p, cross_gb_per_s=1.0) for p in (1, 2, 3)] for model in RA_18}
     (dense, _), (experts, _) = ([list(column) for column in zip(*gains[m], strict=True)] for m in RA_18)
     assert all(e > 1.3 * d for e, d in zip(experts, dense, strict=True))

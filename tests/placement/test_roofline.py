@@ -1,4 +1,4 @@
-"""The roofline: numbers worked out by hand, its limits, and what can never get worse."""
+"""The roofline: figures computed by hand, its limits, and monotonicity."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 def test_prefill_of_deepseek_r1_on_two_kinds_of_gpu(gpu: Device, published: float) -> None:
     """Tokens/s of a node of 8 (LMSYS on H100; Ant Group with SGLang on H20), prompts of 2,000 tokens in batches of
     16,000, experts spread over many nodes: so each device does its share, and its weights are read once a batch. 0.94
-    and 0.90 of what was published; without the experts' passes 2.2 and 1.05. That passes are counted in bytes was
+    and 0.90 of the published rates; without the experts' passes 2.2 and 1.05. That passes are counted in bytes was
     chosen by these two; how many there are was not."""
     constants = prior("hopper", moe=True)[0]
     ours = Roofline(DEEPSEEK_V3, gpu, 1, constants, precision="fp8", kv_capacity_bytes=1e9)
@@ -138,7 +138,7 @@ def test_prefill_of_deepseek_r1_on_two_kinds_of_gpu(gpu: Device, published: floa
 
 
 def test_kv_capacity() -> None:
-    """0.9 × 80 GB − 16.06 GB of weights; a reserve is per device; what an engine is configured with replaces both."""
+    """0.9 × 80 GB − 16.06 GB of weights; a reserve is per device; an engine's configured memory replaces both."""
     assert Roofline(LLAMA_8B, H100, 1, PLAIN).kv_capacity_bytes == pytest.approx(72e9 - 2 * 8030261248)
     two = Roofline(LLAMA_8B, H100, 2, PLAIN, reserve_gb=1.5)
     assert two.kv_capacity_bytes == pytest.approx(144e9 - 2 * 8030261248 - 3e9)
@@ -384,7 +384,8 @@ def test_the_nearest_calibration_is_borrowed() -> None:
 
 
 def test_effective_rates_stay_with_their_device() -> None:
-    """A calibration that replaced datasheet figures says nothing about another device; a CPU's nothing about a GPU."""
+    """A calibration that replaced datasheet figures does not apply to another device, nor a CPU's calibration to a
+    GPU."""
     own = calibration(constants=replace(PLAIN, effective_tflops=100.0))
     cpu = calibration(device="cpu", generation="cpu", constants=replace(PLAIN, mfu=0.9))
     instance = RooflinePerformance(LLAMA_8B, {"H200": own, "cpu": cpu}).instance(H20, 1)

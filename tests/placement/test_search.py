@@ -82,7 +82,7 @@ def alike_at_several_prices(seed: int) -> Problem:
     )
     whole = solve(rollout)
     assert isinstance(whole, Placement)
-    seconds = r.uniform(2, 12) / (whole.rate * work.total_tokens)  # so many devices train what all of them generate
+    seconds = r.uniform(2, 12) / (whole.rate * work.total_tokens)  # training needs as many devices as rollout
     roles = frozenset({Role.ENGINE, Role.TRAINER})
     return dataclasses.replace(rollout, train=TrainingWork(256, seconds_per_token=seconds), roles=roles)
 

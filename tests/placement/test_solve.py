@@ -120,7 +120,7 @@ def test_a_refusal_names_its_cause(asked: Problem, words: list[str]) -> None:
     assert found.conflicts
 
 
-# What the numbers are.
+# Check of the figures.
 
 
 def test_one_pool_by_hand() -> None:

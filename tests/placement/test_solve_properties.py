@@ -109,7 +109,7 @@ def flow_rates(problem: Problem, table: Tableau, every: list[Counts]) -> list[fl
 
 
 def all_counts(problem: Problem, table: Tableau) -> list[Counts]:
-    """All whole numbers of instances, but for those that leave room for one more: they are no better than with it."""
+    """All integer instance counts except non-maximal ones, which are never better than with one more instance."""
     by_pool = []
     for g, pool in enumerate(problem.pools):
         size = [unit.tp for unit in table.units if unit.pool == g]
@@ -152,8 +152,8 @@ def test_200_instances_equal_enumeration() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_prices_are_a_dual_solution(seed: int) -> None:
-    """Strong duality: the prices of all there is sum to the rate. Complementary slackness: what has a price is used
-    up. Dual feasibility: no path is worth more than what it takes."""
+    """Strong duality: the prices of all resources sum to the rate. Complementary slackness: resources with a price are
+    used up. Dual feasibility: no path is worth more than its resources."""
     problem = small(seed)
     found = solve(problem)
     if not isinstance(found, Placement):

@@ -1,4 +1,4 @@
-"""What a window sustains: maxima of groups against samples, and the arithmetic of slots."""
+"""The rate that a window sustains: maxima of groups against samples, and the arithmetic of slots."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_groups_that_are_all_alike_are_trained_as_fast_as_places_allow(rest: flo
         between, started = publish_interval(
             (1.0,), rest, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=1e9
         )
-        # One publish after another: what began at one is complete when its turn comes, or training is what takes long.
+        # One publish after another: groups that began at one are complete in time, or training takes the longest.
         assert between == pytest.approx(max(rest, (1.0 + rest) / (staleness + 1)), rel=1e-3, abs=1e-3)
         assert started == pytest.approx(1.0)
 

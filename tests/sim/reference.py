@@ -23,7 +23,7 @@ class Ask:
 
 
 def simulate(asks: Sequence[Ask], model: StepModel, *, slots: int, chunk: int, kv: int, watermark: int) -> None:
-    """Fills in `finished` and `preempted`. Each ask has a session of its own, which nobody returns to."""
+    """Fills in `finished` and `preempted`. Each request has its own session, which is not used again."""
     now, waiting, work, left = 0.0, [], None, 0.0
     later = sorted(asks, key=lambda a: a.at)
     while any(a.finished < 0 for a in asks):

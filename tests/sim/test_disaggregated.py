@@ -110,7 +110,7 @@ def test_the_next_turn_moves_only_what_is_new() -> None:
         await target.generate(dataclasses.replace(request, kv_transfer=decode_params(answer, source.id)))
         return moved, source._fabric.moved_tokens - moved
 
-    # Back to the prefill engine come the 99 tokens whose KV was computed there; on goes what it then adds.
+    # Back to the prefill engine come the 99 tokens whose KV was computed there; the tokens added there go on.
     assert run(main()) == (8000, 99 + 501)
 
 

@@ -1,6 +1,6 @@
 """`ModelledEngine` keeps the engines' contract, seen through real tokens: one id for each.
 
-Left out: what a token is (legal tokens, seeds), which simulated engines do not draw.
+Left out: the choice of tokens (legal tokens, seeds), which simulated engines do not draw.
 """
 
 from __future__ import annotations

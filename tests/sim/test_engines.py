@@ -1,4 +1,4 @@
-"""The modelled engine: against brute force, against the roofline, and what it promises about memory and versions."""
+"""The modelled engine against brute force, against the roofline, and against its invariants of memory and versions."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def test_a_session_s_prefix_is_found_and_the_oldest_is_evicted_first() -> None:
             found.append((await e.generate(turn(name, prompt, 50, session=session))).cached_tokens)
         return found
 
-    # a keeps 1,049 and b 949. c, which ends with 1,250, takes what is missing of b, used before a; b then of a, used
-    # before c.
+    # a keeps 1,049 and b 949. c, which ends with 1,250, takes the missing tokens from b, used before a; b then from a,
+    # used before c.
     assert run(main()) == [0, 0, 949, 0, 702, 702]
 
 
@@ -247,7 +247,7 @@ def test_an_abort_frees_its_memory_and_its_slot_at_once() -> None:
 
     tokens, used, freed, end = run(main())
     assert used == pytest.approx(1000 + tokens, abs=1)
-    assert freed == 1001  # the one that waited
+    assert freed == 1001  # the request that waited
     assert end == pytest.approx(2.0 + roofline().prefill_s(1000, 0) + 9 * roofline().decode_step_s(1, 1005), rel=1e-3)
 
 
@@ -276,7 +276,7 @@ def test_a_dead_engine_breaks_what_is_in_flight_and_comes_back_empty() -> None:
 
 @pytest.mark.parametrize("kind", ["H800", "H20"])
 def test_no_batch_is_faster_than_the_roofline_allows(kind: str) -> None:
-    """Tokens per second at several loads: rising, and below what memory and arithmetic can do."""
+    """Tokens per second at several loads: rising, and below the limits of memory and arithmetic."""
 
     async def main(n: int) -> float:
         e = engine(kind=kind)

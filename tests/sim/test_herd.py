@@ -1,6 +1,7 @@
-"""Rebalancing on the product's gateway must not herd: two like pools, half the homes each, in a closed loop.
+"""Rebalancing on the product's gateway must not herd: two equal pools, each with half of the sticky engines, in a
+closed loop.
 
-Four engines of 14,000 prefilled tokens/s; trajectories of one turn are always under way. One pool goes away for 25 s.
+Four engines of 14,000 prefilled tokens/s; trajectories of one turn are always in flight. One pool is down for 25 s.
 """
 
 from __future__ import annotations

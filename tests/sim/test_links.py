@@ -136,8 +136,8 @@ def moved(model: str, *, prefetch: bool = True, engines: int = 3) -> VersionTran
     [("8B", 32.4, 6.2, 1.4), ("14B", 67.8, 16.3, 5.1), ("32B", 127.3, 29.7, 9.6)],
 )
 def test_ra_16_what_of_an_update_is_exposed(model: str, push: float, pull: float, exposed: float) -> None:
-    """Order and size: within 20 % of what was published of push and pull. What is exposed is 9.9 s of 32B (9.6), 4.8 s
-    of 14B (5.1) and 2.9 s of 8B (1.4: a miss), about a third of the pull."""
+    """Order and size: within 20 % of the published push and pull. The exposed time is 9.9 s of 32B (9.6), 4.8 s of 14B
+    (5.1) and 2.9 s of 8B (1.4: a miss), about a third of the pull."""
     took = moved(model)
     assert took.push_s == pytest.approx(push, rel=0.2)
     assert took.pull_s["e0"] == pytest.approx(pull, rel=0.2)

@@ -1,4 +1,4 @@
-"""The modelled engines against what RollArt measured of real ones (RA-3): equal money in H800 and in H20."""
+"""The modelled engines against RollArt's measurements of real ones (RA-3): H800 and H20 of equal cost."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def h20_over_h800(domain: str, in_flight: int) -> float:
 
 @pytest.mark.parametrize("in_flight", [8, 16])
 def test_ra_3_prefill_heavy_work_wants_h800(in_flight: int) -> None:
-    """Published: H20 at 0.53 of the H800s' rate on FrozenLake, whose tokens here are chosen for that; never below what
-    prefill alone gives (0.45)."""
+    """Published: H20 at 0.53 of the H800s' rate on FrozenLake, whose tokens here are chosen for that; never below the
+    ratio of prefill alone (0.45)."""
     assert 0.45 < h20_over_h800("frozenlake", in_flight) < 0.62
 
 
@@ -61,7 +61,7 @@ def test_ra_3_decode_heavy_work_wants_h20(in_flight: int) -> None:
 @pytest.mark.slow  # 6,000 turns
 def test_a_working_set_above_the_memory_loses_its_prefixes() -> None:
     """64 trajectories of FrozenLake on 2 H800 are more KV than fits (about 480k tokens each, 377k fit): sessions evict
-    each other in turn, and what was cached is computed again. On 6 H20 all fit."""
+    each other in turn, and their KV is computed again. On 6 H20 all fit."""
     few, crowded = (run(rate("H800", 2, "frozenlake", n)) for n in (16, 64))
     wide = run(rate("H20", 6, "frozenlake", 64))
     hits = [sum(e.cached_tokens for e in es) / sum(e.prompt_tokens for e in es) for _, es in (few, crowded, wide)]

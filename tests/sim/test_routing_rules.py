@@ -1,8 +1,8 @@
 """Priced routing against fixed thresholds, on the product's gateway over queueing engines.
 
 2 prefill engines (compute-rich) and 4 decode engines (bandwidth-rich) with the speeds of a 32B dense model at TP 4:
-14,000 and 2,200 prefilled tokens/s. Trajectories of two kinds are always under way: agentic ones (a prompt, then turns
-of new tokens and 150 generated) and math ones (8,000 generated). What a turn is worth is given by the mix; the prices
+14,000 and 2,200 prefilled tokens/s. Trajectories of two kinds are always in flight: agentic ones (a prompt, then turns
+of new tokens and 150 generated) and math ones (8,000 generated). The value of a turn follows from the mix; the prices
 are the dual prices of the linear program of that mix, solved here.
 """
 
@@ -34,8 +34,8 @@ WARM_S, END_S = 60.0, 240.0
 
 @dataclass(frozen=True)
 class Workload:
-    """`new` tokens per agentic turn; how many of each kind are under way; seconds in the environment; what a math token
-    is worth in agentic turns; the link."""
+    """`new` tokens per agentic turn; trajectories in flight of each kind; seconds in the environment; the value of a
+    math token in agentic turns; the link."""
 
     new: int
     agentic: int
@@ -89,7 +89,7 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
     turns = tokens = 0
 
     def warm(session: str, index: int, tokens: int) -> None:
-        """A trajectory that is under way when the clock starts: its KV is at home."""
+        """A trajectory in flight when the clock starts: its KV is on its sticky engine."""
         home = f"d{index % DECODES}"
         engines[home]._kv[session] = tokens
         gateway._turns._sessions[session] = SessionKv(
@@ -122,7 +122,7 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
             session, start = f"m{index}.{episode}", 0
             if episode == 0 and (start := index % 16):
                 warm(session, index, 500 + start * MATH // 16)
-            # In pieces, so that what is generated counts when it is.
+            # In pieces, so that tokens count when they are generated.
             for piece in range(start, 16):
                 await gateway.generate(
                     session,

@@ -1,4 +1,4 @@
-"""Samplers over modelled engines: what they do to steps."""
+"""Samplers over modelled engines: their effect on steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Engines of different speed under a plan's shares, on the product's gateway: who gets how many, also while one is
-gone.
+"""Engines of different speed under a plan's shares, on the product's gateway: the number of trajectories per engine,
+also while one engine is down.
 
 Three pools of one engine each, of 4, 2 and 1 times a speed. Every trajectory is one turn of equal work, so that shares
 in proportion to speed keep all three busy; prices are such that a turn costs the same everywhere.

@@ -1,4 +1,4 @@
-"""Update policies over modelled engines: the product's control plane, the weights' way, and what it costs."""
+"""Update policies over modelled engines: the product's control plane, the transfer of weights, and its cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  
 
 
 def test_a_store_of_the_spec_is_the_simulated_ones_too(made: Make, tmp_path: Path) -> None:  # noqa: F811
-    """Buckets of 16 MB, as many on their way as the rule says; the same bytes to every engine."""
+    """Buckets of 16 MB, as many in flight as the rule allows; the same bytes to every engine."""
     given = [f"weights.store.{one}" for one in ("kind=files", "url=there", "bucket_mb=16")]
     plain, auto = (simulate(made(*o), tmp_path / n, steps=1).moved for n, o in (("plain", ()), ("auto", given)))
     assert sum(m.pulled_gb for m in plain) == pytest.approx(sum(m.pulled_gb for m in auto))

@@ -82,7 +82,7 @@ def taken(way: Counted, in_flight: InFlight, *, versions: int = 3, gb: float = 1
 
 
 def test_auto_finds_the_depth_of_the_rule_and_hides_the_latency() -> None:
-    """A bucket alone takes 0.625 s and 0.125 s to load: six in flight, after the one that says so."""
+    """A bucket alone takes 0.625 s and 0.125 s to load: six in flight, after the first, which is measured."""
     profile = LinkProfile(8.0, latency_s=0.5)
     way = Counted(profile)
     auto = taken(way, "auto")

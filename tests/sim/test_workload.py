@@ -1,4 +1,4 @@
-"""Workloads: published shapes, draws that depend on nobody else, replay with exact sums."""
+"""Workloads: published shapes, draws that do not depend on other entities, replay with exact sums."""
 
 from __future__ import annotations
 
