@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-__all__ = ["Group", "BroadcastKeys", "TensorLayout", "Order", "Received", "Receiver"]
+__all__ = ["BroadcastGroup", "BroadcastKeys", "TensorLayout", "BroadcastOrder", "ReceivedWeights", "WeightReceiver"]
 
 ALIGN = 64
 """Every tensor begins at a multiple of this many bytes, so that it can be viewed in place as any type."""
@@ -47,7 +47,7 @@ NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BroadcastOrder:
     """Instructions to take part in one broadcast. `address` is the store's `host:port`; `group` names the groups (a new
     name: they are formed anew), `stamp` the broadcast: a version that is published again has a new stamp. Seconds."""
 
@@ -108,7 +108,7 @@ class TensorLayout:
         return cls(tensors, int(raw["bucket"]), str(raw["config"]))
 
 
-class Group:
+class BroadcastGroup:
     """One lane's process group, independent of the process's other groups. Constructed by all members at once.
 
     `broadcast` begins to send or to receive a bucket; `finish` waits for it. Closing a group (`close`) ends its
@@ -116,7 +116,9 @@ class Group:
     when that member's timeout expires.
     """
 
-    def __init__(self, store: Any, order: Order, lane: int, *, rank: int, device: torch.device, here: str) -> None:
+    def __init__(
+        self, store: Any, order: BroadcastOrder, lane: int, *, rank: int, device: torch.device, here: str
+    ) -> None:
         """RuntimeError when the other members do not come. `here` is this host's address that they reach."""
         self._nccl = order.backend == "nccl"
         self._longest_s = 0.0
@@ -159,7 +161,7 @@ class Group:
 class BroadcastKeys:
     """The keys of one lane of one broadcast, in the trainer's store."""
 
-    def __init__(self, store: Any, order: Order, number: int) -> None:
+    def __init__(self, store: Any, order: BroadcastOrder, number: int) -> None:
         self._store, self._of = store, f"{order.stamp}/{number}"
         self._ends = time.monotonic() + order.limit_s
 
@@ -183,7 +185,7 @@ class BroadcastKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedWeights:
     """A whole version, in host memory."""
 
     stamp: str
@@ -192,7 +194,7 @@ class Received:
     bytes: int
 
 
-class Receiver:
+class WeightReceiver:
     """A worker's end. `take_part` returns at once: threads receive the version while the engine continues. A complete
     version with correct checksums replaces the previous one; an incomplete one never does. `take` returns a version
     once.
@@ -200,19 +202,19 @@ class Receiver:
     Called by one thread; the threads of an abandoned broadcast notice that another has begun, and leave nothing.
     """
 
-    def __init__(self, device: torch.device, *, check: Callable[[Received], None] = lambda _: None) -> None:
+    def __init__(self, device: torch.device, *, check: Callable[[ReceivedWeights], None] = lambda _: None) -> None:
         """`check` raises ValueError for a version that this worker could not load."""
         self._device, self._check = device, check
         self._lock = threading.Lock()
         self._stamp = ""
         self._name = ""
-        self._lanes: list[tuple[Any, Group]] = []
+        self._lanes: list[tuple[Any, BroadcastGroup]] = []
         """Of each lane, its own connection to the store (a caller that waits for a key blocks the connection) and the
         group."""
-        self._whole: Received | None = None
+        self._whole: ReceivedWeights | None = None
         self._threads: list[threading.Thread] = []
 
-    def take_part(self, order: Order, *, worker: int = 0) -> None:
+    def take_part(self, order: BroadcastOrder, *, worker: int = 0) -> None:
         """ValueError where the backend does not support this worker's device."""
         if order.backend == "nccl" and self._device.type != "cuda":
             raise ValueError("weights.collective.backend is nccl, and this engine has no GPU (rule: gloo)")
@@ -222,7 +224,7 @@ class Receiver:
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
         thread.start()
 
-    def take(self, stamp: str) -> Received | None:
+    def take(self, stamp: str) -> ReceivedWeights | None:
         """None if that version was not received completely."""
         with self._lock:
             whole = self._whole
@@ -239,9 +241,9 @@ class Receiver:
         for thread in self._threads:
             thread.join(CLOSE_S)
 
-    def _run(self, order: Order, rank: int) -> None:
+    def _run(self, order: BroadcastOrder, rank: int) -> None:
         began = time.monotonic()
-        lanes: list[tuple[Any, Group]] = []
+        lanes: list[tuple[Any, BroadcastGroup]] = []
         try:
             lanes = self._join(order, rank)
             received = self._receive(order, lanes)
@@ -260,18 +262,18 @@ class Receiver:
             with contextlib.suppress(RuntimeError):  # the trainer is gone
                 lanes[0][0].set(member_key(order, rank), json.dumps(answer))
 
-    def _join(self, order: Order, rank: int) -> list[tuple[Any, Group]]:
+    def _join(self, order: BroadcastOrder, rank: int) -> list[tuple[Any, BroadcastGroup]]:
         with self._lock:
             if self._name == order.group:
                 return self._lanes
             self._leave()
         host, port = order.endpoint
         limit, here = seconds(min(JOIN_S, order.limit_s)), local_address_towards(host, port)
-        lanes: list[tuple[Any, Group]] = []
+        lanes: list[tuple[Any, BroadcastGroup]] = []
         try:
             for number in range(order.lanes):
                 store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-                lanes.append((store, Group(store, order, number, rank=rank, device=self._device, here=here)))
+                lanes.append((store, BroadcastGroup(store, order, number, rank=rank, device=self._device, here=here)))
             with self._lock:
                 if self._stamp != order.stamp:
                     raise RuntimeError("another broadcast has begun")
@@ -287,7 +289,7 @@ class Receiver:
             group.close(wait_s=wait_s)
         self._name, self._lanes = "", []
 
-    def _receive(self, order: Order, lanes: list[tuple[Any, Group]]) -> Received:
+    def _receive(self, order: BroadcastOrder, lanes: list[tuple[Any, BroadcastGroup]]) -> ReceivedWeights:
         """Receive all lanes concurrently. Raises the first error of any lane, after all have ended."""
         parts: list[tuple[TensorLayout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
 
@@ -313,9 +315,9 @@ class Receiver:
             config, total = config or layout.config, total + layout.size
             for name, dtype, shape, at, size in layout.spans():
                 tensors[name] = whole[at : at + size].view(dtype).view(shape)
-        return Received(order.stamp, config, tensors, total)
+        return ReceivedWeights(order.stamp, config, tensors, total)
 
-    def _stream(self, lane: BroadcastKeys, group: Group, order: Order) -> tuple[TensorLayout, Tensor]:
+    def _stream(self, lane: BroadcastKeys, group: BroadcastGroup, order: BroadcastOrder) -> tuple[TensorLayout, Tensor]:
         """Receive every bucket, checking each while the next arrives. Checksum errors are raised at the end: the other
         members must not wait."""
         if self._device.type == "cuda":
@@ -340,7 +342,7 @@ class Receiver:
         return layout, whole
 
 
-def member_key(order: Order, member: int) -> str:
+def member_key(order: BroadcastOrder, member: int) -> str:
     """The store's key of a member's result: `{bytes, seconds}` once it has the whole version, or `{error}`."""
     return f"{order.stamp}/has/{member}"
 

@@ -20,7 +20,7 @@ class HarnessRequest:
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    told: Callable[[CompletionChunk], None] | None = field(default=None, compare=False)
+    on_chunk: Callable[[CompletionChunk], None] | None = field(default=None, compare=False)
     """Called with tokens as they are drawn."""
     gone: asyncio.Future[None] | None = field(default=None, compare=False)
     """Done when the harness no longer waits for the completion."""

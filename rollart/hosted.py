@@ -112,7 +112,7 @@ class EnvironmentHost(Protocol):
         before; and the seconds of the call on the host."""
 
     @property
-    def pictured(self) -> frozenset[str]:
+    def image_domains(self) -> frozenset[str]:
         """Domains whose episodes need container images that the host can pull."""
 
     async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:

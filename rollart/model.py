@@ -292,7 +292,8 @@ class CompletionChunk:
 class GenerateRequest:
     """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns.
 
-    `told` is called with tokens as they are drawn, by engines that can; what it was told is how the answer begins.
+    `on_chunk` is called with tokens as they are sampled, by engines that support it; its chunks are the
+    beginning of the completion.
     """
 
     request_id: str
@@ -301,7 +302,7 @@ class GenerateRequest:
     sampling: Sampling
     cache_salt: str | None = None
     kv_transfer: Mapping[str, object] | None = None
-    told: Callable[[CompletionChunk], None] | None = field(default=None, compare=False, repr=False)
+    on_chunk: Callable[[CompletionChunk], None] | None = field(default=None, compare=False, repr=False)
 
 
 @_value(frozen=True, slots=True)

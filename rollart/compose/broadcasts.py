@@ -171,7 +171,7 @@ class WeightBroadcaster:
         return _BroadcastGroup(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
 
     def _order_fields(self, group: _BroadcastGroup, version: int, stamp: str, first: int) -> dict[str, object]:
-        """The fields of `rollart.collective.Order`, which is not imported here because it loads torch."""
+        """The fields of `rollart.collective.BroadcastOrder`, which is not imported here because it loads torch."""
         return {
             "address": group.address,
             "group": group.name,

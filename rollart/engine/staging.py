@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rollart.architecture import stamp_of
-from rollart.collective import Order, Received, Receiver
+from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.checkpoint import architecture_of, read_architecture, read_tensors, require_complete
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
@@ -26,14 +26,14 @@ class WeightStaging:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._receiver = Receiver(network.device, check=self._loadable)
+        self._receiver = WeightReceiver(network.device, check=self._loadable)
 
     def take_part(self, info: object) -> bool:
         """Take part in the broadcast that vLLM's `init_info` orders; False if it holds no order."""
         if not isinstance(info, dict) or not info:
             return False
         try:
-            self._receiver.take_part(Order(**info))
+            self._receiver.take_part(BroadcastOrder(**info))
         except (TypeError, ValueError) as error:
             raise EngineError(f"init_info: {error}", retryable=False) from None
         return True
@@ -65,7 +65,7 @@ class WeightStaging:
             raise EngineError(str(error), retryable=False) from error
         return self._network.staged(tensors), stamp
 
-    def _loadable(self, received: Received) -> None:
+    def _loadable(self, received: ReceivedWeights) -> None:
         try:
             config: dict[str, Any] = json.loads(received.config)
             if architecture_of(config, Path("a broadcast")) != self._network.architecture:

@@ -68,7 +68,7 @@ def prefill_request(
         request_id=prefill_id(request.request_id),
         sampling=dataclasses.replace(request.sampling, max_tokens=1),
         kv_transfer=prefill_params(returned, last=last),
-        told=None,
+        on_chunk=None,
     )
 
 

@@ -299,7 +299,7 @@ class HostFleet:
         host.part.clock.enter(ResourceState.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = host.life = await host.part.start()
-        self._pictured = self._pictured or bool(host.link.pictured)
+        self._pictured = self._pictured or bool(host.link.image_domains)
         host.live, host.taken, host.resting, host.draining = 0, None, False, False
         host.part.clock.enter(ResourceState.IDLE)
         self._policy.restarted(host.id)

@@ -38,7 +38,7 @@ class ImageAvailability:
 
     async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
         """Images that an episode needs; none where no host brings any. `links`: hosts that serve."""
-        able = [link for link in links if domain in link.pictured]
+        able = [link for link in links if domain in link.image_domains]
         if not able:
             return frozenset()
         key = domain, seed

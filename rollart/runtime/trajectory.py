@@ -268,7 +268,7 @@ class TrajectoryRunner:
                     greedy=live.purpose is Purpose.EVAL,
                 )
                 last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
-                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.told)
+                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.on_chunk)
                 completion = await unless_gone(wanted.gone, answer)
                 self._judge(live)
                 asked += 1

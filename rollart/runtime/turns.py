@@ -375,7 +375,12 @@ class TurnExecutor(TurnRouter):
         turn.sends += 1
         told = None if turn.listener is None else turn.hear
         return GenerateRequest(
-            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{version}", told=told
+            f"{turn.id}-{turn.sends}",
+            turn.session,
+            turn.token_ids,
+            turn.sampling,
+            cache_salt=f"v{version}",
+            on_chunk=told,
         )
 
     def _handoff_failed(

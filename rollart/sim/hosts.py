@@ -38,7 +38,7 @@ HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
 class ModelledHostInstance:
     """Implements `EnvironmentHost`: a host from one start to its end. The end unblocks its calls."""
 
-    pictured: frozenset[str] = frozenset()
+    image_domains: frozenset[str] = frozenset()
 
     def __init__(
         self, host: SimulatedHost, make: Mapping[str, HostedEnvironmentFactory], number: int, *, node: str = ""

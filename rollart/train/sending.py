@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from rollart.collective import (
     ALIGN,
     JOIN_S,
+    BroadcastGroup,
     BroadcastKeys,
-    Group,
-    Order,
+    BroadcastOrder,
     TensorLayout,
     digest_of,
     error_line,
@@ -77,9 +77,9 @@ class BroadcastSender:
         self._device, self._rank, self._host = device, rank, host
         self._listening_store: TCPStore | None = None
         self._store: Any = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._name = ""
-        self._previous: tuple[Order, int] | None = None
+        self._previous: tuple[BroadcastOrder, int] | None = None
         """The previous broadcast, whose keys are still in the store, and its number of buckets."""
 
     def address(self) -> str:
@@ -108,7 +108,7 @@ class BroadcastSender:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._listening_store.port}"
 
-    def send(self, order: Order, version: OutgoingVersion, *, bucket: int) -> SendResult:
+    def send(self, order: BroadcastOrder, version: OutgoingVersion, *, bucket: int) -> SendResult:
         """Never raises for failures of members: the result lists them."""
         began = time.monotonic()
         ends = began + order.limit_s
@@ -135,7 +135,7 @@ class BroadcastSender:
         if group is not None:
             group.close(wait_s=wait_s)
 
-    def _join_group(self, order: Order) -> Group:
+    def _join_group(self, order: BroadcastOrder) -> BroadcastGroup:
         if self._group is not None and self._name == order.group:
             return self._group
         self.leave()
@@ -143,7 +143,7 @@ class BroadcastSender:
         limit = seconds(min(JOIN_S, order.limit_s))
         self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         here = local_address_towards(host, port)
-        self._group = Group(self._store, order, self._rank, rank=0, device=self._device, here=here)
+        self._group = BroadcastGroup(self._store, order, self._rank, rank=0, device=self._device, here=here)
         self._name = order.group
         return self._group
 
@@ -159,7 +159,9 @@ class BroadcastSender:
             for member in range(1, order.size):
                 self._store.delete_key(member_key(order, member))
 
-    def _stream(self, lane: BroadcastKeys, group: Group, order: Order, version: OutgoingVersion, bucket: int) -> int:
+    def _stream(
+        self, lane: BroadcastKeys, group: BroadcastGroup, order: BroadcastOrder, version: OutgoingVersion, bucket: int
+    ) -> int:
         layout = version.layout(bucket)
         self._previous = order, len(layout.buckets())
         lane.set("layout", layout.encode())
@@ -186,7 +188,7 @@ class BroadcastSender:
             group.finish(work, within_s=group.patience_s)
         return layout.size
 
-    def _collect_reports(self, order: Order, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
+    def _collect_reports(self, order: BroadcastOrder, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
         """The members' reports by number; a missing report is an error. After a failed broadcast, only reports that
         exist already."""
         found: dict[int, dict[str, Any]] = {}

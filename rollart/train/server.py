@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from rollart.collective import Order
+from rollart.collective import BroadcastOrder
 from rollart.errors import TrainerError
 from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
@@ -154,7 +154,7 @@ class TrainerService:
 
     def send(self, body: CommandMessage) -> CommandMessage:
         """Broadcast the version that was staged for sending, and release it."""
-        order = Order(**body["order"])
+        order = BroadcastOrder(**body["order"])
         staged = self._outgoing.pop(order.version, None)
         error = TrainerError(f"version {order.version} was not staged to be sent, or the trainer was restored")
         self._ranks.wire.agree(error if staged is None else None)

@@ -110,7 +110,7 @@ async def test_another_server_under_its_address_generates_nothing_for_us() -> No
         engine._last_answer_at -= RESTART_CHECK_AFTER_S
         server.version = "default"
         read: list[CompletionChunk] = []
-        told = GenerateRequest("r", "s", (1, 2), Sampling(2), told=read.append)
+        told = GenerateRequest("r", "s", (1, 2), Sampling(2), on_chunk=read.append)
         with pytest.raises(EngineError, match="started anew: its weights are 'default', not v3") as refused:
             await engine.generate(told)
         assert (read, refused.value.retryable) == ([], True)

@@ -106,7 +106,7 @@ class Watched(VllmEngine):
         self.came = Asked()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        told = request.told
+        told = request.on_chunk
         assert told is not None
 
         def both(piece: CompletionChunk) -> None:
@@ -115,7 +115,12 @@ class Watched(VllmEngine):
 
         return await super().generate(
             GenerateRequest(
-                request.request_id, request.session, request.token_ids, request.sampling, request.cache_salt, told=both
+                request.request_id,
+                request.session,
+                request.token_ids,
+                request.sampling,
+                request.cache_salt,
+                on_chunk=both,
             )
         )
 
@@ -241,7 +246,7 @@ async def test_a_server_may_say_much_at_once() -> None:
     app.router.add_post("/inference/v1/generate", all_at_once)
     async with TestServer(app) as server:
         engine = VllmEngine(EngineId("e"), str(server.make_url("")).rstrip("/"), version=2)
-        request = GenerateRequest("r", "s", PROMPT, Sampling(many), told=lambda _: None)
+        request = GenerateRequest("r", "s", PROMPT, Sampling(many), on_chunk=lambda _: None)
         answer = await engine.generate(request)
         await engine.close()
     assert answer.token_ids == tuple(range(many))

@@ -11,7 +11,7 @@ import torch
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
-from rollart.collective import Order
+from rollart.collective import BroadcastOrder
 from rollart.engine.checkpoint import read_tensors
 from rollart.errors import EngineError
 from rollart.model import WeightsRef
@@ -40,7 +40,9 @@ class _Broadcast(HttpEngine):
             )
         stamp = secrets.token_hex(4)
         workers = await self.members()
-        order = Order(self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0)
+        order = BroadcastOrder(
+            self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0
+        )
         sent = await give(self._sender, order, Path(weights.path), self)
         if sent.errors:
             raise EngineError(str(sent.errors), retryable=False)
@@ -56,7 +58,7 @@ class BroadcastVllm(_Broadcast, VllmEngine):
     pass
 
 
-async def give(sender: BroadcastSender, order: Order, directory: Path, *engines: HttpEngine) -> SendResult:
+async def give(sender: BroadcastSender, order: BroadcastOrder, directory: Path, *engines: HttpEngine) -> SendResult:
     """One broadcast of a published directory's tensors, in small buckets."""
     for number, engine in enumerate(engines, start=1):
         await engine.take_part(dataclasses.asdict(dataclasses.replace(order, first=number)))

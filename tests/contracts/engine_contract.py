@@ -131,7 +131,7 @@ class EngineContract:
         async def scenario(s: Subject) -> None:
             chunks: list[CompletionChunk] = []
             plain = await s.engine.generate(request("a", max_tokens=20))
-            asked = dataclasses.replace(request("b", max_tokens=20), told=chunks.append)
+            asked = dataclasses.replace(request("b", max_tokens=20), on_chunk=chunks.append)
             c = await s.engine.generate(asked)
             check(c, [0])
             assert (c.token_ids, c.finish) == (plain.token_ids, plain.finish)

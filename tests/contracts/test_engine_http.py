@@ -13,7 +13,7 @@ import torch
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
-from rollart.collective import Order
+from rollart.collective import BroadcastOrder
 from rollart.engine.handoff import HandoffSettings
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.train.sending import BroadcastSender
@@ -118,7 +118,7 @@ class TestBroadcast(EngineContract):
                     one, other = publisher(self.base)(1), publish(self.base.parent / "llama", 2, LLAMA)
                     await to_version(engine, one)
                     before = await engine.generate(request("a", max_tokens=9, temperature=0.0))
-                    order = Order(sender.address(), "g", "gloo", 2, 1, "s", 2, limit_s=60.0)
+                    order = BroadcastOrder(sender.address(), "g", "gloo", 2, 1, "s", 2, limit_s=60.0)
                     sent = await give(sender, order, other, engine)
                     assert sent.errors == {1: "it is another architecture than the engine's"}
                     engine.received(2, "s")  # as if it had it

@@ -70,7 +70,7 @@ def test_an_answer_of_foreign_weights_is_wrong(
     pieces: list[CompletionChunk] = []
 
     def asked(name: str) -> GenerateRequest:
-        return GenerateRequest(name, "s", (1, 2, 3), Sampling(8), told=pieces.append if told else None)
+        return GenerateRequest(name, "s", (1, 2, 3), Sampling(8), on_chunk=pieces.append if told else None)
 
     async def scenario(client: HttpEngine, swap: Swap) -> None:
         assert len((await client.generate(asked("before"))).token_ids) == 8

@@ -37,9 +37,9 @@ class Counting:
         count = min(count, wanted)
         ids = tuple(range(first, first + count))
         logprobs = tuple(-0.001 * i for i in ids)
-        if request.told is not None:
+        if request.on_chunk is not None:
             for at in range(min(told, count - (end == ""))):
-                request.told(CompletionChunk(ids[at : at + 1], logprobs[at : at + 1], self.version))
+                request.on_chunk(CompletionChunk(ids[at : at + 1], logprobs[at : at + 1], self.version))
         if end == "gone":
             raise EngineError(f"{self.id} is gone", retryable=True)
         finish = FinishReason.ABORT if end == "interrupted" else FinishReason.LENGTH

@@ -155,13 +155,13 @@ def test_tokens_that_are_heard_are_checked_as_they_come() -> None:
 
     class Garbling(Telling):
         async def generate(self, request: GenerateRequest) -> Completion:
-            tell = request.told
+            tell = request.on_chunk
             assert tell is not None
 
             def garbled(piece: CompletionChunk) -> None:
                 tell(piece if piece.token_ids[0] < 3 else dataclasses.replace(piece, logprobs=(math.nan,)))
 
-            return await super().generate(dataclasses.replace(request, told=garbled))
+            return await super().generate(dataclasses.replace(request, on_chunk=garbled))
 
     async def main() -> None:
         engines: list[Telling] = [Garbling("e0"), Telling("e1")]

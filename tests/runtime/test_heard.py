@@ -55,8 +55,8 @@ class Telling(SimulatedEngine):
                 ids.append(request.token_ids[-1] + len(ids) + 1)
             if len(ids) > self.dies:
                 raise EngineError(f"{self.id} is gone", retryable=True)
-            if request.told is not None and len(ids) < request.sampling.max_tokens:
-                request.told(CompletionChunk(tuple(ids[-1:]), (-0.5,), version))
+            if request.on_chunk is not None and len(ids) < request.sampling.max_tokens:
+                request.on_chunk(CompletionChunk(tuple(ids[-1:]), (-0.5,), version))
         span = (VersionSpan(version, 0, len(ids)),) if ids else ()
         return Completion(tuple(ids), (-0.5,) * len(ids), span, finish, len(request.token_ids))
 

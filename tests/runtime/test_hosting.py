@@ -36,7 +36,7 @@ LIMITS = HostLimits(per_host=4, health_s=10.0, start_s=5.0, call_s=30.0)
 class Place:
     """A host's client: one life of it. Calls take a second."""
 
-    pictured: frozenset[str] = frozenset()
+    image_domains: frozenset[str] = frozenset()
 
     def __init__(self, part: Part, life: int) -> None:
         self._part, self._life = part, life
@@ -585,7 +585,7 @@ def test_hosts_are_ready_once_the_last_of_them_is() -> None:
 class Pictured(Place):
     """Needs images, and whoever lists them never answers."""
 
-    pictured = frozenset({"tale"})
+    image_domains = frozenset({"tale"})
 
     async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[EpisodeImages, float]:
         await self._gone_or(asyncio.Event().wait())

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.collective import Order, Receiver
+from rollart.collective import BroadcastOrder, WeightReceiver
 from rollart.engine.checkpoint import read_architecture, read_tensors
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import WeightsRef
@@ -167,12 +167,12 @@ def moments(learner: Learner) -> dict[str, torch.Tensor]:
 
 def test_every_rank_broadcasts_what_it_writes(two: Ranks) -> None:
     """Each over a group of its own with all workers; the received tensors equal those in the files."""
-    receivers = [Receiver(torch.device("cpu")) for _ in range(2)]
+    receivers = [WeightReceiver(torch.device("cpu")) for _ in range(2)]
 
     async def work(trainer: HttpTrainer) -> None:
         address, lanes = await trainer.meet()
         assert lanes == 2
-        order = Order(address, "g", "gloo", 3, lanes, "s", 7, limit_s=60.0)
+        order = BroadcastOrder(address, "g", "gloo", 3, lanes, "s", 7, limit_s=60.0)
         with pytest.raises(TrainerError, match="version 7 was not staged to be sent"):
             await trainer.send(asdict(order), bucket_bytes=1000)
         await trainer.stage(7, send=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollart import collective
-from rollart.collective import Order, Received, Receiver
+from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.checkpoint import read_tensors
 from rollart.train import checkpoint, sending
 from rollart.train.learner import Learner
@@ -46,18 +46,18 @@ class Bench:
 
     def __init__(self, workers: int, ranks: int = 1) -> None:
         self.senders = [BroadcastSender(CPU, rank=rank, host="127.0.0.1") for rank in range(ranks)]
-        self.receivers = [Receiver(CPU) for _ in range(workers)]
+        self.receivers = [WeightReceiver(CPU) for _ in range(workers)]
 
-    def order(self, stamp: str, *, group: str = "g", version: int = 1, size: int | None = None) -> Order:
+    def order(self, stamp: str, *, group: str = "g", version: int = 1, size: int | None = None) -> BroadcastOrder:
         address, size = self.senders[0].address(), 1 + len(self.receivers) if size is None else size
-        return Order(address, group, "gloo", size, len(self.senders), stamp, version, limit_s=60.0)
+        return BroadcastOrder(address, group, "gloo", size, len(self.senders), stamp, version, limit_s=60.0)
 
-    def send(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
+    def send(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
         for number, receiver in enumerate(self.receivers, start=1):
             receiver.take_part(dataclasses.replace(order, first=number))
         return self.root(order, *shares, config=config)
 
-    def root(self, order: Order, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
+    def root(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
         sent: list[SendResult | None] = [None] * len(self.senders)
 
         def one(rank: int) -> None:
@@ -90,7 +90,7 @@ def bench() -> Iterator[Callable[..., Bench]]:
         one.close()
 
 
-def same(received: Received | None, sent: dict[str, Tensor]) -> bool:
+def same(received: ReceivedWeights | None, sent: dict[str, Tensor]) -> bool:
     assert received is not None
     assert received.tensors.keys() == sent.keys()
     return all(t.dtype == sent[n].dtype and torch.equal(t, sent[n]) for n, t in received.tensors.items())
@@ -140,11 +140,11 @@ def test_a_damaged_bucket_is_said_and_nothing_of_the_version_is_kept(
 
 
 def test_what_a_worker_cannot_load_it_does_not_keep(bench: Callable[..., Bench]) -> None:
-    def refuse(received: Received) -> None:
+    def refuse(received: ReceivedWeights) -> None:
         raise ValueError(f"another model: {received.config}")
 
     b = bench(workers=1)
-    b.receivers = [Receiver(CPU, check=refuse)]
+    b.receivers = [WeightReceiver(CPU, check=refuse)]
     (sent,) = b.send(b.order("s1"), tensors(1), config="small")
     assert sent.errors == {1: "another model: small"}
     assert b.receivers[0].take("s1") is None
@@ -186,15 +186,15 @@ def test_the_store_keeps_nothing_of_the_broadcasts_before_the_last(bench: Callab
 MEMBER = """
 import dataclasses, json, os, signal, sys, torch
 from rollart import collective
-order = collective.Order(**json.loads(sys.argv[1]))
-receiver = collective.Receiver(torch.device("cpu"))
-finish, seen = collective.Group.finish, []
+order = collective.BroadcastOrder(**json.loads(sys.argv[1]))
+receiver = collective.WeightReceiver(torch.device("cpu"))
+finish, seen = collective.BroadcastGroup.finish, []
 def end(self, work, *, within_s):
     finish(self, work, within_s=within_s)
     seen.append(1)
     if len(seen) == 2:
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-collective.Group.finish = end
+collective.BroadcastGroup.finish = end
 receiver.take_part(order)
 print("ready", flush=True)
 signal.pause()
@@ -203,7 +203,7 @@ signal.pause()
 
 
 @contextlib.contextmanager
-def member(order: Order, end: str) -> Iterator[subprocess.Popen[str]]:
+def member(order: BroadcastOrder, end: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", MEMBER, json.dumps(dataclasses.asdict(order)), end]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

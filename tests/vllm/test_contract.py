@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollart.adapters.engines.vllm import PROBE_FILE, VllmEngine
-from rollart.collective import Order
+from rollart.collective import BroadcastOrder
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.train.sending import BroadcastSender
@@ -216,7 +216,7 @@ class TestVllmByBroadcast(EngineContract):
             try:
                 await to_version(engine, publisher(self.root)(0))
                 before = await engine.generate(request("a", max_tokens=9, temperature=0.0))
-                order = Order(sender.address(), "g", "gloo", 2, 1, "another", 3, limit_s=60.0)
+                order = BroadcastOrder(sender.address(), "g", "gloo", 2, 1, "another", 3, limit_s=60.0)
                 sent = await give(sender, order, publish(self.root / "tied", 9, TIED), engine)
                 assert "another model: tie_word_embeddings is True" in sent.errors[1]
                 engine.received(3, "another")  # as if it had received it

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollart_vllm.collective import Order, Received, Receiver
+from rollart_vllm.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart_vllm.directory import Version, another_model, open_version
 
 __all__ = ["DirectoryInit", "DirectoryTransfer", "DirectoryUpdate"]
@@ -27,7 +27,7 @@ __all__ = ["DirectoryInit", "DirectoryTransfer", "DirectoryUpdate"]
 
 @dataclass
 class DirectoryInit(WeightTransferInitInfo):
-    """Nothing for directories; or an order to take part in one broadcast (`collective.Order`, its fields)."""
+    """Nothing for directories; or an order to take part in one broadcast (`collective.BroadcastOrder`, its fields)."""
 
     address: str = ""
     group: str = ""
@@ -55,7 +55,7 @@ class DirectoryUpdate(WeightTransferUpdateInfo):
 class _Broadcast:
     """A version that is in memory already, as `directory.Version` is."""
 
-    def __init__(self, received: Received) -> None:
+    def __init__(self, received: ReceivedWeights) -> None:
         self._received = received
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,14 +76,14 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._staged: Version | _Broadcast | None = None
-        self._receiver = Receiver(self.device, check=self._loadable)
+        self._receiver = WeightReceiver(self.device, check=self._loadable)
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
         """Returns at once: a broadcast comes in threads of its own, while this worker goes on generating."""
         if init_info.address:
             parallel = self.parallel_config
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._receiver.take_part(Order(**asdict(init_info)), worker=worker)
+            self._receiver.take_part(BroadcastOrder(**asdict(init_info)), worker=worker)
 
     def start_weight_update(self) -> None:
         self._staged = None
@@ -123,7 +123,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         self._staged = None
         self._receiver.close()
 
-    def _loadable(self, received: Received) -> None:
+    def _loadable(self, received: ReceivedWeights) -> None:
         found = json.loads(received.config)
         if problem := another_model(found, self.model_config.hf_config.to_dict()):
             raise ValueError(f"the broadcast is of {problem}")

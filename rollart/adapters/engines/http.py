@@ -92,13 +92,13 @@ class HttpEngine:
         """Generate the tokens of one turn. Cancelling aborts the request on the server. HandoffFailed if the KV named
         in `kv_transfer` is unavailable; ForeignWeights if tokens were drawn by weights that this client did not have
         the server load."""
-        if (on_piece := request.told) is not None:
+        if (on_piece := request.on_chunk) is not None:
 
             def check_and_forward(piece: CompletionChunk) -> None:
                 self._check_stamp(piece.version, piece.stamp)
                 on_piece(piece)
 
-            request = dataclasses.replace(request, told=check_and_forward)
+            request = dataclasses.replace(request, on_chunk=check_and_forward)
         answer = await self._generate_any(request)
         for span in answer.spans:
             self._check_stamp(span.version, span.stamp)
@@ -110,7 +110,7 @@ class HttpEngine:
             if stream is not None:
                 return await stream.generate(request)
         body = _generate_body(request)
-        if request.told is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
+        if request.on_chunk is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
             return await self._generate_streamed(request, body)
         raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
@@ -142,7 +142,7 @@ class HttpEngine:
         return lambda: None
 
     async def _generate_streamed(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
-        events = CompletionAssembler(self._url, self._first, request.told, self._version_source())
+        events = CompletionAssembler(self._url, self._first, request.on_chunk, self._version_source())
         headers = {"X-Session-ID": request.session} if request.session else {}
         data = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"
@@ -205,7 +205,7 @@ class HttpEngine:
         return 1
 
     async def take_part(self, order: Mapping[str, object]) -> None:
-        """Receive one broadcast of the trainer (`rollart.collective.Order`), concurrently with all other calls."""
+        """Receive one broadcast (`rollart.collective.BroadcastOrder`) of the trainer, concurrently with other calls."""
         await self._control("/init_weight_transfer_engine", {"init_info": dict(order)})
 
     def received(self, version: int, stamp: str) -> None:

@@ -57,7 +57,7 @@ class EngineStream(asyncio.Protocol):
         seed = None if s.seed is None else s.seed & SEED_MASK
         self.send(
             (
-                "g" if request.told is None else "G",
+                "g" if request.on_chunk is None else "G",
                 number,
                 request.request_id,
                 request.session,
@@ -74,8 +74,8 @@ class EngineStream(asyncio.Protocol):
         )
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
-        if request.told is not None:
-            self._on_piece[number] = request.told
+        if request.on_chunk is not None:
+            self._on_piece[number] = request.on_chunk
         try:
             return await answer
         except (asyncio.CancelledError, WrongAnswer):

@@ -52,7 +52,7 @@ class HostConnection:
         self.pid = 0
         self.problems: Mapping[str, str] = {}
         """Domains that the host can make no environment of, with the reasons."""
-        self.pictured: frozenset[str] = frozenset()
+        self.image_domains: frozenset[str] = frozenset()
         # The task outlives the call that opened the connection; `aclose` ends both.
         self._reader_task = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
 
@@ -68,9 +68,9 @@ class HostConnection:
         try:
             response = await connection._request(HostOperation.HELLO, "", token)
             match response.value:
-                case [int(pid), dict(problems), list(pictured)]:
+                case [int(pid), dict(problems), list(image_domains)]:
                     connection.pid, connection.problems = pid, problems
-                    connection.pictured = frozenset(map(str, pictured))
+                    connection.image_domains = frozenset(map(str, image_domains))
                 case _:
                     raise EnvironmentFault(name, "its answer to the greeting is malformed")
         except BaseException:

@@ -149,7 +149,7 @@ class PooledSession:
                 on_piece(piece)
 
         request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
-        answer = await engine.generate(request if on_piece is None else replace(request, told=forward))
+        answer = await engine.generate(request if on_piece is None else replace(request, on_chunk=forward))
         if wrong := wrong_answer(answer, sampling, vocab=self._pool.vocab):
             raise WrongAnswer(f"{engine.id}: {wrong}")
         return answer
