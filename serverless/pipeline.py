@@ -112,8 +112,11 @@ class Offload:
         """The providers of a function in order of preference: the state of the circuit breaker ("closed" if there is
         none) and the number of calls that may be in flight."""
         return {
-            backend.provider: (str(lane.breaker.state) if lane.breaker is not None else "closed", lane.window)
-            for backend, lane in zip(self._backends, self._queue_of(function).lanes, strict=False)
+            backend.provider: (
+                str(provider_queue.breaker.state) if provider_queue.breaker is not None else "closed",
+                provider_queue.window,
+            )
+            for backend, provider_queue in zip(self._backends, self._queue_of(function).provider_queues, strict=False)
         }
 
     async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:

@@ -26,27 +26,27 @@ class FallbackOrder:
     def __init__(
         self,
         function: str,
-        lanes: Sequence[ProviderQueue],
+        queues: Sequence[ProviderQueue],
         *,
         breakers: StageCounts,
         fallbacks: StageCounts,
         give_up: Callable[[PendingItem, InfraFault], None],
     ) -> None:
         self._function = function
-        self._lanes = tuple(lanes)
+        self._queues = tuple(queues)
         self._breakers = breakers
         self._fallbacks = fallbacks
         self._give_up = give_up
 
     def route(self, entry: PendingItem, now: float) -> None:
         """Send an item to the provider that admits it first. Ties: the earlier in the order."""
-        lanes = self._lanes
-        chosen = lanes[entry.provider_index]
+        queues = self._queues
+        chosen = queues[entry.provider_index]
         self._breakers.entered += chosen.breaker is not None
-        if len(lanes) > 1 and not chosen.admits(now):
-            in_order = (*lanes[entry.provider_index :], *lanes[: entry.provider_index])
-            chosen = next((lane for lane in in_order if lane.admits(now)), None) or min(
-                lanes, key=ProviderQueue.open_at
+        if len(queues) > 1 and not chosen.admits(now):
+            in_order = (*queues[entry.provider_index :], *queues[: entry.provider_index])
+            chosen = next((queue for queue in in_order if queue.admits(now)), None) or min(
+                queues, key=ProviderQueue.open_at
             )
         if chosen.index > entry.provider_index and chosen.index != entry.sent_to:
             self._fallbacks.acted += 1
@@ -57,33 +57,33 @@ class FallbackOrder:
         entry.sent_to = chosen.index
         chosen.enqueue(entry)
 
-    def shut(self, index: int) -> None:
+    def provider_unavailable(self, index: int) -> None:
         """A provider queue stopped admitting calls: route its items to a provider that admits them sooner, or give them
         up."""
-        if not math.isinf(self._lanes[index].open_at()) and self.hopeless():
+        if not math.isinf(self._queues[index].open_at()) and self.hopeless():
             fault = self._fault()
-            for lane in self._lanes:
-                for entry in lane.drain():
+            for queue in self._queues:
+                for entry in queue.drain():
                     self._give_up(entry, fault)
-        elif len(self._lanes) > 1:
+        elif len(self._queues) > 1:
             now = asyncio.get_running_loop().time()
-            for entry in self._lanes[index].drain():
+            for entry in self._queues[index].drain():
                 self.route(entry, now)
 
-    def back(self, index: int) -> None:
+    def provider_available(self, index: int) -> None:
         """A provider queue admits calls again: route the items to it that wait for another provider's trial."""
         now = asyncio.get_running_loop().time()
-        for lane in self._lanes:
-            if lane.index != index and not lane.admits(now):
-                for entry in lane.drain():
+        for queue in self._queues:
+            if queue.index != index and not queue.admits(now):
+                for entry in queue.drain():
                     self.route(entry, now)
 
     def hopeless(self) -> bool:
         """True if every provider has failed the maximal number of trials in a row."""
-        return all(lane.breaker is not None and lane.breaker.hopeless for lane in self._lanes)
+        return all(queue.breaker is not None and queue.breaker.hopeless for queue in self._queues)
 
     def _fault(self) -> InfraFault:
         # The text is the same throughout an outage: a run reports its most frequent fault.
-        causes = "; ".join(f"{lane.provider} failed trial after trial: {lane.why}" for lane in self._lanes)
+        causes = "; ".join(f"{queue.provider} failed trial after trial: {queue.why}" for queue in self._queues)
         detail = f"no provider of {self._function} answers: {causes}"[:500]
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)

@@ -45,7 +45,7 @@ class ProviderQueue:
 
     def __init__(
         self,
-        owner: ProviderQueueCallbacks,
+        callbacks: ProviderQueueCallbacks,
         index: int,
         spec: FunctionSpec,
         backend: Backend,
@@ -54,7 +54,7 @@ class ProviderQueue:
         *,
         alone: bool,
     ) -> None:
-        self._owner = owner
+        self._callbacks = callbacks
         self.index = index
         self._spec = spec
         self._backend = backend
@@ -68,9 +68,9 @@ class ProviderQueue:
         items = spec.batch.max_items if batch.enabled else 1
         wait_s = spec.batch.max_wait_ms / 1000.0 if batch.enabled else 0.0
         policy = BatchPolicy(items, wait_s, spec.batch.max_bytes)
-        self._counts = {stage: owner.count(stage) for stage in OffloadStage}
-        self._hedges, self._batches = owner.count(OffloadStage.HEDGE), owner.count(OffloadStage.BATCH)
-        self._admissions = owner.count(OffloadStage.ADMISSION)
+        self._counts = {stage: callbacks.count(stage) for stage in OffloadStage}
+        self._hedges, self._batches = callbacks.count(OffloadStage.HEDGE), callbacks.count(OffloadStage.BATCH)
+        self._admissions = callbacks.count(OffloadStage.ADMISSION)
         self._queue = WaitingItems(policy, by_length=batch.enabled and batch.by_length)
         self._groups: deque[list[PendingItem]] = deque()
         window, breaker = settings.admission.policy(spec.concurrency), settings.breaker.policy()
@@ -171,7 +171,7 @@ class ProviderQueue:
         return False
 
     def _begin(self, entries: list[PendingItem], cause: Cause, now: float) -> None:
-        limits = [self._owner.limit(entry) for entry in entries]
+        limits = [self._callbacks.limit(entry) for entry in entries]
         wires = [e.wire if t is None else limited(e.wire, t) for e, t in zip(entries, limits, strict=True)]
         expires = max([entry.expires for entry in entries])
         limit = limits[0] if len(entries) == 1 and (limits[0] or 0.0) < self._spec.timeout_s else None
@@ -187,7 +187,9 @@ class ProviderQueue:
         if self._hedger is not None:
             self._hedger.called(call, now)
         if call.tries[0].trial:
-            self._owner.shut(self.index)  # the trial blocks other calls here: another provider may be sooner
+            self._callbacks.provider_unavailable(
+                self.index
+            )  # the trial blocks other calls here: another provider may be sooner
 
     def _count(self, call: PipelineCall, waited: float) -> None:
         items = len(call.entries)
@@ -214,7 +216,7 @@ class ProviderQueue:
         )
         call.tries.append(attempt)
         self._attempts[attempt] = None
-        attempt.task = self._owner.spawn(self._run(attempt))
+        attempt.task = self._callbacks.spawn(self._run(attempt))
         # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
         attempt.task.add_done_callback(lambda _: self._ended(attempt))
 
@@ -270,7 +272,7 @@ class ProviderQueue:
         del self._attempts[attempt]  # at once: replies that arrive together must not count each other as in flight
         seconds, items, others = now - attempt.began, len(attempt.call.entries), len(self._attempts)
         if reply.invocation is not None:
-            self._owner.billed(reply.invocation)
+            self._callbacks.billed(reply.invocation)
             if attempt.call.cause in CAUSED_BY:
                 self._counts[CAUSED_BY[attempt.call.cause]].extra_billed_s += reply.invocation.billed_s
         fault = reply.fault
@@ -305,11 +307,11 @@ class ProviderQueue:
         if breaker.ended(now, failed, trial=attempt.trial):
             self.why = fault.detail if fault is not None else ""
             self._counts[OffloadStage.BREAKER].acted += 1
-            self._owner.shut(self.index)
+            self._callbacks.provider_unavailable(self.index)
         elif attempt.trial and breaker.state is BreakerState.CLOSED:
             if self._window is not None:
                 self._window.restart()
-            self._owner.back(self.index)
+            self._callbacks.provider_available(self.index)
 
     def _exhausted(self, now: float) -> bool:
         window = self._window
@@ -336,7 +338,7 @@ class ProviderQueue:
         if fault is None:
             read = wire.outcomes(reply.body, call.event, deterministic=self._spec.deterministic)
             for entry, outcome in zip(entries, read, strict=True):
-                self._owner.receive(entry, outcome, seconds=seconds)
+                self._callbacks.receive(entry, outcome, seconds=seconds)
             return
         if fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
             self._readmit(call, fault)
@@ -348,7 +350,7 @@ class ProviderQueue:
         elif retryable_elsewhere(fault, reply.invocation):
             for entry in entries:
                 entry.alone = entry.alone or call.cause is Cause.ISOLATION
-                self._owner.provider_failed(self.index, entry, fault)
+                self._callbacks.provider_failed(self.index, entry, fault)
         else:
             for entry in entries:
                 entry.alone = entry.alone or call.cause is Cause.ISOLATION
@@ -369,13 +371,13 @@ class ProviderQueue:
                 bill = bill if ran_s >= 0.9 * call.limit else None
             elif entry.expires > call.expires + _EPS and left > _EPS:
                 entry.attempts -= call.counted
-                self._owner.again(entry)  # a submit with a later deadline joined after the call had begun
+                self._callbacks.again(entry)  # a submit with a later deadline joined after the call had begun
                 return
         floor = self._spec.timeout_floor
         if fault.kind is FaultKind.TIMEOUT and floor is not None and bill is not None and bill.items:
-            self._owner.receive(entry, ModelFault(floor, fault.detail))
+            self._callbacks.receive(entry, ModelFault(floor, fault.detail))
         else:
-            self._owner.receive(entry, fault)
+            self._callbacks.receive(entry, fault)
 
     def _readmit(self, call: PipelineCall, fault: InfraFault) -> None:
         """Return the items of a refused call to the front. The call was not executed, so no attempt or retry token is
@@ -389,7 +391,7 @@ class ProviderQueue:
             stage.acted += 1
             entry.throttles += 1
             if entry.throttles > self._settings.admission.max_throttles:
-                self._owner.provider_failed(self.index, entry, fault)
+                self._callbacks.provider_failed(self.index, entry, fault)
                 continue
             entry.attempts -= call.counted
             entry.since = now
@@ -399,7 +401,7 @@ class ProviderQueue:
         else:
             self._put_back(back, call.cause)
         if self._exhausted(now):
-            self._owner.shut(self.index)
+            self._callbacks.provider_unavailable(self.index)
 
     def _put_back(self, entries: list[PendingItem], cause: Cause) -> None:
         """Return items to the front, or route them again if this provider stopped admitting calls meanwhile."""
@@ -408,7 +410,7 @@ class ProviderQueue:
         if not self.admits(asyncio.get_running_loop().time()):
             for entry in entries:
                 if not entry.done:
-                    self._owner.again(entry)
+                    self._callbacks.again(entry)
         elif cause is Cause.ISOLATION:
             self._groups.appendleft(entries)
         else:

@@ -73,17 +73,17 @@ class FunctionQueue:
         self._billed_items = 0
         chain = backends if settings.fallback.enabled else backends[:1]
         alone = len(chain) == 1
-        self.lanes = [
+        self.provider_queues = [
             ProviderQueue(self, n, self.spec, b, settings, self._rng, alone=alone) for n, b in enumerate(chain)
         ]
         breakers, fallbacks = self._stages[OffloadStage.BREAKER], self._fallbacks
-        self._chain = FallbackOrder(
-            self.spec.name, self.lanes, breakers=breakers, fallbacks=fallbacks, give_up=self._settle
+        self._fallback_order = FallbackOrder(
+            self.spec.name, self.provider_queues, breakers=breakers, fallbacks=fallbacks, give_up=self._settle
         )
 
     @property
     def waiting(self) -> int:
-        return sum(lane.waiting for lane in self.lanes)
+        return sum(provider_queue.waiting for provider_queue in self.provider_queues)
 
     @property
     def stages(self) -> dict[OffloadStage, StageCounts]:
@@ -126,7 +126,7 @@ class FunctionQueue:
         if len(entry.waiters) == 1 and entry not in self._live:
             self._live[entry] = None
             entry.since = now
-            self._chain.route(entry, now)
+            self._fallback_order.route(entry, now)
         try:
             return await waiter.outcome
         finally:
@@ -135,8 +135,8 @@ class FunctionQueue:
     def close(self) -> None:
         """Resolve all waiters with a fault and cancel the calls in flight."""
         fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail="the offload was closed")
-        for lane in self.lanes:
-            lane.close()
+        for provider_queue in self.provider_queues:
+            provider_queue.close()
         for entry in list(self._live):
             self._settle(entry, fault)
         self._deadlines.close()
@@ -178,14 +178,14 @@ class FunctionQueue:
         # A timeout is no property of the item: it is reported, and not cached.
         self._settle(entry, outcome, keep=seconds is not None)
 
-    def provider_failed(self, lane: int, entry: PendingItem, fault: InfraFault) -> None:
+    def provider_failed(self, index: int, entry: PendingItem, fault: InfraFault) -> None:
         """Route the item to the next provider; after the last one, treat the fault as final or retry."""
         if entry.done:
             return
-        if lane < entry.provider_index or lane + 1 >= len(self.lanes) or self._chain.hopeless():
+        if index < entry.provider_index or index + 1 >= len(self.provider_queues) or self._fallback_order.hopeless():
             self.receive(entry, fault)
             return
-        entry.provider_index = lane + 1
+        entry.provider_index = index + 1
         entry.attempts = max(0, entry.attempts - 1)
         entry.throttles = 0
         entry.cause = Cause.FALLBACK
@@ -196,13 +196,13 @@ class FunctionQueue:
         now = asyncio.get_running_loop().time()
         entry.call = None
         entry.since = now
-        self._chain.route(entry, now)
+        self._fallback_order.route(entry, now)
 
-    def shut(self, lane: int) -> None:
-        self._chain.shut(lane)
+    def provider_unavailable(self, index: int) -> None:
+        self._fallback_order.provider_unavailable(index)
 
-    def back(self, lane: int) -> None:
-        self._chain.back(lane)
+    def provider_available(self, index: int) -> None:
+        self._fallback_order.provider_available(index)
 
     def _cached(self, key: bytes | None) -> Outcome | None:
         """The cached result of an item, None if there is none."""
@@ -253,13 +253,13 @@ class FunctionQueue:
         return fault
 
     def _purge_finished(self) -> bool:
-        for lane in self.lanes:
-            lane.purge()
+        for provider_queue in self.provider_queues:
+            provider_queue.purge()
         return self.waiting < self.spec.queue
 
     def _schedule_retry(self, entry: PendingItem, fault: InfraFault) -> bool:
         """Schedule another attempt, if the policy and the budget allow one and a provider may answer it."""
-        if self._retry is None or self._budget is None or self._chain.hopeless():
+        if self._retry is None or self._budget is None or self._fallback_order.hopeless():
             return False
         loop = asyncio.get_running_loop()
         wait = self._retry.delay(fault, max(1, entry.attempts), entry.expires - loop.time(), self._rng)
@@ -304,7 +304,7 @@ class FunctionQueue:
             entry.retry = None
         call, entry.call = entry.call, None
         if call is not None:
-            self.lanes[call.provider_index].abandon(call)
+            self.provider_queues[call.provider_index].abandon(call)
 
     def _settle(self, entry: PendingItem, outcome: Outcome, *, keep: bool = False) -> None:
         if entry.done:

@@ -27,7 +27,7 @@ class ProviderQueueCallbacks(Protocol):
         """Deliver an item's outcome. `seconds` is the duration of its call if a worker gave the outcome, None if the
         provider queue made it."""
 
-    def provider_failed(self, lane: int, entry: PendingItem, fault: InfraFault) -> None:
+    def provider_failed(self, index: int, entry: PendingItem, fault: InfraFault) -> None:
         """This provider cannot serve the item; another one may."""
 
     def again(self, entry: PendingItem) -> None:
@@ -35,9 +35,9 @@ class ProviderQueueCallbacks(Protocol):
 
     def billed(self, invocation: Invocation) -> None: ...
 
-    def shut(self, lane: int) -> None:
+    def provider_unavailable(self, index: int) -> None:
         """The provider queue admits no calls for a while: its breaker opened, its trial is in flight, or its provider
         refuses."""
 
-    def back(self, lane: int) -> None:
+    def provider_available(self, index: int) -> None:
         """The breaker of the provider queue closed."""

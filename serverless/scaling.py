@@ -157,16 +157,16 @@ class Scaler:
             self._scored[kind] = self._scored.get(kind, 0) + 1
         for managed in self._managed:
             name, provider = managed.spec.name, managed.backend.provider
-            load, book = managed.backend.load(name), self._seen.book(name, provider)
+            load, statistics = managed.backend.load(name), self._seen.statistics(name, provider)
             first = around.route(name) or next(o.backend.provider for o in self._managed if o.spec.name == name)
             on = provider == first
             wanted = managed.decider.decide(
                 ScalingObservation(
                     now,
                     load,
-                    book,
+                    statistics,
                     around.waiting(name) if on else 0,
-                    self._forecast_calls(name, now, live, load, book.scored) if on else _nothing,
+                    self._forecast_calls(name, now, live, load, statistics.scored) if on else _nothing,
                     around.prices.idle(managed.spec, provider),
                     around.prices.waiting(),
                 )
@@ -238,7 +238,7 @@ class Scaler:
             spec,
             backend,
             meter=self._meter,
-            book=self._seen.book(name, provider),
+            statistics=self._seen.statistics(name, provider),
             levels=levels,
             on_change=on_change,
             hysteresis=self._hysteresis(),

@@ -34,9 +34,9 @@ class ScalingObservation:
 
     now: float
     load: WorkerLoad
-    book: CallStatistics
+    statistics: CallStatistics
     waiting: int
-    coming: CallForecast
+    expected_calls: CallForecast
     idle_usd_per_s: float = 0.0
     waiting_usd_per_s: float = 0.0
 
@@ -61,51 +61,55 @@ class Decider:
         self._autoscaler = Autoscaler(settings.reactive.policy()) if settings.reactive.enabled else None
         self._applied_s: float | None = None
 
-    def decide(self, look: ScalingObservation) -> ScalingTarget:
-        items = max(1.0, look.book.items)
-        reactive = self._reactive(look, items)
-        ahead = self._ahead(look, items)
+    def decide(self, observation: ScalingObservation) -> ScalingTarget:
+        items = max(1.0, observation.statistics.items)
+        reactive = self._reactive(observation, items)
+        ahead = self._ahead(observation, items)
         workers = min(self._spec.concurrency, max(reactive, ahead))
         why = "idle" if not workers else "forecast" if ahead >= min(reactive, workers) else "reactive"
-        return ScalingTarget(workers, why, self._keep_alive(look, workers))
+        return ScalingTarget(workers, why, self._keep_alive(observation, workers))
 
-    def _reactive(self, look: ScalingObservation, items: float) -> int:
+    def _reactive(self, observation: ScalingObservation, items: float) -> int:
         if self._autoscaler is None:
             return 0
-        ended = look.book.take_busy(look.now)
-        at_once = max(look.load.under_way + look.waiting / items, ended)
-        self._autoscaler.observe(look.now, at_once)
-        return self._autoscaler.wanted(look.now, look.load.workers)
+        ended = observation.statistics.take_busy(observation.now)
+        at_once = max(observation.load.under_way + observation.waiting / items, ended)
+        self._autoscaler.observe(observation.now, at_once)
+        return self._autoscaler.wanted(observation.now, observation.load.workers)
 
-    def _ahead(self, look: ScalingObservation, items: float) -> int:
+    def _ahead(self, observation: ScalingObservation, items: float) -> int:
         settings = self._settings.forecast
-        if not settings.enabled or not look.book.items:
+        if not settings.enabled or not observation.statistics.items:
             return 0
-        auto = _MARGIN * look.book.cold_s + 2.0 * self._settings.tick_s
+        auto = _MARGIN * observation.statistics.cold_s + 2.0 * self._settings.tick_s
         horizon = max(auto if settings.horizon_s == "auto" else settings.horizon_s, self._least_horizon_s)
-        expected = look.coming(horizon)
+        expected = observation.expected_calls(horizon)
         if expected is None:
             return 0
-        known = look.load.under_way * items + look.waiting
-        return workers_for(expected.upper(settings.z) + known, max(1e-6, look.book.service_s), horizon, items=items)
+        known = observation.load.under_way * items + observation.waiting
+        return workers_for(
+            expected.upper(settings.z) + known, max(1e-6, observation.statistics.service_s), horizon, items=items
+        )
 
-    def _keep_alive(self, look: ScalingObservation, workers: int) -> float | None:
+    def _keep_alive(self, observation: ScalingObservation, workers: int) -> float | None:
         """Keep-alive by ski rental. A cold start costs the worker's seconds, and those of a trajectory if a call waits
         for the start, which is rare where workers are started ahead. The most recently used worker is used next, so a
         worker above the `workers` that are kept is needed only if the calls until break-even need more than these. A
         change below a fifth is not applied."""
-        settings, cold_s = self._settings.keep_alive, look.book.cold_s
+        settings, cold_s = self._settings.keep_alive, observation.statistics.cold_s
         if not settings.enabled or cold_s <= 0.0:
             return None
-        price = look.idle_usd_per_s
-        rule = KeepAlive(price, cold_s * (price + look.book.waited * look.waiting_usd_per_s), settings.trust)
+        price = observation.idle_usd_per_s
+        rule = KeepAlive(
+            price, cold_s * (price + observation.statistics.waited * observation.waiting_usd_per_s), settings.trust
+        )
         even = rule.break_even_s
         next_s: float | None = None
         if math.isfinite(even):
-            expected = look.coming(even)
+            expected = observation.expected_calls(even)
             if expected is not None and even > 0.0:
-                service_s = max(1e-6, look.book.service_s)
-                needed = workers_for(expected.mean, service_s, even, items=max(1.0, look.book.items))
+                service_s = max(1e-6, observation.statistics.service_s)
+                needed = workers_for(expected.mean, service_s, even, items=max(1.0, observation.statistics.items))
                 next_s = even if expected.mean >= _EXPECTED and needed > workers else math.inf
         longest = self._spec.keep_alive_s if settings.max_s is None else settings.max_s
         seconds = min(longest, max(settings.min_s, rule.seconds(next_s)))

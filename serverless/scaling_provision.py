@@ -74,7 +74,7 @@ class Provisioner:
         backend: ProvisionedBackend,
         *,
         meter: MeterSink,
-        book: CallStatistics,
+        statistics: CallStatistics,
         levels: ProvisionedLevels,
         on_change: LevelCallback,
         hysteresis: Hysteresis | None = None,
@@ -82,7 +82,7 @@ class Provisioner:
         self._spec = spec
         self._backend = backend
         self._meter = meter
-        self._book = book
+        self._statistics = statistics
         self._levels = levels
         self._on_change = on_change
         self._hysteresis = hysteresis or Hysteresis()
@@ -149,7 +149,7 @@ class Provisioner:
             return False
         # The file wins over the provider's level: a killed run may have left its own level there.
         self._original = self._levels.before.get(self._key, self.level)
-        self._since, self._billed_s = loop.time(), self._book.billed_s
+        self._since, self._billed_s = loop.time(), self._statistics.billed_s
         return True
 
     async def _change(self, level: int) -> None:
@@ -178,7 +178,7 @@ class Provisioner:
         the unused part."""
         now = asyncio.get_running_loop().time()
         since, self._since = self._since, now
-        billed, self._billed_s = self._book.billed_s - self._billed_s, self._book.billed_s
+        billed, self._billed_s = self._statistics.billed_s - self._billed_s, self._statistics.billed_s
         if self._original is None or now <= since:
             return
         seconds = self.level * (now - since)

@@ -60,18 +60,18 @@ class StatisticsMeter:
         self._pass_on = meter.invocation
         self.worker: Callable[[WorkerSpan], None] = meter.worker
         self.saving: Callable[[Saving], None] = meter.saving
-        self._books: dict[tuple[str, str], CallStatistics] = {}
+        self._statistics_by_key: dict[tuple[str, str], CallStatistics] = {}
 
-    def book(self, function: str, provider: str) -> CallStatistics:
+    def statistics(self, function: str, provider: str) -> CallStatistics:
         key = (function, provider)
-        book = self._books.get(key)
-        if book is None:
-            book = self._books[key] = CallStatistics()
-        return book
+        statistics = self._statistics_by_key.get(key)
+        if statistics is None:
+            statistics = self._statistics_by_key[key] = CallStatistics()
+        return statistics
 
     def invocation(self, invocation: Invocation) -> None:
-        book = self._books.get((invocation.function, invocation.provider))
-        if book is None:
-            book = self.book(invocation.function, invocation.provider)
-        book.note(invocation)
+        statistics = self._statistics_by_key.get((invocation.function, invocation.provider))
+        if statistics is None:
+            statistics = self.statistics(invocation.function, invocation.provider)
+        statistics.note(invocation)
         self._pass_on(invocation)

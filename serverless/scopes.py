@@ -61,7 +61,7 @@ class StateAccess:
     """One access to a persistent name (`X`, or `self.x` of a persistent object) in a function."""
 
     name: str
-    way: AccessKind
+    access: AccessKind
     node: ast.AST
     function: SourceFunction
     method: str = ""
@@ -160,7 +160,7 @@ class SourceModule:
         self.values: dict[str, ast.expr] = {}
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
         self.classes: dict[str, ast.ClassDef] = {}
-        self.lasting: set[str] = set()
+        self.persistent_classes: set[str] = set()
         """Classes with a persistent instance."""
         self._read(body)
         if closed is not None and not isinstance(closed, ast.Lambda):
@@ -168,7 +168,7 @@ class SourceModule:
             self._read(closed.body)
         for value in self.values.values():
             if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.classes:
-                self.lasting.add(value.func.id)
+                self.persistent_classes.add(value.func.id)
 
     def _read(self, body: Sequence[ast.stmt]) -> None:
         for node in body:
@@ -267,7 +267,7 @@ def state_accesses(function: SourceFunction) -> Iterator[StateAccess]:
     for node in inside(function.node):
         yield from _writes(node, function)
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = _lasting(node, function, exact=True)
+            name = _persistent_name(node, function, exact=True)
             if name and not _is_target(node, function):
                 yield StateAccess(name, AccessKind.READ, node, function)
 
@@ -278,19 +278,19 @@ def _writes(node: ast.AST, function: SourceFunction) -> Iterator[StateAccess]:
     ):
         value = getattr(node, "value", None)
         for target in _stored(node):
-            name = _lasting(target, function)
+            name = _persistent_name(target, function)
             if name:
                 key = target.slice if isinstance(target, ast.Subscript) else None
                 yield StateAccess(name, _access_kind(node, target, name), target, function, value=value, key=key)
     if isinstance(node, ast.Call):
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in _MUTATORS:
-            name = _lasting(called.value, function)
+            name = _persistent_name(called.value, function)
             if name:
                 yield StateAccess(name, AccessKind.METHOD, node, function, method=called.attr)
         plain = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         if plain in _FIRST_ARGUMENT | {"next"} and node.args:
-            name = _lasting(node.args[0], function)
+            name = _persistent_name(node.args[0], function)
             if name:
                 yield StateAccess(
                     name, AccessKind.NEXT if plain == "next" else AccessKind.METHOD, node, function, method=plain
@@ -318,7 +318,7 @@ def _access_kind(node: ast.AST, target: ast.expr, name: str) -> AccessKind:
     return AccessKind.ITEM if isinstance(target, ast.Subscript) else AccessKind.ATTRIBUTE
 
 
-def _lasting(node: ast.expr, function: SourceFunction, *, exact: bool = False) -> str:
+def _persistent_name(node: ast.expr, function: SourceFunction, *, exact: bool = False) -> str:
     """The persistent name that an expression is, or without `exact` is a part of; '' if none."""
     parts = [node]
     while not exact and isinstance(parts[-1], ast.Attribute | ast.Subscript):
@@ -331,8 +331,10 @@ def _lasting(node: ast.expr, function: SourceFunction, *, exact: bool = False) -
     if isinstance(last, ast.Name):
         if isinstance(last.ctx, ast.Store | ast.Del):
             return last.id if last.id in function.outer else ""
-        lasting = last.id in function.outer or (last.id in function.module.names and last.id not in function.locals)
-        return last.id if lasting or last.id in _defaults(function) else ""
+        persistent_classes = last.id in function.outer or (
+            last.id in function.module.names and last.id not in function.locals
+        )
+        return last.id if persistent_classes or last.id in _defaults(function) else ""
     if not exact and isinstance(last, ast.Call) and ast.unparse(last) == "type(self)" and function.owner:
         return "self"
     return ""

@@ -113,7 +113,7 @@ def inspect_source(
         for need in needs
     ]
     uses = [touch for function in functions for touch in state_accesses(function)]
-    reasons += [*_parameters(functions), *_judged(uses), *_indirect(functions)]
+    reasons += [*_parameters(functions), *_find_state(uses), *_indirect(functions)]
     reasons += [*_files(functions), *_databases(functions)]
     if reasons and not (stateless and not any(r.sure for r in reasons)):
         return Stateful(tuple(sorted(set(reasons), key=lambda r: (not r.sure, r.file, r.line))))
@@ -134,7 +134,7 @@ def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[
     found: dict[int, SourceFunction] = {}
     pending: list[SourceFunction] = []
     if isinstance(target, ast.ClassDef):
-        home.lasting.add(target.name)
+        home.persistent_classes.add(target.name)
         call = home.methods(target.name).get("__call__") if target.name in home.classes else None
         pending += [SourceFunction(call, home, owner=target.name, root=True)] if call is not None else []
     elif isinstance(target, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -158,7 +158,7 @@ def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[
             for node in (module.functions[name] for name in named & module.functions.keys()):
                 if id(node) not in found:
                     pending.append(SourceFunction(node, module))
-            for name in (named & module.classes.keys()) | module.lasting & (
+            for name in (named & module.classes.keys()) | module.persistent_classes & (
                 {function.owner} if function.module is module else set()
             ):
                 pending += _methods(module, name, named)
@@ -167,7 +167,7 @@ def _reachable(modules: Sequence[SourceModule], target: ast.AST | None) -> list[
 
 
 def _methods(module: SourceModule, name: str, named: set[str]) -> list[SourceFunction]:
-    owner = name if name in module.lasting else ""
+    owner = name if name in module.persistent_classes else ""
     return [
         SourceFunction(method, module, owner=owner)
         for method in module.methods(name).values()
@@ -188,45 +188,45 @@ def _parameters(functions: Sequence[SourceFunction]) -> list[StateFinding]:
     return reasons
 
 
-def _judged(uses: Sequence[StateAccess]) -> list[StateFinding]:
+def _find_state(uses: Sequence[StateAccess]) -> list[StateFinding]:
     groups: dict[tuple[int, str, str], list[StateAccess]] = {}
     for use in uses:
         owner = use.function.owner if use.name.startswith("self.") else ""
         groups.setdefault((id(use.function.module), owner, use.name), []).append(use)
     reasons: list[StateFinding] = []
     for group in groups.values():
-        writes = [use for use in group if use.way is not AccessKind.READ]
+        writes = [use for use in group if use.access is not AccessKind.READ]
         if writes and not _is_memo(writes, group):
             reasons += [_write(write, group) for write in writes if not _is_once(write)]
     return reasons
 
 
 def _write(write: StateAccess, group: Sequence[StateAccess]) -> StateFinding:
-    kind = _held(write)
-    read = any(u.way is AccessKind.READ for u in group)
+    kind = _binding(write)
+    read = any(u.access is AccessKind.READ for u in group)
     if kind is BindingKind.IMPORT:
-        return _foreign(write)
-    if write.way is AccessKind.NEXT:
+        return _module_write(write)
+    if write.access is AccessKind.NEXT:
         return _reason(write.function, write.node, f"{write.name} is an iterator that calls advance")
-    if write.way is AccessKind.REBIND and write.name.startswith("self."):
+    if write.access is AccessKind.REBIND and write.name.startswith("self."):
         return _reason(write.function, write.node, f"a call sets {write.name}", sure=not _set_first(write, group))
-    if write.way is AccessKind.REBIND:
+    if write.access is AccessKind.REBIND:
         scope = "closure variable" if write.function.module.closed is not None else "global"
         return _reason(write.function, write.node, f"a call writes the {scope} {write.name}")
-    if write.way is AccessKind.METHOD:
+    if write.access is AccessKind.METHOD:
         sure = read and kind is not BindingKind.OBJECT
         return _reason(write.function, write.node, f"a call changes {write.name} ({write.method})", sure=sure)
-    counts = write.way is AccessKind.AUGMENT
+    counts = write.access is AccessKind.AUGMENT
     text = f"a call counts in {write.name}" if counts else f"a call writes into {write.name}"
     return _reason(write.function, write.node, text, sure=read or counts)
 
 
-def _foreign(write: StateAccess) -> StateFinding:
+def _module_write(write: StateAccess) -> StateFinding:
     text = f"a call writes into the module {write.name}"
-    return _reason(write.function, write.node, text, sure=write.way is AccessKind.AUGMENT)
+    return _reason(write.function, write.node, text, sure=write.access is AccessKind.AUGMENT)
 
 
-def _held(touch: StateAccess) -> BindingKind:
+def _binding(touch: StateAccess) -> BindingKind:
     module = touch.function.module
     if touch.name.startswith("self."):
         kinds = module.attributes(touch.function.owner)
@@ -237,19 +237,19 @@ def _held(touch: StateAccess) -> BindingKind:
 def _is_once(write: StateAccess) -> bool:
     """True for loading at first use, for a constant setting, and for a method of a module or an object that only looks
     like a change."""
-    kind = _held(write)
-    if kind is BindingKind.CODE and write.way is AccessKind.METHOD:
+    kind = _binding(write)
+    if kind is BindingKind.CODE and write.access is AccessKind.METHOD:
         return True
     if kind is BindingKind.IMPORT:
-        constant = isinstance(write.value, ast.Constant) and write.way is not AccessKind.AUGMENT
+        constant = isinstance(write.value, ast.Constant) and write.access is not AccessKind.AUGMENT
         setting = root_is_environ(write.node) and write.method in ("setdefault", "pop")
         return (
             constant
             or setting
-            or (write.way in (AccessKind.METHOD, AccessKind.NEXT) and not root_is_environ(write.node))
+            or (write.access in (AccessKind.METHOD, AccessKind.NEXT) and not root_is_environ(write.node))
         )
     if (
-        write.way not in (AccessKind.REBIND, AccessKind.ITEM)
+        write.access not in (AccessKind.REBIND, AccessKind.ITEM)
         or write.value is None
         or mentions(write.value, write.name)
     ):
@@ -279,15 +279,15 @@ def _guarded(write: StateAccess) -> bool:
 def _is_memo(writes: Sequence[StateAccess], group: Sequence[StateAccess]) -> bool:
     """True for a memo: `X[key] = value` with a key from the item, a value not derived from X, and a read of X[...]. X
     may be cleared or trimmed, but its size and contents are not used otherwise."""
-    trims = [w for w in writes if w.way is AccessKind.METHOD and w.method in ("clear", "pop", "popitem")]
-    stores = [w for w in writes if w.way is AccessKind.ITEM and w.value is not None]
+    trims = [w for w in writes if w.access is AccessKind.METHOD and w.method in ("clear", "pop", "popitem")]
+    stores = [w for w in writes if w.access is AccessKind.ITEM and w.value is not None]
     if not stores or len(trims) + len(stores) != len(writes):
         return False
     for store in stores:
         if isinstance(store.key, ast.Constant) or mentions(store.value, store.name):
             return False
     fetched = False
-    for use in (u for u in group if u.way is AccessKind.READ):
+    for use in (u for u in group if u.access is AccessKind.READ):
         parent = use.function.parents.get(use.node)
         if isinstance(parent, ast.Subscript) and parent.value is use.node:
             fetched = True
@@ -306,7 +306,7 @@ def _set_first(write: StateAccess, group: Sequence[StateAccess]) -> bool:
     """True if the reward itself sets an attribute before any read, so that each call may be independent."""
     parent = write.function.parents.get(write.node)
     straight = parent is not None and write.function.parents.get(parent) is write.function.node
-    reads = [u.node.lineno for u in group if u.way is AccessKind.READ and u.function is write.function]  # type: ignore[attr-defined]
+    reads = [u.node.lineno for u in group if u.access is AccessKind.READ and u.function is write.function]  # type: ignore[attr-defined]
     line = getattr(write.node, "lineno", 0)
     value_reads = write.value is not None and mentions(write.value, write.name)
     return write.function.root and straight and not value_reads and all(r >= line for r in reads)

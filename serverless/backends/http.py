@@ -247,10 +247,10 @@ def _read(
     used = parse_report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
     status, body = _unwrapped(status, body)
     if status != 200:
-        told = faults.decode(body)
+        declared = faults.decode(body)
         billed = used is not None or "X-Rollart-Billed-Ms" in headers
-        lost = told is None and not billed and status in faults.AMBIGUOUS
-        fault = told or faults.fault_of_status(status, body, headers, now)
+        lost = declared is None and not billed and status in faults.AMBIGUOUS
+        fault = declared or faults.fault_of_status(status, body, headers, now)
         return _HttpReply(None, fault, headers, used, reached=billed or lost, lost=lost)
     if "X-Amz-Function-Error" in headers:
         return _HttpReply(None, function_fault(body, used), headers, used)

@@ -47,9 +47,9 @@ class ModalReply:
     init_s: float = 0.0
 
 
-async def pin(place: ModalNamespace, function: str, number: int, version: str) -> PinnedFunction:
+async def pin(namespace: ModalNamespace, function: str, number: int, version: str) -> PinnedFunction:
     """Look up one deployment: its handle, memory and time limit."""
-    handle = place.function(function, number)
+    handle = namespace.function(function, number)
     info = await handle.info.aio()
     memory = info.memory_mib
     size = memory[-1] if isinstance(memory, tuple) else memory or 0

@@ -65,7 +65,7 @@ class ModalBackend:
         self._cancellable = cancellable
         self._meter = meter or NullMeter()
         self._deployer = ModalDeployer(settings, meter=meter)
-        self._place: ModalNamespace | None = None
+        self._namespace: ModalNamespace | None = None
         self._stack = contextlib.AsyncExitStack()
         self._pinned: dict[str, PinnedFunction] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -130,38 +130,38 @@ class ModalBackend:
 
     async def __aenter__(self) -> ModalBackend:
         deployer = await self._stack.enter_async_context(self._deployer)
-        self._place = deployer.place
+        self._namespace = deployer.namespace
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._place = None
+        self._namespace = None
         self._pinned.clear()
         await self._stack.aclose()
 
     def _open(self) -> ModalNamespace:
-        if self._place is None:
+        if self._namespace is None:
             raise BackendFailed("the modal backend is not open", remedy="use `async with`")
-        return self._place
+        return self._namespace
 
     async def _target(self, function: str) -> PinnedFunction:
-        place = self._open()
+        namespace = self._open()
         if (known := self._pinned.get(function)) is not None:
             return known
         async with self._locks.setdefault(function, asyncio.Lock()):
             if function not in self._pinned:
                 with modal_client.translate_errors():
-                    _, ledger = await place.get(function)
-                    number = self._number(function, ledger)
-                    self._pinned[function] = await pin(place, function, number, ledger.versions[number])
+                    _, tags = await namespace.get(function)
+                    number = self._number(function, tags)
+                    self._pinned[function] = await pin(namespace, function, number, tags.versions[number])
             return self._pinned[function]
 
-    def _number(self, function: str, ledger: DeploymentTags) -> int:
+    def _number(self, function: str, tags: DeploymentTags) -> int:
         wanted = self._versions.get(function)
         if not wanted:
-            return ledger.live
-        found = [n for n, digest in ledger.versions.items() if digest.startswith(wanted)]
+            return tags.live
+        found = [n for n, digest in tags.versions.items() if digest.startswith(wanted)]
         if not found:
-            known = ", ".join(digest[:12] for digest in ledger.versions.values())
+            known = ", ".join(digest[:12] for digest in tags.versions.values())
             raise UnknownFunction(f"{function!r} has no version {wanted!r} on Modal", remedy=f"it has {known}")
         return max(found)
 

@@ -138,12 +138,12 @@ class ModalNamespace:
         """The names of the functions that rollart deployed here, sorted."""
         modal = modal_library()
         with translate_errors():
-            place = (
+            namespace = (
                 modal.Environment.from_name(self.environment, client=self.client)
                 if self.environment
                 else modal.Environment.from_context(client=self.client)
             )
-            apps = await place.apps.list.aio()
+            apps = await namespace.apps.list.aio()
             names = [app for app in apps if (app.name or "").startswith(self.prefix)]
             live = [a for a in names if DeploymentTags.read(await a.get_tags.aio(client=self.client)).live]
         return sorted(str(app.name).removeprefix(self.prefix) for app in live)

@@ -73,18 +73,18 @@ class ModalDeployer:
 
     async def plan(self, package: Package) -> DeploymentChange:
         name = package.spec.name
-        place = self.place
+        namespace = self.namespace
         with modal_client.translate_errors():
-            found = await place.find(name)
-            ledger = found[1] if found else DeploymentTags()
-            if not ledger.live:
-                lines = [f"create app {place.app(name)} at version {package.version[:12]}"]
-            elif ledger.versions[ledger.live] != package.version:
-                lines = [f"version {ledger.versions[ledger.live][:12]} -> {package.version[:12]}"]
-                if package.version in ledger.versions.values():
+            found = await namespace.find(name)
+            deployments = found[1] if found else DeploymentTags()
+            if not deployments.live:
+                lines = [f"create app {namespace.app(name)} at version {package.version[:12]}"]
+            elif deployments.versions[deployments.live] != package.version:
+                lines = [f"version {deployments.versions[deployments.live][:12]} -> {package.version[:12]}"]
+                if package.version in deployments.versions.values():
                     lines = [f"{lines[0]} (kept, no upload)"]
             else:
-                changes = await self._scaling(name, ledger.live, package.spec)
+                changes = await self._scaling(name, deployments.live, package.spec)
                 lines = [f"{key} -> {value}" for key, value in changes.items()]
         return DeploymentChange(name, self.provider, tuple(lines))
 
@@ -92,42 +92,42 @@ class ModalDeployer:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False an
         existing live version stays live, and the new one is not kept for a rollback."""
         check_pinned(package)
-        name, place = package.spec.name, self.place
+        name, namespace = package.spec.name, self.namespace
         async with self._turn:
             with modal_client.translate_errors():
-                found = await place.find(name)
-                ledger = found[1] if found else DeploymentTags()
-                kept = [n for n, digest in ledger.versions.items() if digest == package.version]
+                found = await namespace.find(name)
+                deployments = found[1] if found else DeploymentTags()
+                kept = [n for n, digest in deployments.versions.items() if digest == package.version]
                 if found is not None and kept:
-                    number = ledger.live if ledger.live in kept else max(kept)
-                    if not current and ledger.live:
-                        return await self._deployed(name, ledger, number)
-                    before, ledger = ledger, await self._point(name, found[0], ledger, number)
+                    number = deployments.live if deployments.live in kept else max(kept)
+                    if not current and deployments.live:
+                        return await self._deployed(name, deployments, number)
+                    before, deployments = deployments, await self._point(name, found[0], deployments, number)
                     changes = await self._scaling(name, number, package.spec)
                     if changes:
-                        await place.function(name, number).autoscaler.update.aio(**changes)
+                        await namespace.function(name, number).autoscaler.update.aio(**changes)
                     unchanged = before.live == number and not changes
-                    return replace(await self._deployed(name, ledger, number), unchanged=unchanged)
-            return await self._new(package, ledger, current=current or not ledger.live)
+                    return replace(await self._deployed(name, deployments, number), unchanged=unchanged)
+            return await self._new(package, deployments, current=current or not deployments.live)
 
     async def functions(self) -> Sequence[DeployedFunction]:
-        place = self.place
+        namespace = self.namespace
         with modal_client.translate_errors():
-            names = await place.functions()
-            found = [(name, await place.get(name)) for name in names]
-            return [await self._deployed(name, ledger, ledger.live) for name, (_, ledger) in found]
+            names = await namespace.functions()
+            found = [(name, await namespace.get(name)) for name in names]
+            return [await self._deployed(name, deployments, deployments.live) for name, (_, deployments) in found]
 
     async def versions(self, function: str) -> Sequence[DeployedFunction]:
         with modal_client.translate_errors():
-            _, ledger = await self.place.get(function)
-            return [await self._deployed(function, ledger, n) for n in sorted(ledger.versions, reverse=True)]
+            _, deployments = await self.namespace.get(function)
+            return [await self._deployed(function, deployments, n) for n in sorted(deployments.versions, reverse=True)]
 
     async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         async with self._turn:
             with modal_client.translate_errors():
-                app, ledger = await self.place.get(function)
-                number = _rollback_deployment(function, ledger, version)
-                return await self._deployed(function, await self._point(function, app, ledger, number), number)
+                app, deployments = await self.namespace.get(function)
+                number = _rollback_deployment(function, deployments, version)
+                return await self._deployed(function, await self._point(function, app, deployments, number), number)
 
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
@@ -138,15 +138,15 @@ class ModalDeployer:
         wanted = {"min_containers": warm, "max_containers": concurrency}
         async with self._turn:
             with modal_client.translate_errors():
-                _, ledger = await self.place.get(function)
-                handle = self.place.function(function, ledger.live)
+                _, deployments = await self.namespace.get(function)
+                handle = self.namespace.function(function, deployments.live)
                 await handle.autoscaler.update.aio(**{k: v for k, v in wanted.items() if v is not None})
-                return await self._deployed(function, ledger, ledger.live)
+                return await self._deployed(function, deployments, deployments.live)
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
         since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
         with modal_client.translate_errors():
-            app, _ = await self.place.get(function)
+            app, _ = await self.namespace.get(function)
             entries = [entry async for entry in app.logs.fetch.aio(since=since)]
         entries.sort(key=lambda entry: entry.timestamp)
         return [
@@ -157,13 +157,13 @@ class ModalDeployer:
     async def delete(self, function: str) -> None:
         async with self._turn:
             with modal_client.translate_errors():
-                app, _ = await self.place.get(function)
-                await app.stop.aio(client=self.place.client)
+                app, _ = await self.namespace.get(function)
+                await app.stop.aio(client=self.namespace.client)
 
     async def rates(self) -> Mapping[str, decimal.Decimal]:
         """The workspace's price list: US dollars per unit, by Modal's names."""
         with modal_client.translate_errors():
-            workspace = modal_client.modal_library().Workspace.from_context(client=self.place.client)
+            workspace = modal_client.modal_library().Workspace.from_context(client=self.namespace.client)
             return dict(await workspace.billing.rates.aio())
 
     async def __aenter__(self) -> ModalDeployer:
@@ -176,59 +176,59 @@ class ModalDeployer:
         await self._stack.aclose()
 
     @property
-    def place(self) -> ModalNamespace:
+    def namespace(self) -> ModalNamespace:
         """The namespace for look-ups, while the deployer is open."""
         if self._at is None:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
-    async def _new(self, package: Package, ledger: DeploymentTags, *, current: bool) -> DeployedFunction:
+    async def _new(self, package: Package, deployments: DeploymentTags, *, current: bool) -> DeployedFunction:
         """Deploy a version, try it and make it live. On failure the live version stays, and an app without one is
         stopped."""
-        name, place = package.spec.name, self.place
+        name, namespace = package.spec.name, self.namespace
         with modal_client.translate_errors():
-            app = await self._publish(package, ledger)
+            app = await self._publish(package, deployments)
             number = (await app.info.aio(refresh=True)).lifecycle.version
         try:
             if number is None:
-                raise BackendFailed(f"Modal does not say which deployment of {place.app(name)} this is")
+                raise BackendFailed(f"Modal does not say which deployment of {namespace.app(name)} this is")
             with modal_client.translate_errors():
-                target = await pin(place, name, number, package.version)
+                target = await pin(namespace, name, number, package.version)
                 await self._try(target, package)
                 now = datetime.datetime.now(datetime.UTC).timestamp()
-                fresh = ledger.added(number, package.version, now, keep=self.settings.keep)
+                fresh = deployments.added(number, package.version, now, keep=self.settings.keep)
                 if not current:
-                    return await self._deployed(name, replace(fresh, live=ledger.live), number)
-                bounds = {**await self._set(name, ledger.live), **_bounds_text(package.spec)}
+                    return await self._deployed(name, replace(fresh, live=deployments.live), number)
+                bounds = {**await self._set(name, deployments.live), **_bounds_text(package.spec)}
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)
-                await self._cool(name, ledger.live)
-                await app.set_tags.aio(fresh.tags(), client=place.client)
+                await self._cool(name, deployments.live)
+                await app.set_tags.aio(fresh.tags(), client=namespace.client)
                 return await self._deployed(name, fresh, number)
         except BaseException:
-            if not ledger.live:
+            if not deployments.live:
                 with contextlib.suppress(Exception):
-                    await app.stop.aio(client=place.client)
+                    await app.stop.aio(client=namespace.client)
             raise
 
-    async def _publish(self, package: Package, ledger: DeploymentTags) -> Any:
+    async def _publish(self, package: Package, deployments: DeploymentTags) -> Any:
         """Upload and build. The app keeps its tags, so the new deployment receives no calls yet."""
         modal = modal_client.modal_library()
-        name, place = package.spec.name, self.place
+        name, namespace = package.spec.name, self.namespace
         entry = importlib.import_module(_ENTRY)
         with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
             root = pathlib.Path(directory)
             for path, data in container_files(package).items():
                 (root / path).parent.mkdir(parents=True, exist_ok=True)
                 (root / path).write_bytes(data)
-            app = modal.App(place.app(name), tags=ledger.tags(), include_source=False)
+            app = modal.App(namespace.app(name), tags=deployments.tags(), include_source=False)
             image = modal.Image.debian_slim(python_version=self.settings.python or python_version())
             if package.spec.requirements:
                 image = image.uv_pip_install(*package.spec.requirements)
             options = container_options(package.spec)
             app.function(image=image.add_local_dir(directory, "/root"), **options)(entry.call)
             await app.deploy.aio(
-                client=place.client, environment_name=place.environment or None, tag=package.version[:12]
+                client=namespace.client, environment_name=namespace.environment or None, tag=package.version[:12]
             )
         return app
 
@@ -271,21 +271,21 @@ class ModalDeployer:
             )
         )
 
-    async def _point(self, name: str, app: Any, ledger: DeploymentTags, number: int) -> DeploymentTags:
+    async def _point(self, name: str, app: Any, deployments: DeploymentTags, number: int) -> DeploymentTags:
         """Make a kept version live, with the container bounds of the previous one."""
-        if number == ledger.live:
-            return ledger
-        warm = (await self._set(name, ledger.live)).get("min_containers", 0)
-        await self.place.function(name, number).autoscaler.update.aio(min_containers=warm)
-        await self._cool(name, ledger.live)
-        await app.set_tags.aio(ledger.pointed(number).tags(), client=self.place.client)
-        return ledger.pointed(number)
+        if number == deployments.live:
+            return deployments
+        warm = (await self._set(name, deployments.live)).get("min_containers", 0)
+        await self.namespace.function(name, number).autoscaler.update.aio(min_containers=warm)
+        await self._cool(name, deployments.live)
+        await app.set_tags.aio(deployments.pointed(number).tags(), client=self.namespace.client)
+        return deployments.pointed(number)
 
     async def _set(self, name: str, number: int) -> dict[str, int]:
         """The current container bounds of a version."""
         if not number:
             return {}
-        now = await self.place.function(name, number).autoscaler.settings.aio()
+        now = await self.namespace.function(name, number).autoscaler.settings.aio()
         bounds = {"min_containers": now.min_containers, "max_containers": now.max_containers}
         return {key: value for key, value in bounds.items() if value}
 
@@ -294,11 +294,11 @@ class ModalDeployer:
         nothing else."""
         if number:
             with contextlib.suppress(modal_client.modal_library().exception.NotFoundError):
-                await self.place.function(name, number).autoscaler.update.aio(min_containers=0)
+                await self.namespace.function(name, number).autoscaler.update.aio(min_containers=0)
 
     async def _scaling(self, name: str, number: int, spec: FunctionSpec) -> dict[str, int]:
         """The autoscaler settings that differ from the explicit settings of a spec."""
-        now = await self.place.function(name, number).autoscaler.settings.aio()
+        now = await self.namespace.function(name, number).autoscaler.settings.aio()
         asked = {
             "warm": ("min_containers", now.min_containers or 0, spec.warm),
             "concurrency": ("max_containers", now.max_containers, spec.concurrency),
@@ -310,22 +310,22 @@ class ModalDeployer:
             if option in spec.model_fields_set and current != wanted
         }
 
-    async def _deployed(self, name: str, ledger: DeploymentTags, number: int) -> DeployedFunction:
-        place = self.place
+    async def _deployed(self, name: str, deployments: DeploymentTags, number: int) -> DeployedFunction:
+        namespace = self.namespace
         found = DeployedFunction(
             function=name,
             provider=self.provider,
-            version=ledger.versions[number],
+            version=deployments.versions[number],
             provider_version=str(number),
-            current=number == ledger.live,
-            created=ledger.created(number),
-            endpoint=f"{place.app(name)}@{number}",
+            current=number == deployments.live,
+            created=deployments.created(number),
+            endpoint=f"{namespace.app(name)}@{number}",
             warm=None,
             concurrency=None,
         )
         try:
             with modal_client.translate_errors():
-                target = await pin(place, name, number, found.version)
+                target = await pin(namespace, name, number, found.version)
                 settings = await target.handle.autoscaler.settings.aio()
         except ServerlessError as error:  # only the displayed details are missing
             return replace(found, problem=error.message)
@@ -391,16 +391,18 @@ def check_pinned(package: Package) -> None:
         )
 
 
-def _rollback_deployment(function: str, ledger: DeploymentTags, wanted: str) -> int:
+def _rollback_deployment(function: str, deployments: DeploymentTags, wanted: str) -> int:
     """The deployment for a rollback: the newest one before the live one, or the one with the given digest prefix."""
-    known = ", ".join(f"{ledger.versions[n][:12]} (deployment {n})" for n in sorted(ledger.versions, reverse=True))
+    known = ", ".join(
+        f"{deployments.versions[n][:12]} (deployment {n})" for n in sorted(deployments.versions, reverse=True)
+    )
     if wanted:
-        found = {digest: n for n, digest in sorted(ledger.versions.items()) if digest.startswith(wanted)}
+        found = {digest: n for n, digest in sorted(deployments.versions.items()) if digest.startswith(wanted)}
         if len(found) != 1:
             what = "no" if not found else "more than one"
             raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
         return next(iter(found.values()))
-    older = [n for n in ledger.versions if n < ledger.live]
+    older = [n for n in deployments.versions if n < deployments.live]
     if not older:
         raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
     return max(older)

@@ -112,12 +112,12 @@ class Box:
     @property
     def rung(self) -> str:
         """The rung; '' before the start."""
-        return self._core.way.rung if self._core.way else ""
+        return self._core.method.rung if self._core.method else ""
 
     @property
     def way(self) -> str:
         """The name of the launch method; '' before the start."""
-        return self._core.way.name if self._core.way else ""
+        return self._core.method.name if self._core.method else ""
 
     @property
     def pid(self) -> int | None:
@@ -159,7 +159,7 @@ class AsyncBox:
 
     @property
     def rung(self) -> str:
-        return next((core.way.rung for core in self._cores if core.way), "")
+        return next((core.method.rung for core in self._cores if core.method), "")
 
     async def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Ran:
         """As `Box.run`."""
@@ -192,7 +192,7 @@ class AsyncBox:
 
 
 def _warn(core: SandboxProcess) -> None:
-    if core.way is not None and core.way.rung == UNSAFE:
+    if core.method is not None and core.method.rung == UNSAFE:
         _log.warning("UNSAFE: generated programs run without isolation and can read and send whatever this user can")
 
 

@@ -74,13 +74,13 @@ class SandboxProcess:
         if rung == UNSAFE and not allow_unsafe:
             raise SandboxUnavailable("the rung 'unsafe' isolates nothing", remedy="pass allow_unsafe=True to accept it")
         self._limits = limits
-        self._ways = launch_methods(rung, limits=limits, preload=preload)
+        self._methods = launch_methods(rung, limits=limits, preload=preload)
         if rung is None and allow_unsafe:
-            self._ways += launch_methods(UNSAFE, limits=limits, preload=preload)
-        self._ways = [way for way in self._ways if only in ("", way.name)]
+            self._methods += launch_methods(UNSAFE, limits=limits, preload=preload)
+        self._methods = [method for method in self._methods if only in ("", method.name)]
         self._launched: Launched | None = None
         self._owner = os.getpid()
-        self.way: LaunchMethod | None = None
+        self.method: LaunchMethod | None = None
 
     @property
     def pid(self) -> int | None:
@@ -94,18 +94,18 @@ class SandboxProcess:
         if self._launched is not None:
             return
         reasons = []
-        for way in [self.way] if self.way else self._ways:
+        for method in [self.method] if self.method else self._methods:
             try:
-                self._launched = way.start()
+                self._launched = method.start()
                 yield from self._handshake(self._launched)
             except (RungUnavailable, TimeoutError) as refused:
-                reasons.append(f"{way.rung} ({way.name}): {refused or 'not ready in time'}")
+                reasons.append(f"{method.rung} ({method.name}): {refused or 'not ready in time'}")
                 self.discard()
                 continue
             except BaseException:
                 self.discard()
                 raise
-            self.way = way
+            self.method = method
             return
         remedy = "install bubblewrap, or allow unprivileged user namespaces (Landlock: Linux 6.2)"
         raise SandboxUnavailable(f"no sandbox works here: {'; '.join(reasons)}", remedy=remedy)

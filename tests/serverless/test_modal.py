@@ -226,7 +226,7 @@ def test_a_run_calls_its_own_version_though_another_was_deployed_before_its_firs
             await b.deploy(scoring(tmp_path, "-7.0"))
             await deployer.deploy(scoring(tmp_path, "0.5"))
             assert (await score(a), await score(b)) == (1.0, -7.0)
-            target = await pin(deployer.place, "f", 2, ours.version)
+            target = await pin(deployer.namespace, "f", 2, ours.version)
             answered = await call_pinned(target, [encode(item())], "1")
             assert answered.body is None
             assert answered.fault is not None

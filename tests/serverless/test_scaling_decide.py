@@ -31,11 +31,11 @@ def expects(mean: float, variance: float = 0.0) -> CallForecast:
 
 
 def look(
-    now: float = 0.0, load: WorkerLoad | None = None, coming: CallForecast = lambda _: None, **rest: object
+    now: float = 0.0, load: WorkerLoad | None = None, expected_calls: CallForecast = lambda _: None, **rest: object
 ) -> ScalingObservation:
-    book = rest.pop("book", None) or CallStatistics(service_s=2.0, items=1.0, cold_s=5.0)
+    statistics = rest.pop("statistics", None) or CallStatistics(service_s=2.0, items=1.0, cold_s=5.0)
     waiting = rest.pop("waiting", 0)
-    return ScalingObservation(now, load or WorkerLoad(), book, waiting, coming, **rest)  # type: ignore[arg-type]
+    return ScalingObservation(now, load or WorkerLoad(), statistics, waiting, expected_calls, **rest)  # type: ignore[arg-type]
 
 
 def call(
@@ -68,23 +68,25 @@ class TestForecast:
 class TestDecider:
     def test_the_forecast_asks_for_workers_before_any_call(self) -> None:
         """40 items of 2 s within 1.2 x 5 + 2 x 1 = 8 s: ten workers."""
-        found = decider(forecast={"z": 0.0}).decide(look(coming=expects(40.0)))
+        found = decider(forecast={"z": 0.0}).decide(look(expected_calls=expects(40.0)))
         assert (found.workers, found.why) == (10, "forecast")
 
     def test_the_horizon_is_a_little_more_than_a_cold_start_and_two_looks_or_as_set(self) -> None:
         asked: list[float] = []
 
-        def coming(horizon_s: float) -> ExpectedCalls:
+        def expected_calls(horizon_s: float) -> ExpectedCalls:
             asked.append(horizon_s)
             return ExpectedCalls(0.0, 0.0)
 
-        decider(keep_alive=OFF).decide(look(coming=coming))
-        decider(keep_alive=OFF, forecast={"horizon_s": 30.0}).decide(look(coming=coming))
+        decider(keep_alive=OFF).decide(look(expected_calls=expected_calls))
+        decider(keep_alive=OFF, forecast={"horizon_s": 30.0}).decide(look(expected_calls=expected_calls))
         assert asked == pytest.approx([8.0, 30.0])
 
     def test_items_share_calls_as_they_did(self) -> None:
-        book = CallStatistics(service_s=2.0, items=8.0, cold_s=5.0)
-        assert decider(forecast={"z": 0.0}).decide(look(coming=expects(64.0), book=book)).workers == 2
+        statistics = CallStatistics(service_s=2.0, items=8.0, cold_s=5.0)
+        assert (
+            decider(forecast={"z": 0.0}).decide(look(expected_calls=expects(64.0), statistics=statistics)).workers == 2
+        )
 
     def test_what_nobody_announced_is_reacted_to(self) -> None:
         one = decider()
@@ -95,22 +97,24 @@ class TestDecider:
 
     def test_calls_shorter_than_a_look_are_seen_by_what_they_ran(self) -> None:
         """80 calls of 50 ms that ended between two looks are four at once, though none runs at a look."""
-        one, book = decider(forecast=OFF), CallStatistics()
+        one, statistics = decider(forecast=OFF), CallStatistics()
         for n in range(80):
-            book.note(call(0.05, t0=n / 80.0))
-        assert one.decide(look(1.0, WorkerLoad(1), book=book)).workers == 6
+            statistics.note(call(0.05, t0=n / 80.0))
+        assert one.decide(look(1.0, WorkerLoad(1), statistics=statistics)).workers == 6
 
     def test_a_call_longer_than_a_look_counts_for_its_part(self) -> None:
-        book = CallStatistics()
-        assert book.take_busy(100.0) == 0.0
-        book.note(call(30.0, t0=70.5))
-        assert book.take_busy(101.0) == pytest.approx(0.5)
+        statistics = CallStatistics()
+        assert statistics.take_busy(100.0) == 0.0
+        statistics.note(call(30.0, t0=70.5))
+        assert statistics.take_busy(101.0) == pytest.approx(0.5)
 
     def test_nothing_passes_the_concurrency_and_nothing_is_wanted_of_nothing(self) -> None:
-        assert decider(concurrency=3).decide(look(coming=expects(1e6))).workers == 3
-        idle = decider().decide(look(coming=expects(0.0)))
+        assert decider(concurrency=3).decide(look(expected_calls=expects(1e6))).workers == 3
+        idle = decider().decide(look(expected_calls=expects(0.0)))
         assert (idle.workers, idle.why) == (0, "idle")
-        assert decider().decide(look(coming=expects(50.0), book=CallStatistics())).workers == 0, "no call was seen yet"
+        assert decider().decide(look(expected_calls=expects(50.0), statistics=CallStatistics())).workers == 0, (
+            "no call was seen yet"
+        )
 
     @settings(max_examples=40)
     @given(
@@ -133,7 +137,7 @@ class TestDecider:
 class TestKeepAlive:
     def rule(
         self,
-        coming: CallForecast = lambda _: None,
+        expected_calls: CallForecast = lambda _: None,
         *,
         waited: float = 1.0,
         longest: float = 1e6,
@@ -141,8 +145,10 @@ class TestKeepAlive:
         **keep_alive: object,
     ) -> float | None:
         one = decider(reactive=OFF, forecast=OFF, keep_alive=keep_alive, keep_alive_s=longest)
-        book = CallStatistics(service_s=2.0, items=1.0, cold_s=5.0, waited=waited)
-        return one.decide(look(coming=coming, book=book, idle_usd_per_s=idle, waiting_usd_per_s=9e-5)).keep_alive_s
+        statistics = CallStatistics(service_s=2.0, items=1.0, cold_s=5.0, waited=waited)
+        return one.decide(
+            look(expected_calls=expected_calls, statistics=statistics, idle_usd_per_s=idle, waiting_usd_per_s=9e-5)
+        ).keep_alive_s
 
     def test_idling_may_cost_what_a_cold_start_does_with_who_waits_for_it(self) -> None:
         assert self.rule() == pytest.approx(50.0), "5 s of worker and trajectory, at a tenth of that a second"
@@ -208,12 +214,12 @@ class TestSeen:
             call(0.0, items=0, cold_s=1.0, cause=Cause.WARM),
         ):
             seen.invocation(one)
-        book = seen.book("f", "local")
+        statistics = seen.statistics("f", "local")
         assert len(books.invocations) == 3
-        assert (book.service_s, book.items, book.scored, book.billed_s) == (2.0, 4.0, 8, 4.0)
-        assert 2.8 < book.cold_s <= 3.0, "near the longest"
-        assert book.waited == pytest.approx(0.95)
-        assert seen.book("f", "modal").items == 0.0
+        assert (statistics.service_s, statistics.items, statistics.scored, statistics.billed_s) == (2.0, 4.0, 8, 4.0)
+        assert 2.8 < statistics.cold_s <= 3.0, "near the longest"
+        assert statistics.waited == pytest.approx(0.95)
+        assert seen.statistics("f", "modal").items == 0.0
 
 
 @pytest.mark.parametrize(
