@@ -14,7 +14,8 @@ _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=Fal
 
 
 def canonical(value: object) -> bytes:
-    """JSON in one form only: sorted keys, no white space, UTF-8, no NaN. TypeError or ValueError otherwise."""
+    """Canonical JSON: sorted keys, no white space, UTF-8, no NaN. Raises `TypeError` or `ValueError` for other
+    values."""
     return _JSON.encode(value).encode()
 
 

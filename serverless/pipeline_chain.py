@@ -17,8 +17,8 @@ __all__ = ["FallbackOrder"]
 class FallbackOrder:
     """Routes items between provider queues; owns no waiting items. `give_up` delivers a fault to an item's waiters.
 
-    An item goes to the first provider that admits it, starting from the first one that has not failed it; if there is
-    none, to any other. While no provider admits calls, the item waits at the provider with the earliest trial, and
+    An item goes to the first provider that admits it, starting from the first provider that has not failed it; if there
+    is none, to any other. While no provider admits calls, the item waits at the provider with the earliest trial, and
     waiting items are routed again as trials begin, fail and succeed. Bound: once `trials` trials of each provider have
     failed in a row, all waiting items are given up at the next failed trial of any provider.
     """

@@ -14,22 +14,23 @@ __all__ = ["Hedger"]
 
 
 class Hedger:
-    """Owns the latencies, the hedge budget and the late calls of one provider. `room` returns True if an invocation may
-    begin; `again` begins one. Calls that isolate a failing item are not hedged, since their faults are needed."""
+    """Owns the latencies, the hedge budget and the late calls of one provider. `has_room` returns True if an invocation
+    may begin; `start_hedge` begins one. Calls that isolate a failing item are not hedged, since their faults are
+    needed."""
 
     def __init__(
         self,
         policy: HedgePolicy,
         stage: StageCounts,
         *,
-        room: Callable[[], bool],
-        again: Callable[[PipelineCall], None],
+        has_room: Callable[[], bool],
+        start_hedge: Callable[[PipelineCall], None],
     ) -> None:
         self._latencies = Latencies(policy)
         self._budget = HedgeBudget(policy)
         self._stage = stage
-        self._has_room = room
-        self._start_hedge = again
+        self._has_room = has_room
+        self._start_hedge = start_hedge
         self._watched: Timers[PipelineCall] = Timers(self._is_late, lambda call: call.done)
         self._late: dict[PipelineCall, None] = {}
 

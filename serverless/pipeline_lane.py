@@ -79,7 +79,7 @@ class ProviderQueue:
         hedge = settings.hedge.policy()
         self._hedger: Hedger | None = None
         if hedge is not None:
-            self._hedger = Hedger(hedge, self._hedges, room=self._room_to_hedge, again=self._start_hedge)
+            self._hedger = Hedger(hedge, self._hedges, has_room=self._room_to_hedge, start_hedge=self._start_hedge)
         self._attempts: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False

@@ -174,6 +174,6 @@ class PipelineSpec(BaseModel):
 
     @classmethod
     def none(cls) -> PipelineSpec:
-        """Every stage off: one item, one call, one outcome."""
+        """Settings with every stage off: one item, one call, one outcome."""
         off = {name: {"enabled": False} for name in cls.model_fields if name != "limits"}
         return cls.model_validate({**off, "limits": {"scope": "off"}})

@@ -72,7 +72,7 @@ OPTIONS = "__rollart_reward__"
 
 
 class Convention(enum.StrEnum):
-    """How a function is called. See the table above."""
+    """The calling convention of a function. See the table above."""
 
     ITEM = "item"
     SAMPLES = "samples"
@@ -151,8 +151,8 @@ _LIST_OF_ITEMS = re.compile(r"^(?:typing\.)?(?:list|List|Sequence|Iterable|tuple
 
 
 def recognise(shape: CallableSignature) -> Convention | Unknown:
-    """The convention of a callable. The first that fits, in the order: slime, verl, OpenRLHF, AReaL, TRL, verifiers,
-    Lambda, one parameter; no function fits two of them but by a superset of names."""
+    """The convention of a callable: the first that fits, in the order slime, verl, OpenRLHF, AReaL, TRL, verifiers,
+    Lambda, one parameter. A function fits two of them only with a superset of names."""
     names = shape.names
     first_two = tuple(p.name for p in shape.parameters if not p.keyword_only)[:2]
     if first_two in (("args", "sample"), ("args", "samples")):
@@ -296,7 +296,7 @@ def _returned(factory: ast.FunctionDef) -> ast.AST | None:
 
 
 def _flat(body: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Statements with those of `if` and `try` in their places."""
+    """Statements, with the bodies of `if` and `try` inlined."""
     out: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):

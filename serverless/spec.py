@@ -33,7 +33,7 @@ Trust = Literal["trusted", "untrusted"]
 
 
 class FunctionBatchSpec(BaseModel):
-    """Items of one call. A batch leaves when it is full or its oldest item has waited `max_wait_ms`."""
+    """The items of one call. A batch is sent when it is full or its oldest item has waited `max_wait_ms`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,9 +72,9 @@ class FunctionSpec(BaseModel):
     """Maximum number of items that wait for a worker; further items are THROTTLED."""
     batch: FunctionBatchSpec = FunctionBatchSpec()
     keep_alive_s: float = Field(default=60.0, ge=0.0)
-    """An idle worker lives this long, then the function scales towards `warm`."""
+    """Seconds that an idle worker is kept before the function scales down towards `warm`."""
     warm: int = Field(default=0, ge=0)
-    """Workers that are started at deployment and kept."""
+    """Workers that are started at deployment and kept running."""
     deterministic: bool = True
     """True if equal items get equal answers: an invalid answer is then not retried, and results may be cached."""
     stateless: bool = False

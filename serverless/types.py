@@ -96,7 +96,7 @@ class ModelFault:
 
 @dataclass(frozen=True, slots=True)
 class InfraFault:
-    """The platform failed: never a number. The sample is masked, re-queued or its group dropped."""
+    """The platform failed, which never counts as a score. The sample is masked, re-queued or its group dropped."""
 
     kind: FaultKind
     retryable: bool

@@ -43,7 +43,7 @@ _OPEN_FILES = 1024
 """Lambda's limit of file descriptors."""
 
 
-@dataclass(slots=True)  # not frozen: one is made per call, and that would cost as much as the rest of it
+@dataclass(slots=True)  # not frozen: one is made per call, and freezing would double its cost
 class WorkerContext:
     """Lambda's context object: the fields that handlers use."""
 

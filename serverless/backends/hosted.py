@@ -29,8 +29,8 @@ class WorkerHosts:
     """The connected machines and the packages deployed on all of them. Implements `Launcher`.
 
     The owner of the machines may call `join` and `leave` at any moment; `room` waits until a machine accepts workers. A
-    new worker goes to the machine with the fewest workers per `weight`; ties go to the one that joined first.
-    Invariant: a machine accepts workers only once it has every package.
+    new worker goes to the machine with the fewest workers per `weight`; ties go to the earliest joined. Invariant: a
+    machine accepts workers only once it has every package.
     """
 
     def __init__(self) -> None:

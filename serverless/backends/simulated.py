@@ -1,4 +1,4 @@
-"""A modelled function provider: the same pool, with workers that are sleeps on the loop. For virtual time.
+"""A simulated function provider for virtual time: the same pool, with workers that sleep on the event loop.
 
 Latencies and faults are drawn from one seeded `Random` per function, so a run repeats exactly.
 """
@@ -80,7 +80,8 @@ class SimulatedMachines:
             await changed.wait()
 
     async def hold(self, start_s: float) -> Callable[[_SimulatedWorker], None]:
-        """A place on a machine after `start_s` seconds; it takes the worker. `WorkerLost` if the machine goes down."""
+        """Wait `start_s` seconds for a slot on a machine. Returns a function that assigns a worker to it. Raises
+        `WorkerLost` if the machine goes down."""
         up = [name for name, there in self._up.items() if there]
         if not up:
             raise _lost()

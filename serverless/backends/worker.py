@@ -53,7 +53,7 @@ class WorkerLost(WorkerFault):
 
 
 class Worker(Protocol):
-    """One execution environment. `call` is never entered twice at once."""
+    """One execution environment. Calls of `call` do not overlap."""
 
     @property
     def init_s(self) -> float:

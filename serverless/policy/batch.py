@@ -24,11 +24,12 @@ class WaitForItems:
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """First come, first served. A batch is full at `max_items` or when one more item would pass `max_bytes`;
-    it is due when full or when its oldest item has waited `max_wait_s`.
+    """First come, first served. A batch is full at `max_items` or when one more item would exceed `max_bytes`. It is
+    due when full or when its oldest item has waited `max_wait_s`.
 
-    Asked only while a call may start: then no item waits longer than `max_wait_s`. Otherwise items gather, so that
-    load makes batches larger before it makes queues longer. An item above `max_bytes` goes alone.
+    It is consulted only while a call may start: then no item waits longer than `max_wait_s`. Otherwise items
+    accumulate, so that load makes batches larger before it makes queues longer. An item above `max_bytes` is sent
+    alone.
     """
 
     max_items: int

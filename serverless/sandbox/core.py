@@ -155,7 +155,7 @@ class SandboxProcess:
             raise RungUnavailable(str(answer.get("error"))[:1000])
 
     def _exchange(self, launched: Launched, order: bytes, limits: Limits) -> Io[Ran | None]:
-        """One job; None if the sandbox was dead before it began."""
+        """Run one job. None if the sandbox was dead before the job began."""
         seconds = limits.wall_s + _GRACE_S
         sent = yield SendStep(launched, order, seconds)
         started = (yield from _message(launched, seconds, 1 << 16)) if sent else None

@@ -1,9 +1,9 @@
-"""The ladder: the ways to start the inside of a sandbox on this machine, best first. Nothing here waits.
+"""The isolation ladder: the launch methods of a sandbox on this machine, best first. Does not block.
 
 provider     inside AWS Lambda or Modal: the provider's own boundary, plus seccomp and Landlock where they work
 bubblewrap   bwrap: namespaces and a private root; seccomp
 landlock     the same without a binary; Landlock and seccomp alone where namespaces are refused (Linux 6.2)
-unsafe       limits only: a program can read and send whatever this user can
+unsafe       limits only: a program can read and send everything that this user can
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _INSIDE_ID = 1000
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
 _FILES_BY_ABI = (0, 0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
-"""LANDLOCK_ACCESS_FS_* that a version of Landlock knows (5 and newer: the last)."""
+"""LANDLOCK_ACCESS_FS_* rights by version of Landlock (from 5 on: the last)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,7 +60,7 @@ def landlock_version() -> int:
 
 
 def enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
-    """Returns in process 1 of the new namespaces; its parent stays outside, to end with it."""
+    """Enter new namespaces. Returns in process 1 of these; the parent stays outside, to end with it."""
     user, group = os.geteuid(), os.getegid()
     parent = os.getppid()
     zygote.prctl(1, signal.SIGKILL)
@@ -86,7 +86,7 @@ def enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
 
 
 def _private_root(config: dict[str, Any]) -> None:
-    """A root of tmpfs that holds the runtime, read-only, a few devices and the scratch directory."""
+    """Build a root of tmpfs with the runtime (read-only), a few devices and the scratch directory."""
     _mount(None, "/", None, _RECURSIVE | _PRIVATE, None)
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=0755,size=1m")
     os.mkdir("/tmp/host")
@@ -108,7 +108,7 @@ def _private_root(config: dict[str, Any]) -> None:
     os.symlink(f"{scratch}/shm", "/dev/shm")
     if config.get("proc"):
         os.makedirs("/proc", exist_ok=True)
-        with contextlib.suppress(OSError):  # a container may hide parts of it, and then allows no other
+        with contextlib.suppress(OSError):  # a container may hide parts of it, and then permits no other mount
             _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC, None)
     _check(_libc.umount2(b"/host", _DETACH), "umount of the host's root")
     os.rmdir("/host")
@@ -134,7 +134,7 @@ def _read_only(path: str, *, recursive: bool) -> None:
 
 
 def drop_capabilities() -> None:
-    """All that there are; without new privileges none ever comes back."""
+    """Drop all capabilities. Without new privileges, none can be regained."""
     for capability in range(64):
         if _libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0):
             break
@@ -157,7 +157,8 @@ def _restrict(config: dict[str, Any]) -> None:
 
 
 def _landlock(config: dict[str, Any]) -> None:
-    """Files: the runtime read-only, the scratch directory, devices. No TCP; no signal and no abstract socket out."""
+    """Restrict files to the runtime (read-only), the scratch directory and devices. Forbid TCP, and signals and
+    abstract sockets to the outside."""
     version = landlock_version()
     if version < config["landlock_version"]:
         raise OSError(f"Landlock {version} is older than {config['landlock_version']}")
