@@ -91,7 +91,7 @@ class EnvironmentHostServer:
     """Maximum bytes of cached images; None for no limit."""
     images: ImageCache | None = None
     pinned: dict[str, list[str]] = field(default_factory=dict)
-    """Images that are pinned, by episode."""
+    """Images that are pinned for episodes, by episode."""
     episodes: dict[str, HostedEpisode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     abandoned_threads: list[tuple[str, threading.Thread]] = field(default_factory=list)

@@ -80,10 +80,10 @@ class HostWeightCopy:
         self, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
         """The path of the complete version, and the result of its pull. A version here with the same number and another
-        stamp was never committed (the run or its trainer died first) and is removed. Versions older than those of
-        `keep` are removed too; newer ones stay, since they may have readers that are unknown here. `StorageFailed`: the
-        version is not here. `coming` is the manifest of a version whose push goes on: its buckets are pulled as they
-        `arrived`, and it is complete once all arrived and the push succeeded."""
+        stamp was never committed (the run or its trainer died first) and is removed. Versions below the newest of
+        `keep` are removed too unless `keep` has them; newer ones stay, since they may have readers that are unknown
+        here. `StorageFailed`: the version is not here. `coming` is the manifest of a version whose push goes on: its
+        buckets are pulled as they `arrived`, and it is complete once all arrived and the push succeeded."""
         if self._store.stamp(version) == stamp:
             return self._store.path(version), PullResult(version, 0, 0, 0.0, 0.0)
         async with _locked(Path(self.location.root)):
