@@ -31,17 +31,17 @@ class HardwareAffinity:
         """The pool or device type that the domain prefers; None if it has no preference."""
         return self.preferred.get(domain, self.default)
 
-    def rank(self, domain: str, seat: EnginePlacement) -> int:
+    def rank(self, domain: str, placement: EnginePlacement) -> int:
         """0 for the domain's preferred hardware, then 1, 2, … down the fallback order; always 0 without a
         preference."""
         wanted = self.wants(domain)
-        if wanted is None or wanted in (seat.pool, seat.device):
+        if wanted is None or wanted in (placement.pool, placement.device):
             return 0
         for position, name in enumerate(self.order, start=1):
-            if name in (seat.pool, seat.device):
+            if name in (placement.pool, placement.device):
                 return position
         return len(self.order) + 1
 
-    def best(self, domain: str, seats: Sequence[EnginePlacement]) -> int:
+    def best(self, domain: str, placements: Sequence[EnginePlacement]) -> int:
         """The lowest rank among the engines; the choice is made among engines of this rank."""
-        return min((self.rank(domain, seat) for seat in seats), default=0)
+        return min((self.rank(domain, placement) for placement in placements), default=0)

@@ -62,7 +62,7 @@ class HostRecord:
     failures: float = 0.0
     overheads: tuple[float, ...] = ()
     """Overheads of the last sampled calls, at most `seen`."""
-    looked: float = -math.inf
+    sampled_at: float = -math.inf
     episodes: int = 0
     until: float = 0.0
     back_off_s: float = 0.0
@@ -111,9 +111,9 @@ class HostSelector:
         """Record a call's overhead beyond its environment's time. Returns the cause if the host is quarantined from now
         on."""
         one, seen = self.standing[host], self.rules.seen
-        if now < one.looked + self.rules.apart_s:
+        if now < one.sampled_at + self.rules.apart_s:
             return None
-        one.looked, one.overheads = now, (*one.overheads, overhead_s)[-seen:]
+        one.sampled_at, one.overheads = now, (*one.overheads, overhead_s)[-seen:]
         if len(one.overheads) < seen or one.overhead_s <= self.rules.slow_floor_s:
             return None
         peers = self._median(host, lambda other: other.overhead_s, lambda other: len(other.overheads))

@@ -30,7 +30,7 @@ class _Wave:
 
 
 @dataclass(slots=True)
-class _Place(Generic[T]):
+class _QueuedItem(Generic[T]):
     item: T
     begun: bool
     wave: _Wave
@@ -42,8 +42,8 @@ class AdmissionQueue(Generic[T]):
     """`longest`: order by length, then by age. Ties: the earlier arrival. Synchronous; O(log n) per call."""
 
     longest: bool = False
-    _by_rank: list[tuple[tuple[float, ...], _Place[T]]] = field(default_factory=list)
-    _by_age: list[tuple[int, int, _Place[T]]] = field(default_factory=list)
+    _by_rank: list[tuple[tuple[float, ...], _QueuedItem[T]]] = field(default_factory=list)
+    _by_age: list[tuple[int, int, _QueuedItem[T]]] = field(default_factory=list)
     _seq: int = 0
     _waiting: int = 0
     _gone: int = 0
@@ -56,32 +56,32 @@ class AdmissionQueue(Generic[T]):
         """`age` counts up from the first arrival ever; an item that returns keeps its age."""
         if self._wave.size is not None:
             self._wave = _Wave(self._gone)
-        place = _Place(item, begun, self._wave)
+        queued = _QueuedItem(item, begun, self._wave)
         rank = (0.0, age) if begun else (1.0, -length if self.longest else 0.0, age)
         self._seq += 1
         self._waiting += 1
-        heapq.heappush(self._by_rank, ((*rank, self._seq), place))
+        heapq.heappush(self._by_rank, ((*rank, self._seq), queued))
         if self.longest and not begun:
-            heapq.heappush(self._by_age, (age, self._seq, place))
+            heapq.heappush(self._by_age, (age, self._seq, queued))
 
     def head(self) -> T | None:
         """The next item to admit; None if the queue is empty."""
-        place = self._next()
-        return None if place is None else place.item
+        queued = self._next()
+        return None if queued is None else queued.item
 
     def leave(self) -> T:
         """Remove the head, which was admitted or gave up."""
-        place = self._next()
-        if place is None:
+        queued = self._next()
+        if queued is None:
             raise ValueError("the queue is empty (rule: call head first)")
         if self._wave.size is None:
             self._wave.size = self._waiting
-        place.left = True
+        queued.left = True
         self._waiting -= 1
         self._gone += 1
-        return place.item
+        return queued.item
 
-    def _next(self) -> _Place[T] | None:
+    def _next(self) -> _QueuedItem[T] | None:
         while self._by_rank and self._by_rank[0][1].left:
             heapq.heappop(self._by_rank)
         if not self._by_rank:

@@ -216,8 +216,8 @@ def plan_lending(
         return LendingRefusal(LendingRefusalReason.EARLY, checked, f"{done} of {total} done is less than {LEND_FROM} %")
     if 100 * done > LEND_TO * total:
         return LendingRefusal(LendingRefusalReason.LATE, checked, f"{done} of {total} done is more than {LEND_TO} %")
-    look = (100 * done - LEND_FROM * total) // (LEND_EVERY * total) + 1
-    if look <= checked:
+    interval = (100 * done - LEND_FROM * total) // (LEND_EVERY * total) + 1
+    if interval <= checked:
         return LendingRefusal(
             LendingRefusalReason.CHECKED, checked, f"looked at within this {LEND_EVERY} % of progress"
         )
@@ -229,7 +229,7 @@ def plan_lending(
     if not lent:
         return LendingRefusal(
             LendingRefusalReason.WHOLE,
-            look,
+            interval,
             f"no half of {len(instances)} instances leaves TP groups and bundles whole",
         )
     staying = [x for x in instances if x.id not in lent]
@@ -238,7 +238,7 @@ def plan_lending(
     for x in staying:
         if peaks[x.id] > headroom * x.kv_bytes:
             detail = f"{x.id} would need {peaks[x.id] / 1e9:.3g} GB of KV and has {headroom * x.kv_bytes / 1e9:.3g} GB"
-            return LendingRefusal(LendingRefusalReason.KV, look, detail)
+            return LendingRefusal(LendingRefusalReason.KV, interval, detail)
     devices = sum(x.devices for x in instances if x.id in lent)
     return LendingPlan(tuple(x.id for x in instances if x.id in lent), devices, tuple(migrations), peaks)
 

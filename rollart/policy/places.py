@@ -52,11 +52,11 @@ class PlacementQueue(Generic[T]):
     waiting: dict[PlacementPriority, int] = field(default_factory=lambda: dict.fromkeys(PlacementPriority, 0))
     number: int = 0
 
-    def add(self, wish: PlacementRequest, who: T) -> int:
+    def add(self, request: PlacementRequest, item: T) -> int:
         """Add a request; returns its number, by which it may be withdrawn."""
         self.number += 1
-        heapq.heappush(self.heap, (wish.claim, wish.seniority, self.number, who))
-        self.waiting[wish.claim] += 1
+        heapq.heappush(self.heap, (request.claim, request.seniority, self.number, item))
+        self.waiting[request.claim] += 1
         return self.number
 
     def first(self) -> T | None:
@@ -70,10 +70,10 @@ class PlacementQueue(Generic[T]):
         claim, *_ = heapq.heappop(self.heap)
         self.waiting[PlacementPriority(claim)] -= 1
 
-    def leave(self, number: int, wish: PlacementRequest) -> None:
+    def leave(self, number: int, request: PlacementRequest) -> None:
         """Withdraw a request."""
         self.gone.add(number)
-        self.waiting[wish.claim] -= 1
+        self.waiting[request.claim] -= 1
 
     @property
     def pressing(self) -> int:
