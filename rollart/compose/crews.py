@@ -8,9 +8,9 @@ from rollart.compose.environments import host_count
 from rollart.compose.functions import function_host_count
 from rollart.ports import Recorder
 from rollart.runtime.crews import HostAutoscaler
-from rollart.runtime.function_hosts import FunctionFleet
-from rollart.runtime.hosting import HostFleet
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.function_hosts import FunctionHostSupervisor
+from rollart.runtime.hosting import EnvironmentHostSupervisor
+from rollart.runtime.nodes import NodeTracker
 from rollart.spec.resolve import Resolved
 
 __all__ = ["host_count_keepers"]
@@ -18,9 +18,9 @@ __all__ = ["host_count_keepers"]
 
 def host_count_keepers(
     wanted: Resolved,
-    nodes: Nodes | None,
-    environments: HostFleet | None,
-    functions: FunctionFleet | None,
+    nodes: NodeTracker | None,
+    environments: EnvironmentHostSupervisor | None,
+    functions: FunctionHostSupervisor | None,
     recorder: Recorder,
 ) -> list[HostAutoscaler]:
     """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""

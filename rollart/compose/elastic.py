@@ -20,7 +20,7 @@ from rollart.fleet import EngineKind, EngineRole, FleetObservation, Node, Propos
 from rollart.model import EngineId
 from rollart.policy.presence import AvailabilitySettings
 from rollart.ports import Planner, Recorder, RunEvent, Runtime
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 from rollart.sim.machines import MachineInventory
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 
-def elastic_nodes(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
+def elastic_nodes(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> NodeTracker | None:
     """The run's node tracker; None for a static cluster."""
     spec = resolved.cluster.runtime.elastic
     if spec is None:
         return None
     most = {p.name: p.count for p in resolved.cluster.pools}
-    return Nodes(AvailabilitySettings(settle_s=spec.settle_s), where, most, patience_s=spec.wait_s)
+    return NodeTracker(AvailabilitySettings(settle_s=spec.settle_s), where, most, patience_s=spec.wait_s)
 
 
 def node_devices(resolved: Resolved, node: Node) -> dict[str, int]:
@@ -66,7 +66,7 @@ def devices_by_pool(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]
     return {pool.name: min(pool.count, total[pool.name]) for pool in resolved.cluster.pools}
 
 
-async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
+async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: NodeTracker) -> None:
     """Report node events to `nodes` while the runtime runs."""
     nodes.found((n.id, node_devices(resolved, n)) for n in runtime.nodes())
     async for event in runtime.events():
@@ -80,7 +80,7 @@ async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> No
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
 
 
-def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> Nodes | None:
+def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:
     """The node tracker over simulated machines, whose events are recorded too."""
     now = asyncio.get_running_loop().time
     machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))

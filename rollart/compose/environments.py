@@ -29,7 +29,7 @@ from rollart.policy.hosting import BUSY, hosts_for
 from rollart.policy.memory import MemoryRules
 from rollart.ports import ActorSpec, EnvironmentFactory, Handle, Recorder, Runtime
 from rollart.resident import machine_bytes, resident_bytes
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
@@ -77,7 +77,7 @@ def environment_fleet(
     *,
     used: frozenset[str],
     wanted: Resolved | None = None,
-) -> HostFleet | None:
+) -> EnvironmentHostSupervisor | None:
     """The run's environment hosts, not started; None if environments live in the controller. `used`: part names of
     earlier lives of the run, which new hosts do not reuse. `wanted`: the run with its whole plan, if only a part fits
     on the initial nodes."""
@@ -94,7 +94,7 @@ def environment_fleet(
         return HostProgram(name, program, runtime, _clock(resolved, name, recorder, given), token)
 
     numbers = [int(n.rpartition("-")[2]) for n in used if n.startswith(f"{ROLE}-") and n.rpartition("-")[2].isdecimal()]
-    fleet = HostFleet(
+    fleet = EnvironmentHostSupervisor(
         make,
         count,
         leases=leases,
@@ -227,12 +227,16 @@ def _expected_busy_cores(resolved: Resolved) -> float:
     )
 
 
-def worked_example_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+def worked_example_factory(
+    fleet: EnvironmentHostSupervisor | None,
+) -> Callable[[DomainSpec], EnvironmentFactory] | None:
     """Factories of a domain's worked examples, as episodes on environment hosts; None without hosts."""
     return None if fleet is None else lambda domain: fleet.environment(worked_example_domain(domain.name))
 
 
-def hosted_environment_factory(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+def hosted_environment_factory(
+    fleet: EnvironmentHostSupervisor | None,
+) -> Callable[[DomainSpec], EnvironmentFactory] | None:
     """Factories of a domain's environments on hosts; None without hosts."""
     return None if fleet is None else lambda domain: fleet.environment(domain.name)
 

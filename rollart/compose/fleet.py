@@ -32,7 +32,7 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Handle, Runtime
-from rollart.runtime.fleet import Placed
+from rollart.runtime.fleet import ReservedEngine
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
@@ -123,7 +123,7 @@ class ClusterEngineSite:
         for pool in self._pools:
             self._rebill_idle(pool)
 
-    async def place(self, kind: EngineKind) -> Placed:
+    async def place(self, kind: EngineKind) -> ReservedEngine:
         taken = self._taken(kind.pool)
         pool, free = self._pools[kind.pool], self.free()[kind.pool]
         if self._resized:  # the pool is partial: the runtime knows which nodes have free devices
@@ -136,7 +136,7 @@ class ClusterEngineSite:
         part = await self._make_engine(assignment)
         self._next[role] += 1
         self._rebill_idle(kind.pool)
-        return Placed(part, engine_placement(self._resolved, assignment))
+        return ReservedEngine(part, engine_placement(self._resolved, assignment))
 
     async def clear(self, engine_id: EngineId) -> None:
         engine = self._engines.pop(engine_id, None)

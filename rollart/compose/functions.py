@@ -18,7 +18,7 @@ from rollart.compose.weights import node_wait_s
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock
 from rollart.ports import ActorSpec, Handle, Recorder, Runtime
-from rollart.runtime.function_hosts import FunctionFleet
+from rollart.runtime.function_hosts import FunctionHostSupervisor
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
@@ -46,7 +46,7 @@ PROGRAM_CALLS = 4
 
 def function_fleet(
     resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
-) -> tuple[FunctionFleet, WorkerHosts] | tuple[None, None]:
+) -> tuple[FunctionHostSupervisor, WorkerHosts] | tuple[None, None]:
     """The fleet of the run's function hosts, not started, and the registry that starts workers on them; none if workers
     run on the controller's machine. `used`: part names of earlier lives of the run, which later hosts do not reuse."""
     count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
@@ -65,7 +65,7 @@ def function_fleet(
         call_s=waits.reward_s,
         patience_s=node_wait_s(resolved),
     )
-    fleet = FunctionFleet(
+    fleet = FunctionHostSupervisor(
         make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
     )
     return fleet, hosts

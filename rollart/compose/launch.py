@@ -38,8 +38,8 @@ from rollart.orphans import kill_at_end
 from rollart.policy.lease import Expiry
 from rollart.ports import Recovered, RunEvent
 from rollart.runtime.crews import HostAutoscaler
-from rollart.runtime.function_hosts import FunctionFleet
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.function_hosts import FunctionHostSupervisor
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.metering import EngineMeter
 from rollart.spec.resolve import Resolved
 
@@ -259,7 +259,7 @@ async def _produce_artefacts(resolved: Resolved, directory: Path, context: RunCo
         return await produce_artefacts(resolved, directory)
 
 
-def _fleets(context: RunContext) -> list[HostFleet | FunctionFleet]:
+def _fleets(context: RunContext) -> list[EnvironmentHostSupervisor | FunctionHostSupervisor]:
     return [fleet for fleet in (context.environments, context.functions) if fleet is not None]
 
 

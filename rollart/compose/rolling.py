@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollart.policy.fairness import DriftSettings
 from rollart.policy.replication import FilterSettings
-from rollart.runtime.sharing import Fairness
+from rollart.runtime.sharing import FairnessSettings
 from rollart.shares import DomainShare
 from rollart.spec.rollout import FairnessSpec, FilterSpec
 from rollart.spec.run import RunSpec
@@ -12,7 +12,7 @@ from rollart.spec.run import RunSpec
 __all__ = ["fairness_settings", "filter_settings"]
 
 
-def fairness_settings(run: RunSpec) -> Fairness | None:
+def fairness_settings(run: RunSpec) -> FairnessSettings | None:
     """Domain shares, if the run asks for them."""
     if not run.fair:
         return None
@@ -20,7 +20,7 @@ def fairness_settings(run: RunSpec) -> Fairness | None:
     shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
     units = run.batch.trajectories // run.domains[0].group_size
     follow = None if spec.follow is None else DriftSettings(**spec.follow.model_dump())
-    return Fairness(shares, int(spec.slack * units + 1e-9), follow)
+    return FairnessSettings(shares, int(spec.slack * units + 1e-9), follow)
 
 
 def filter_settings(spec: FilterSpec) -> FilterSettings:

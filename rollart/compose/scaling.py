@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rollart.adapters.rewards.offload import DomainRewards
 from rollart.errors import SpecError
 from rollart.ports import RunEvent
-from rollart.runtime.groups import Rolling
+from rollart.runtime.groups import ActiveRollouts
 from rollart.spec.load import value_problem
 from rollart.spec.resolve import Resolved
 from serverless.backends.base import Backend
@@ -45,7 +45,7 @@ class TrajectoryDemand:
     """Implements `serverless.scaling.DemandSource`: kinds are domains, and a domain's functions are those of its
     rewards."""
 
-    def __init__(self, rolling: Rolling, plan: Mapping[str, DomainRewards]) -> None:
+    def __init__(self, rolling: ActiveRollouts, plan: Mapping[str, DomainRewards]) -> None:
         self._rolling = rolling
         self._kinds: dict[str, tuple[str, ...]] = {}
         for domain, rewards in plan.items():
@@ -89,7 +89,7 @@ def make_scaler(
     chain: Sequence[Backend],
     *,
     seen: StatisticsMeter,
-    rolling: Rolling,
+    rolling: ActiveRollouts,
     plan: Mapping[str, DomainRewards],
     live: Callable[[], int],
     events: RunEventSink,

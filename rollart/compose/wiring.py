@@ -50,19 +50,19 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Charge, RunEvent, Runtime
-from rollart.runtime.buffer import Due, SampleColumn
+from rollart.runtime.buffer import BatchDeadline, SampleColumn
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.fleet import EngineFleet
-from rollart.runtime.function_hosts import FunctionFleet
+from rollart.runtime.function_hosts import FunctionHostSupervisor
 from rollart.runtime.gateway import GatewayLimits
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.leases import Leases
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.scheduler import SchedulerSettings
-from rollart.runtime.session import ControlSession, EvaluationPlan
+from rollart.runtime.session import EvaluationPlan, RunSession
 from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
@@ -100,8 +100,8 @@ class RunContext:
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
     devices_before: float
-    environments: HostFleet | None
-    functions: FunctionFleet | None
+    environments: EnvironmentHostSupervisor | None
+    functions: FunctionHostSupervisor | None
     workers: WorkerHosts | None
     current: WeightsRef | None = None
     emitted: int = 0
@@ -109,7 +109,7 @@ class RunContext:
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     fleet: EngineFleet = field(init=False)
-    nodes: Nodes | None = None
+    nodes: NodeTracker | None = None
     rewarder: OffloadRewarder = field(init=False)
 
     def emit(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
@@ -222,7 +222,7 @@ class RunContext:
                 finally:  # most useful for a run that fails on function faults
                     record_offload(self.ledger, offload, asyncio.get_running_loop().time())
 
-    def session(self) -> ControlSession:
+    def session(self) -> RunSession:
         """The run over the started parts."""
         return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
@@ -360,10 +360,10 @@ def control_settings(
     )
 
 
-def batch_deadline(batch: BatchSpec) -> Due | None:
+def batch_deadline(batch: BatchSpec) -> BatchDeadline | None:
     if batch.deadline_s is None:
         return None
-    return Due(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
+    return BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
 
 
 def prefetch_settings(rollout: RolloutSpec) -> PrefetchSettings | None:

@@ -18,7 +18,7 @@ from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
 from rollart.report.rows import Cell, Report, Table, TableColumn
-from rollart.runtime.rounds import AGAIN
+from rollart.runtime.rounds import RELAUNCH_MARK
 
 __all__ = ["DRAWN", "OPEN", "TRAINED", "TrajectoryAttempt", "bias", "distance", "read_attempts", "p_value"]
 
@@ -77,11 +77,11 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
         last[_prompt(group.id)] = group
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for group in last.values():
-        counts[group.domain.removesuffix(AGAIN), _group_fate(group)] += 1
+        counts[group.domain.removesuffix(RELAUNCH_MARK), _group_fate(group)] += 1
     attempts = reader.attempts()
     late = {_prompt(event.subject) for event in reader.events("admission_deferred")}
     for prompt in late & last.keys():
-        counts[last[prompt].domain.removesuffix(AGAIN), DELAYED] += 1
+        counts[last[prompt].domain.removesuffix(RELAUNCH_MARK), DELAYED] += 1
     scores: dict[str, list[float]] = defaultdict(list)
     standing: dict[tuple[str, str], int] = {}
     for n, attempt in enumerate(attempts):
@@ -269,7 +269,7 @@ def _group(attempt: AttemptRow) -> str:
 
 
 def _prompt(group: str) -> str:
-    return group.partition(AGAIN)[0]
+    return group.partition(RELAUNCH_MARK)[0]
 
 
 def _named(attempt: AttemptRow) -> tuple[str, str]:

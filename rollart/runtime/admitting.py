@@ -13,14 +13,14 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.pacing import StartPace
-from rollart.runtime.redundant import RedundantRollout
-from rollart.runtime.rounds import PendingPrompt, TailBatchingRounds, TailRoundLaunch
-from rollart.runtime.sharing import DomainShares
+from rollart.runtime.redundant import RedundancyController
+from rollart.runtime.rounds import GroupLaunch, PendingPrompt, TailBatchRounds
+from rollart.runtime.sharing import DomainShareTracker
 
-__all__ = ["AdmissionLoop"]
+__all__ = ["PromptAdmission"]
 
 
-class AdmissionLoop:
+class PromptAdmission:
     """Owns the slots and the order of prompts. Synchronous; the scheduler asks between two awaits.
 
     `drawn` and `consumed` count per domain and survive a resume, which counts whole batches; `short`, which the buffer
@@ -39,7 +39,7 @@ class AdmissionLoop:
         redundancy: Redundancy,
         additional: Mapping[str, int],
         tail: TailSettings | None,
-        shares: DomainShares | None = None,
+        shares: DomainShareTracker | None = None,
         pace: StartPace | None = None,
     ) -> None:
         self._domains = {d.name: d for d in domains}
@@ -52,17 +52,17 @@ class AdmissionLoop:
         self._shares = shares
         self._pace = pace if shares is None else None
         self.slots = SlotLedger()
-        self.redundant = RedundantRollout(domains, redundancy, additional)
-        self.rounds = None if tail is None else TailBatchingRounds(self._domains, tail, self.draw)
+        self.redundant = RedundancyController(domains, redundancy, additional)
+        self.rounds = None if tail is None else TailBatchRounds(self._domains, tail, self.draw)
         self.drawn = dict.fromkeys(self._domains, 0)
         self.consumed = dict.fromkeys(self._domains, 0)
         self.short: Mapping[str, int] = dict.fromkeys(self._domains, 0)
 
-    def reserve(self) -> list[TailRoundLaunch]:
+    def reserve(self) -> list[GroupLaunch]:
         """Take slots for every group that may start now."""
         if self.rounds is not None:
             return self._next_round(self.rounds)
-        fresh: list[TailRoundLaunch] = []
+        fresh: list[GroupLaunch] = []
         deferring: set[str] = set()
         while (name := self._next_domain(deferring)) is not None:
             domain = self._domains[name]
@@ -71,7 +71,7 @@ class AdmissionLoop:
                 continue
             (prompt,) = self.draw(domain, 1)
             self.slots.admit(prompt.group, name, domain.group_size)
-            fresh.append(TailRoundLaunch(prompt, self.members(domain)))
+            fresh.append(GroupLaunch(prompt, self.members(domain)))
         return fresh
 
     def _defers(self, domain: Domain) -> bool:
@@ -135,7 +135,7 @@ class AdmissionLoop:
             for i in range(first, first + count)
         ]
 
-    def _next_round(self, rounds: TailBatchingRounds) -> list[TailRoundLaunch]:
+    def _next_round(self, rounds: TailBatchRounds) -> list[GroupLaunch]:
         """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
         fresh, rounds.replacements = rounds.replacements, []
         left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}

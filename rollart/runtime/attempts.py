@@ -8,16 +8,16 @@ from rollart.model import AbortReason, Purpose, TrainSample, TrajectoryId
 from rollart.ports import FINISHED, Charge, Journal, Recorder, RunEvent
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.groups import GroupRun, GroupTable, Rolling
-from rollart.runtime.redundant import Cancellations, RedundantRollout
-from rollart.runtime.rewarding import TrajectoryRewarding
-from rollart.runtime.sharing import DomainShares
+from rollart.runtime.groups import ActiveRollouts, GroupRun, GroupTable
+from rollart.runtime.redundant import RedundancyController, SelectionBiasReport
+from rollart.runtime.rewarding import TrajectoryScorer
+from rollart.runtime.sharing import DomainShareTracker
 from rollart.runtime.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
 
-__all__ = ["FailedAttempts", "charged"]
+__all__ = ["AttemptRunner", "trajectory_charge"]
 
 
-class FailedAttempts:
+class AttemptRunner:
     """Each member's own task calls `member` and lives in it. It waits for its trajectory, its reward and the journal;
     a cancellation whose reason stands in its `TrajectoryState` ends it. `quiet` is set whenever a trajectory ended.
 
@@ -28,16 +28,16 @@ class FailedAttempts:
         self,
         groups: GroupTable,
         runner: TrajectoryRunner,
-        rewarding: TrajectoryRewarding,
+        rewarding: TrajectoryScorer,
         journal: Journal,
         recorder: Recorder,
         *,
         seed: int,
         stage: FreeRunning,
         faults: FaultMeter,
-        redundant: RedundantRollout,
-        cancellations: Cancellations,
-        shares: DomainShares | None = None,
+        redundant: RedundancyController,
+        cancellations: SelectionBiasReport,
+        shares: DomainShareTracker | None = None,
     ) -> None:
         self._shares = shares
         self._groups = groups
@@ -50,7 +50,7 @@ class FailedAttempts:
         self._faults = faults
         self._redundant = redundant
         self._cancellations = cancellations
-        self.rolling = Rolling()
+        self.rolling = ActiveRollouts()
         self.quiet = asyncio.Event()
         self.closed = False
 
@@ -161,8 +161,8 @@ class FailedAttempts:
         if self._shares is not None:
             self._shares.spent(live.domain, live.engine_seconds)
         if sample is None:
-            return charged(live, outcome, None, None)
-        return charged(live, outcome, sample.score, sample.success)
+            return trajectory_charge(live, outcome, None, None)
+        return trajectory_charge(live, outcome, sample.score, sample.success)
 
 
 def _uncancel() -> None:
@@ -171,7 +171,7 @@ def _uncancel() -> None:
     task.uncancel()
 
 
-def charged(live: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
+def trajectory_charge(live: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
     """The ledger row of a trajectory that ends now."""
     return Charge(
         live.id,

@@ -22,9 +22,9 @@ from rollart.policy.samplers import Deadline, Fifo
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import PickedRow, ReadyRows, Sampler, SampleRow, SampleTable, Selection
 from rollart.runtime.pacing import BatchPace
-from rollart.runtime.sharing import DomainShares
+from rollart.runtime.sharing import DomainShareTracker
 
-__all__ = ["COLUMNS", "SampleColumn", "Due", "SampleBuffer"]
+__all__ = ["COLUMNS", "SampleColumn", "BatchDeadline", "SampleBuffer"]
 
 COLUMNS = ("trajectory", "reward")
 """What is written of a sample before it is here; what trains reads both."""
@@ -39,18 +39,18 @@ class SampleColumn(enum.StrEnum):
     """From the rewards of a whole group."""
 
 
-READS = {SampleColumn.REFERENCE: ("trajectory",), SampleColumn.ADVANTAGE: ("trajectory", "reward")}
+COLUMN_INPUTS = {SampleColumn.REFERENCE: ("trajectory",), SampleColumn.ADVANTAGE: ("trajectory", "reward")}
 
-PORTION = 16
+MAX_ROWS_PER_CALL = 16
 """Rows of one call at most: so many are soon done, and what comes meanwhile waits no longer than that."""
 
 TRAINING = "training"
-ROOM = 2**62
+UNBOUNDED_CAPACITY = 2**62
 """Rows: admission bounds them, by samples that wait, run or train."""
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class BatchDeadline:
     """A batch is what is there after `seconds` of waiting, if that is at least the share `least` of every domain's."""
 
     seconds: float
@@ -59,7 +59,7 @@ class Due:
     """What a sample's weight in the loss falls to with every version that it is behind."""
 
 
-NEVER = 2**31
+UNBOUNDED_STALENESS = 2**31
 """A bound that no group exceeds."""
 
 
@@ -81,9 +81,9 @@ class SampleBuffer:
         on_excess: Callable[[int, Sequence[Group]], None] = lambda *_: None,
         pace: BatchPace | None = None,
         token_budget: int | None = None,
-        due: Due | None = None,
+        due: BatchDeadline | None = None,
         measure: Callable[[Sequence[int]], int] = len,
-        shares: DomainShares | None = None,
+        shares: DomainShareTracker | None = None,
         columns: Sequence[SampleColumn] = (),
     ) -> None:
         """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
@@ -93,16 +93,16 @@ class SampleBuffer:
         self._measure = measure
         self._due = due
         every = (*COLUMNS, *columns)
-        self.table = SampleTable(every, capacity=ROOM)
+        self.table = SampleTable(every, capacity=UNBOUNDED_CAPACITY)
         self.table.declare(TRAINING, every, whole_groups=True)
         self._columns = {column: asyncio.Event() for column in columns}
         for column in columns:
-            self.table.declare(column, READS[column], whole_groups=column is SampleColumn.ADVANTAGE)
+            self.table.declare(column, COLUMN_INPUTS[column], whole_groups=column is SampleColumn.ADVANTAGE)
         self._filled: dict[str, TrainSample] = {}
         """Samples in the table with what is written of them, where there are columns to fill."""
         self._quotas = dict(quotas)
         self._limit = bound
-        self._bound = bound if enforced else StalenessBound(NEVER)
+        self._bound = bound if enforced else StalenessBound(UNBOUNDED_STALENESS)
         """The bound that selection keeps."""
         self._on_excess = on_excess
         self.pace = pace
@@ -157,7 +157,7 @@ class SampleBuffer:
     async def lacking(self, column: SampleColumn) -> list[TrainSample]:
         """The next samples whose column the caller is to fill, at least one, each once; `ADVANTAGE` by whole groups.
         Unblocked by `offer`."""
-        sampler = _everything if column is SampleColumn.ADVANTAGE else Fifo(PORTION, at_least=1)
+        sampler = _all_rows if column is SampleColumn.ADVANTAGE else Fifo(MAX_ROWS_PER_CALL, at_least=1)
         while (taken := self.table.take(column, sampler)) is None:
             self._columns[column].clear()
             await self._columns[column].wait()
@@ -271,10 +271,10 @@ class SampleBuffer:
         if quotas is None:
             return []
         ready = list(self._ready.values())
-        chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(NEVER)) or ()}
+        chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(UNBOUNDED_STALENESS)) or ()}
         return [self._groups[r.id] for r in ready if r.id not in chosen]
 
-    async def _grow_fairly(self, shares: DomainShares, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
+    async def _grow_fairly(self, shares: DomainShareTracker, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         while (room := shares.room(self._fresh(version), taken)) is not None:
             if any(room.values()):
                 chosen = self._fitting(version, room)
@@ -322,7 +322,7 @@ class SampleBuffer:
             pace = None
         batch: dict[str, list[PacedGroup]] = {name: [] for name in left}
         for group in taken:
-            batch[group.domain].append(_member(group))
+            batch[group.domain].append(_pacing_member(group))
         others = {name: self._members(name, version) for name in left} if pace is not None else {}
         chosen: list[ReadyGroup] = []
         for ready in sorted(self._fresh_groups(version), key=lambda r: (r.v0, r.order)):
@@ -357,7 +357,7 @@ class SampleBuffer:
         found: list[PacedGroup] = []
         for name, quota in self._quotas.items():
             members = self._members(name, version)
-            ready = [m for m in members if m.id in whole] + [_member(g) for g in taken if g.domain == name]
+            ready = [m for m in members if m.id in whole] + [_pacing_member(g) for g in taken if g.domain == name]
             unfinished = [m for m in members if m.id not in whole]
             found += groups_to_wait_for(ready, unfinished, quota=quota, version=version, alpha=self.pace.alpha)
         return found
@@ -480,7 +480,7 @@ class SampleBuffer:
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
 
 
-def _member(group: Group) -> PacedGroup:
+def _pacing_member(group: Group) -> PacedGroup:
     return PacedGroup(group.id, group.v0, len(group.samples))
 
 
@@ -490,5 +490,5 @@ def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
     return dataclasses.replace(group, samples=tuple(samples))
 
 
-def _everything(ready: ReadyRows) -> Selection | None:
+def _all_rows(ready: ReadyRows) -> Selection | None:
     return Selection.of(ready.rows.values()) if ready.rows else None

@@ -18,13 +18,13 @@ from rollart.runtime.buffer import SampleBuffer, SampleColumn
 from rollart.runtime.leases import Leases
 from rollart.runtime.training import Training
 
-__all__ = ["Columns"]
+__all__ = ["ColumnFiller"]
 
 ATTEMPTS = 3
 """Of the same rows, in as many lives of the trainer: then the run ends with what the last one said."""
 
 
-class Columns:
+class ColumnFiller:
     """One loop per column. Each waits for rows (unblocked by samples that end) and for the trainer; where that fails,
     for training to bring it back. Invariant: a row is taken once per column, and written once or gone by then.
     """

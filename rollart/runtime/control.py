@@ -17,25 +17,25 @@ from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
-from rollart.runtime.buffer import Due, SampleBuffer, SampleColumn
-from rollart.runtime.columns import Columns
-from rollart.runtime.cutting import TokenBudgetCut, whole
+from rollart.runtime.buffer import BatchDeadline, SampleBuffer, SampleColumn
+from rollart.runtime.columns import ColumnFiller
+from rollart.runtime.cutting import BatchTruncation, all_samples
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.lending import DeviceLender, LendingSettings
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 from rollart.runtime.pacing import BatchPace
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
 from rollart.runtime.resharding import Resharder, ReshardSettings
-from rollart.runtime.rewarding import TrajectoryRewarding
+from rollart.runtime.rewarding import TrajectoryScorer
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
-from rollart.runtime.session import ControlSession, EvaluationPlan
-from rollart.runtime.sharing import DomainShares
+from rollart.runtime.session import EvaluationPlan, RunSession
+from rollart.runtime.sharing import DomainShareTracker
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.together import GroupColocation
 from rollart.runtime.training import StepDone, Training
@@ -53,7 +53,7 @@ class ControlSettings:
     token_budget: int | None = None
     cut_tokens: int | None = None
     """Tokens of a batch that are trained (`cutting.Cut`); None: all."""
-    due: Due | None = None
+    due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
     """What is filled as samples end, before training takes them."""
     reference: bool = False
@@ -136,7 +136,7 @@ class ControlPlane:
             tokenizer,
             leases,
             limits=settings.waits,
-            stale=_judge(rules, self.gateway),
+            stale=_staleness_check(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
             measure=settings.measure,
             prefetch=prefetch,
@@ -149,7 +149,7 @@ class ControlPlane:
         self.scheduler = Scheduler(
             domains,
             runner,
-            TrajectoryRewarding(rewarder, leases, reward_s=settings.waits.reward_s),
+            TrajectoryScorer(rewarder, leases, reward_s=settings.waits.reward_s),
             buffer,
             journal,
             recorder,
@@ -170,7 +170,7 @@ class ControlPlane:
             in_use=self._versions_in_use,
         )
         self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
-        self._columns = Columns(
+        self._columns = ColumnFiller(
             settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
         )
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
@@ -190,7 +190,9 @@ class ControlPlane:
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
-            samples=whole if settings.cut_tokens is None else TokenBudgetCut(settings.cut_tokens, settings.measure),
+            samples=all_samples
+            if settings.cut_tokens is None
+            else BatchTruncation(settings.cut_tokens, settings.measure),
             overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
         )
 
@@ -199,9 +201,9 @@ class ControlPlane:
         *,
         supervisor: EngineSupervisor | None = None,
         parts: Sequence[EnginePart] = (),
-    ) -> ControlSession:
+    ) -> RunSession:
         """The run over this control plane; its engines have joined the gateway."""
-        return ControlSession(
+        return RunSession(
             self.gateway,
             self.scheduler,
             self._training,
@@ -231,7 +233,7 @@ class ControlPlane:
         if self.rebalancer is not None:
             self.rebalancer.move_by(fleet)
 
-    def follow(self, nodes: Nodes | None) -> None:
+    def follow(self, nodes: NodeTracker | None) -> None:
         """Nodes come and go: the plan is one for those that are there. None: they do not."""
         if self.rebalancer is not None and nodes is not None:
             self.rebalancer.follow(nodes)
@@ -294,11 +296,11 @@ class ControlPlane:
         self._hooks.version(version)
 
 
-def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> DomainShares | None:
+def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> DomainShareTracker | None:
     if settings.fairness is None:
         return None
     rules = settings.rules
-    return DomainShares(
+    return DomainShareTracker(
         domains,
         settings.fairness,
         recorder,
@@ -313,7 +315,7 @@ def _buffer(
     leases: Leases,
     recorder: Recorder,
     settings: ControlSettings,
-    shares: DomainShares | None,
+    shares: DomainShareTracker | None,
 ) -> SampleBuffer:
     rules = settings.schedule.rules
     quotas = {d.name: d.quota for d in domains}
@@ -347,7 +349,7 @@ def _prefetch(
     return Prefetcher(domains, leases, recorder, settings=wanted, reset_s=waits.env_reset_s, close_s=waits.env_close_s)
 
 
-def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
+def _staleness_check(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
     """What is asked at every turn (I2). Other schedules than those that abort there never do."""
     if not rules.aborts_stale:
         return lambda v0: False

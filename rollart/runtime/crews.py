@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rollart.errors import RollartError
 from rollart.ports import Recorder, RunEvent
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 
 __all__ = ["AutoscaledHosts", "HostAutoscaler"]
 
@@ -49,7 +49,7 @@ class HostAutoscaler:
     def __init__(
         self,
         crew: AutoscaledHosts,
-        nodes: Nodes,
+        nodes: NodeTracker,
         count: Callable[[Mapping[str, int]], int],
         recorder: Recorder,
         *,

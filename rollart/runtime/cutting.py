@@ -9,16 +9,16 @@ from rollart.model import Group, TrainSample
 from rollart.policy.samplers import TokenBudget
 from rollart.policy.table import ReadyRows, SampleRow
 
-__all__ = ["TokenBudgetCut", "whole"]
+__all__ = ["BatchTruncation", "all_samples"]
 
 
-def whole(groups: Sequence[Group], step: int) -> list[TrainSample]:
+def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
     """Every sample as it is."""
     return [s for g in groups for s in g.samples]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TokenBudgetCut:
+class BatchTruncation:
     """At most `tokens` tokens of a batch, so that every step takes the same time: whole samples in an order drawn by
     step and id, the one at the edge up to where the budget ends, the rest left out. A batch with fewer stays whole.
 
@@ -30,7 +30,7 @@ class TokenBudgetCut:
     measure: Callable[[Sequence[int]], int] = len
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[TrainSample]:
-        samples = whole(groups, step)
+        samples = all_samples(groups, step)
         rows: dict[str, SampleRow] = {
             s.id: SampleRow(s.id, g.id, len(g.samples), self.measure(s.token_ids), s.v0)
             for g in groups

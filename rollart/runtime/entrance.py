@@ -19,19 +19,19 @@ from rollart.model import EngineStats
 from rollart.policy.concurrency import CONCURRENCY, AimdSettings, ConcurrencyLimits, KvPressure, LimitChange
 from rollart.policy.lease import Expiry
 from rollart.policy.line import AdmissionQueue
-from rollart.runtime.homes import EventEmitter
+from rollart.runtime.homes import EmitEvent
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
-from rollart.runtime.skew import SkewAwareDispatch
+from rollart.runtime.skew import SkewAwareDispatcher
 from rollart.runtime.together import ColocatedGroup, GroupColocation
-from rollart.runtime.turn import TurnState
+from rollart.runtime.turn import TurnRequest
 
 __all__ = ["ConcurrencySettings", "KvAdmission"]
 
-MEMORY = 0.02
+LENGTH_MEAN_WEIGHT = 0.02
 """Weight of one finished trajectory in its domain's mean length: about fifty back."""
 
-QUIET_S = 5.0
+IDLE_ADMISSION_S = 5.0
 """An engine where nothing has run for so long takes one more trajectory, room or not: all that live there are with
 their environments. For less it would be evicting what comes back in a moment."""
 
@@ -51,7 +51,7 @@ class ConcurrencySettings:
 
 @dataclass(slots=True)
 class _Waiter:
-    turn: TurnState
+    turn: TurnRequest
     placed: asyncio.Future[None]
 
 
@@ -70,8 +70,8 @@ class KvAdmission:
         settings: ConcurrencySettings,
         roster: EngineRegistry,
         leases: Leases,
-        tell: EventEmitter,
-        place: Callable[[TurnState], bool | None],
+        tell: EmitEvent,
+        place: Callable[[TurnRequest], bool | None],
     ) -> None:
         """`place` gives a turn's trajectory a home: True if it has one; None if nobody could be one, room or not."""
         self._settings = settings
@@ -88,9 +88,9 @@ class KvAdmission:
             long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
         }
         """By whether they are for long trajectories; one for all where lengths do not matter."""
-        self._skew = SkewAwareDispatch() if settings.skew_aware else None
+        self._skew = SkewAwareDispatcher() if settings.skew_aware else None
         self._together: GroupColocation | None = None
-        self._follow: Callable[[TurnState], bool] = lambda _: False
+        self._follow: Callable[[TurnRequest], bool] = lambda _: False
         self._pumping = False
         self._stirred = asyncio.Event()
         self._counted: dict[str, tuple[int, int]] = {}
@@ -110,7 +110,7 @@ class KvAdmission:
     def waiting(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    async def enter(self, turn: TurnState) -> None:
+    async def enter(self, turn: TurnRequest) -> None:
         """Returns when the turn's trajectory has a home, or when nobody could be one now."""
         unit = None if self._together is None else self._together.unit(turn.session)
         if unit is None:
@@ -123,13 +123,13 @@ class KvAdmission:
             with self._leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
 
-    def hold_together(self, together: GroupColocation, follow: Callable[[TurnState], bool]) -> None:
+    def hold_together(self, together: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
         """Groups are let in whole: one of them stands in line for the others. `follow` gives a turn's trajectory the
         seat that its group took for it, and says whether there was one."""
         self._together, self._follow = together, follow
         together.on_room = self.pump
 
-    async def _ask_for(self, turn: TurnState, unit: ColocatedGroup) -> None:
+    async def _ask_for(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
         """Stand in line for the whole group; once over, however it ended, the others look anew."""
         asking = unit.asking = asyncio.Event()
         try:
@@ -138,7 +138,7 @@ class KvAdmission:
             unit.asking = None
             asking.set()
 
-    async def _line_up(self, turn: TurnState, unit: ColocatedGroup | None = None) -> None:
+    async def _line_up(self, turn: TurnRequest, unit: ColocatedGroup | None = None) -> None:
         came = self._came.get(turn.session)
         again = came is not None
         if came is None:
@@ -183,10 +183,10 @@ class KvAdmission:
         finally:
             self._pumping = False
 
-    def takes(self, member: RegisteredEngine, turn: TurnState, seats: int = 1) -> bool:
+    def takes(self, member: RegisteredEngine, turn: TurnRequest, seats: int = 1) -> bool:
         """Whether the engine may be the home of one more trajectory, this turn's, or of so many of its group."""
         kv = member.kv
-        if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
+        if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
             return True
         if self._skew is not None and not self._skew.takes(
             member, turn, others_wait=len(self._lines[not turn.long]) > 0
@@ -197,18 +197,18 @@ class KvAdmission:
             self.wanted(turn.domain, turn.length), share=limits.settings.high, sessions=seats
         )
 
-    def settled(self, turn: TurnState, member: RegisteredEngine) -> None:
+    def settled(self, turn: TurnRequest, member: RegisteredEngine) -> None:
         """The trajectory lives there now."""
         self.admitted += 1
         member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
 
-    def begins(self, turn: TurnState, member: RegisteredEngine, output: float) -> None:
+    def begins(self, turn: TurnRequest, member: RegisteredEngine, output: float) -> None:
         """The turn is sent to its engine; `output` tokens are expected."""
         member.kv.begin(turn.session, turn.length + int(output))
         turn.sent_at = asyncio.get_running_loop().time()
         self._stirred.set()
 
-    def ends(self, kv: SessionKv, turn: TurnState, member: RegisteredEngine, sampled: int) -> None:
+    def ends(self, kv: SessionKv, turn: TurnRequest, member: RegisteredEngine, sampled: int) -> None:
         kv.domain, kv.tokens = turn.domain, turn.length + sampled
         if self._skew is not None:
             kv.prompt, kv.said = turn.prompt, kv.said + sampled
@@ -227,7 +227,7 @@ class KvAdmission:
             self._skew.over(kv, whole=kv.whole)
         if kv.tokens and kv.whole:
             mean = self._final.get(kv.domain)
-            self._final[kv.domain] = kv.tokens if mean is None else mean + MEMORY * (kv.tokens - mean)
+            self._final[kv.domain] = kv.tokens if mean is None else mean + LENGTH_MEAN_WEIGHT * (kv.tokens - mean)
         self.pump()
 
     def gave_up(self, session: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
 from rollart.policy.places import PlacementPriority, PlacementRequest
 from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
-from rollart.runtime.attempts import charged
+from rollart.runtime.attempts import trajectory_charge
 from rollart.runtime.domain import Domain
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
@@ -104,11 +104,11 @@ class Evaluation:
             try:
                 trajectory = await self._runner.run(live)
             except TrajectoryAborted as aborted:
-                self._recorder.charge(charged(live, str(aborted.reason), None, None))
+                self._recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
                 self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
                 self._faults.check()
                 continue
-            self._recorder.charge(charged(live, FINISHED, None, trajectory.success))
+            self._recorder.charge(trajectory_charge(live, FINISHED, None, trajectory.success))
             self._faults.ended(None)
             return trajectory
         return None

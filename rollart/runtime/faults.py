@@ -11,10 +11,10 @@ from rollart.policy.incidents import IncidentWindow
 __all__ = ["WINDOW", "FaultMeter"]
 
 
-INCIDENTS = 3
+MIN_INCIDENTS = 3
 """Ends of hosts before what they took is judged: two at about the same time are machines that failed."""
 
-HALF = 0.5
+MAX_INCIDENT_SHARE = 0.5
 """Share of attempts that the ends of hosts may take, or `max_rate` where that is more."""
 
 WINDOW = 1000
@@ -68,8 +68,8 @@ class FaultMeter:
                 f"(limit {self.max_rate:.0%}); most often ({count}×): {worst}",
                 remedy="mend the part it names, or raise faults.max_rate, then rollart launch --resume",
             )
-        limit = max(HALF, self.max_rate)
-        if self.losses.too_many(share=limit, incidents=INCIDENTS, least=self.min_count):
+        limit = max(MAX_INCIDENT_SHARE, self.max_rate)
+        if self.losses.too_many(share=limit, incidents=MIN_INCIDENTS, least=self.min_count):
             raise FaultRateExceeded(
                 f"{self.together} of the last {len(self.losses.attempts)} trajectories were lost with "
                 f"{self.losses.incidents} ends of environment hosts (limit {limit:.0%})",

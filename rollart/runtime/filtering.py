@@ -19,7 +19,7 @@ from rollart.policy.replication import (
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.groups import GroupRun
-from rollart.runtime.redundant import Cancellations
+from rollart.runtime.redundant import SelectionBiasReport
 
 __all__ = ["GroupFilter", "additional_prompts"]
 
@@ -36,7 +36,7 @@ class GroupFilter:
         self._refills = {
             d.name: RefillBudget(math.floor(settings.most * d.quota / d.group_size + 1e-9)) for d in domains
         }
-        self._against = Cancellations(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
+        self._against = SelectionBiasReport(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
         self._said: set[str] = set()
 
     def leaves_out(self, run: GroupRun) -> bool:

@@ -14,11 +14,11 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 
-__all__ = ["EngineFleet", "EngineSite", "Placed"]
+__all__ = ["EngineFleet", "EngineSite", "ReservedEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ReservedEngine:
     """An engine that has devices and a name of its own, but no process yet."""
 
     part: EnginePart
@@ -34,7 +34,7 @@ class EngineSite(Protocol):
     def resize(self, devices: Mapping[str, int]) -> None:
         """So many devices are there now, by pool (absent: none), and are billed."""
 
-    async def place(self, kind: EngineKind) -> Placed:
+    async def place(self, kind: EngineKind) -> ReservedEngine:
         """Take free devices and a name that no engine of the run ever had. `RollartError` if there are none."""
 
     async def clear(self, engine_id: EngineId) -> None:

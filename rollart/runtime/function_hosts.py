@@ -15,10 +15,10 @@ from rollart.ledger.intervals import ResourceState
 from rollart.policy.lease import Expiry
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.hosting import HOST_DOWN, HOST_RESTART
-from rollart.runtime.hostwatch import HostLimits, all_or_none, trouble
+from rollart.runtime.hostwatch import HostLimits, gather_or_cancel, wait_for_restart_cause
 from rollart.runtime.leases import Leases
 
-__all__ = ["FunctionFleet", "FunctionPart"]
+__all__ = ["FunctionHostSupervisor", "FunctionPart"]
 
 
 class FunctionPart(Protocol):
@@ -46,7 +46,7 @@ class FunctionPart(Protocol):
 
 
 @dataclass(slots=True)
-class _Host:
+class _FunctionHostState:
     part: FunctionPart
     link: FunctionHost | None = None
     """While it serves."""
@@ -60,7 +60,7 @@ class _Host:
         return self.link is not None or not self.leaving
 
 
-class FunctionFleet:
+class FunctionHostSupervisor:
     """Owns the hosts of a run's function workers and the task that keeps each alive; which calls their workers get is
     the backend's matter.
 
@@ -89,7 +89,7 @@ class FunctionFleet:
         self._leases = leases
         self._recorder = recorder
         self._limits = limits
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _FunctionHostState] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -141,7 +141,7 @@ class FunctionFleet:
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest workers retired."""
-        await all_or_none(self.spawn() for _ in range(max(1, count) - self.size))
+        await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: 0 if host.link is None else host.link.workers).part.id)
@@ -150,7 +150,7 @@ class FunctionFleet:
         """One host more; its name. It takes workers once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         part = await self._make(next(self._names))
-        host = self._hosts[part.id] = _Host(part)
+        host = self._hosts[part.id] = _FunctionHostState(part)
         self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
         return part.id
 
@@ -161,7 +161,7 @@ class FunctionFleet:
         if host.link is not None:
             host.link.leave()
 
-    async def _keep(self, host: _Host) -> None:
+    async def _keep(self, host: _FunctionHostState) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
         now = asyncio.get_running_loop().time
         cause, failed, since = "", None, now()
@@ -171,7 +171,7 @@ class FunctionFleet:
                     link = await self._start(host, HOST_RESTART if cause else "")
                     if host.restarts > self._limits.max_restarts:  # what it lacked was a node
                         host.restarts = 0
-                    cause = await trouble(link, host.part, link, self._leases, self._limits)
+                    cause = await wait_for_restart_cause(link, host.part, link, self._leases, self._limits)
                     failed, since = None, now()
                 except (PartDied, LeaseExpired) as error:
                     cause, failed = error.message.removeprefix(f"{host.part.id}: "), error
@@ -196,7 +196,7 @@ class FunctionFleet:
         finally:
             await self._end(host)
 
-    async def _start(self, host: _Host, cause: str) -> FunctionHost:
+    async def _start(self, host: _FunctionHostState, cause: str) -> FunctionHost:
         host.part.clock.enter(ResourceState.STARTUP, cause)
         async with self._leases.hold(host.part.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             link = host.link = await host.part.start(lambda: self._at_work(host))
@@ -207,12 +207,12 @@ class FunctionFleet:
         self._notify()
         return link
 
-    def _at_work(self, host: _Host) -> None:
+    def _at_work(self, host: _FunctionHostState) -> None:
         """A call or a worker there has begun or ended."""
         if host.link is not None:
             host.part.clock.enter(ResourceState.BUSY if host.link.live else ResourceState.IDLE)
 
-    async def _lose(self, host: _Host, cause: str) -> bool:
+    async def _lose(self, host: _FunctionHostState, cause: str) -> bool:
         """Calls that its workers are in are made again elsewhere from now on. Whether this life answered any."""
         host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
@@ -222,7 +222,7 @@ class FunctionFleet:
         await link.aclose()
         return link.answered > 0
 
-    async def _end(self, host: _Host) -> None:
+    async def _end(self, host: _FunctionHostState) -> None:
         """It is gone for good."""
         if self._hosts.pop(host.part.id, None) is None:
             return
@@ -235,7 +235,7 @@ class FunctionFleet:
             host.part.clock.close()
             self._notify()
 
-    def _tell(self, kind: str, host: _Host, **fields: str | int | float | None) -> None:
+    def _tell(self, kind: str, host: _FunctionHostState, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, host.part.id, fields))
 
     def _notify(self) -> None:

@@ -25,8 +25,8 @@ from rollart.runtime.entrance import ConcurrencySettings, KvAdmission
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import EngineRegistry, RegisteredEngine
 from rollart.runtime.together import GroupColocation
-from rollart.runtime.turns import GatewayLimits, TurnExecutor, TurnState
-from rollart.runtime.updating import RollingUpdates, UpdateRule
+from rollart.runtime.turns import GatewayLimits, TurnExecutor, TurnRequest
+from rollart.runtime.updating import RollingUpdater, UpdateRule
 
 __all__ = ["Gateway", "GatewayLimits"]
 
@@ -86,7 +86,7 @@ class Gateway:
         self.updates = (
             None
             if updates is None
-            else RollingUpdates(
+            else RollingUpdater(
                 updates,
                 self._turns,
                 self._roster,
@@ -308,7 +308,7 @@ class Gateway:
         attempt: the turn is prefilled where it is decoded.
         """
         self._requests += 1
-        turn = TurnState(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
+        turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)

@@ -15,10 +15,10 @@ from rollart.policy.redundancy import TrajectorySnapshot as Ended
 from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
-from rollart.runtime.pacing import Unfinished
+from rollart.runtime.pacing import IncompleteGroup
 from rollart.runtime.trajectory import TrajectoryState
 
-__all__ = ["GroupRun", "GroupTable", "Rolling"]
+__all__ = ["GroupRun", "GroupTable", "ActiveRollouts"]
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class GroupRun:
                 self.tasks[member].cancel()
 
 
-class RollingWatch(Protocol):
+class RolloutObserver(Protocol):
     """Told of trajectories as they begin, end their last turn, and leave, however they ended. None of it waits."""
 
     def began(self, live: TrajectoryState) -> None: ...
@@ -94,7 +94,7 @@ class RollingWatch(Protocol):
     def left(self, live: TrajectoryState) -> None: ...
 
 
-class Rolling:
+class ActiveRollouts:
     """Trajectories that roll out and have not asked for their reward: what functions are about to be called for.
 
     Synchronous, and cheap with 20,000 of them: a dict by domain, in which the earliest stand first. Durations of those
@@ -104,7 +104,7 @@ class Rolling:
     def __init__(self) -> None:
         self._began: dict[str, dict[TrajectoryId, float]] = {}
         self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
-        self.watch: RollingWatch | None = None
+        self.watch: RolloutObserver | None = None
 
     def begin(self, live: TrajectoryState) -> None:
         if self.watch is not None:
@@ -207,9 +207,9 @@ class GroupTable:
         """Incomplete groups of a domain, oldest first."""
         return [run for run in self._runs.values() if run.domain.name == domain]
 
-    def unfinished(self) -> list[Unfinished]:
+    def unfinished(self) -> list[IncompleteGroup]:
         """The incomplete groups."""
-        return [Unfinished(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self._runs.values()]
+        return [IncompleteGroup(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self._runs.values()]
 
     def get(self, group_id: str) -> GroupRun | None:
         """The incomplete group of that id."""

@@ -19,23 +19,23 @@ from rollart.runtime.leases import Leases
 from rollart.runtime.members import RegisteredEngine
 
 __all__ = [
-    "SESSION_ENDS",
-    "VERSIONED",
-    "NoKvHandedOver",
-    "KvPulls",
+    "SESSION_ENDS_KEY",
+    "WEIGHT_VERSION_KEY",
+    "MissingHandoffValue",
+    "HandoffTracker",
     "HandoffRevoked",
     "decode_params",
-    "discard",
+    "discard_prefill_kv",
     "prefill_params",
     "prefill_request",
-    "spoilt",
+    "handoff_obstacle",
 ]
 
-VERSIONED = "weight_version"
+WEIGHT_VERSION_KEY = "weight_version"
 """A hand-off value with this key names the weights of its KV: the decode engine compares them itself. vLLM has none."""
 
 
-SESSION_ENDS = "session_ends"
+SESSION_ENDS_KEY = "session_ends"
 """Of a prefill leg: no turn follows. The engine that computes it keeps no KV beyond what is handed over."""
 
 
@@ -43,7 +43,7 @@ class HandoffRevoked(HandoffFailed):
     """Nothing failed: the weights change, or an engine drains, and the turn is routed anew."""
 
 
-class NoKvHandedOver(HandoffFailed):
+class MissingHandoffValue(HandoffFailed):
     """The prefill engine answered without a hand-off value."""
 
 
@@ -51,7 +51,7 @@ def prefill_params(returned: Mapping[str, object] | None, *, last: bool = False)
     """What a prefill engine is asked: keep the KV for a decode engine, and fetch what that one gave back. After the
     hand-over of the `last` turn it need keep nothing (vLLM's blocks are free then in any case)."""
     params = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
-    return {**params, SESSION_ENDS: True} if last else params
+    return {**params, SESSION_ENDS_KEY: True} if last else params
 
 
 def prefill_id(request_id: str) -> str:
@@ -76,11 +76,13 @@ def decode_params(answer: Completion, engine: str, *, last: bool = False) -> Map
     """What the decode engine is to pull; of the `last` turn it need give nothing back. `HandoffFailed` if the prefill
     engine kept nothing for it."""
     if not answer.kv_transfer:
-        raise NoKvHandedOver(f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?")
+        raise MissingHandoffValue(
+            f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?"
+        )
     return {**answer.kv_transfer, "return_kv": False} if last else answer.kv_transfer
 
 
-class KvPulls:
+class HandoffTracker:
     """The legs of hand-offs that an update of the weights would spoil; it takes them back before it begins.
 
     A decode leg may still be pulling: an engine that loads new weights in the middle of a pull would decode on KV of
@@ -116,7 +118,7 @@ class KvPulls:
     @contextlib.asynccontextmanager
     async def leg(self, request: GenerateRequest, *members: RegisteredEngine, prefills: bool) -> AsyncIterator[None]:
         """The body is a leg of a hand-off. `HandoffRevoked` in it when an update takes it back."""
-        if not prefills and VERSIONED in (request.kv_transfer or {}):
+        if not prefills and WEIGHT_VERSION_KEY in (request.kv_transfer or {}):
             yield
             return
         scope = asyncio.timeout(None)
@@ -154,7 +156,7 @@ class KvPulls:
         return count
 
 
-def spoilt(
+def handoff_obstacle(
     version: int, source: RegisteredEngine, home: RegisteredEngine, known: Mapping[str, RegisteredEngine]
 ) -> HandoffFailed | None:
     """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
@@ -171,7 +173,7 @@ def spoilt(
     return None
 
 
-async def discard(member: RegisteredEngine, request_id: str, leases: Leases, seconds: float) -> None:
+async def discard_prefill_kv(member: RegisteredEngine, request_id: str, leases: Leases, seconds: float) -> None:
     """Nobody will pull the KV of this request's prefill leg: the engine may drop it. Its own lease does so if this
     fails."""
     request_id = prefill_id(request_id)

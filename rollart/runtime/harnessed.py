@@ -15,7 +15,14 @@ from rollart.ports import Tokenizer
 from rollart.runtime.aborted import TrajectoryAborted
 from rollart.runtime.domain import Domain
 
-__all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns", "unless_gone"]
+__all__ = [
+    "begin_harness_episode",
+    "final_harness_step",
+    "harness_fault",
+    "harness_sampling",
+    "harness_turns",
+    "await_unless_disconnected",
+]
 
 
 def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: int, *, greedy: bool) -> Sampling:
@@ -46,7 +53,7 @@ def harness_turns(
     return tuple(turns)
 
 
-def begun(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
+def begin_harness_episode(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
     """The episode, started. `TrajectoryAborted` if it cannot be."""
     try:
         return begin(session, seed)
@@ -54,7 +61,9 @@ def begun(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
         raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
 
 
-async def unless_gone(gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]) -> Completion | None:
+async def await_unless_disconnected(
+    gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]
+) -> Completion | None:
     """The answer; None, and its generation is cancelled, once whoever asked is gone. `TrajectoryAborted` as it raises
     it."""
     if gone is None:
@@ -75,7 +84,7 @@ async def unless_gone(gone: asyncio.Future[None] | None, answer: Coroutine[Any, 
     return found[0] if found else None  # type: ignore[return-value]
 
 
-def ended(episode: HarnessEpisode) -> Step:
+def final_harness_step(episode: HarnessEpisode) -> Step:
     """What it was worth by its own account. `TrajectoryAborted` if that is no usable step."""
     try:
         return checked_step(episode.ending())

@@ -9,25 +9,25 @@ from rollart.fleet import EnginePlacement
 from rollart.policy.affinity import HardwareAffinity
 from rollart.runtime.members import RegisteredEngine
 
-__all__ = ["DomainStatistics", "EventEmitter"]
+__all__ = ["DomainRoutingStats", "EmitEvent"]
 
-OUTPUT_MEMORY = 0.05
+OUTPUT_MEAN_WEIGHT = 0.05
 """Weight of one turn in a domain's mean output: about twenty turns back, which follows a policy that learns to stop."""
 
 
-HOMES_MEMORY = 1 / 64
+POOL_COUNT_DECAY = 1 / 64
 """Weight of one home in a domain's counts: a pool that was away is owed a few dozen homes, not all that it missed,
 which would herd every trajectory into it."""
 
 
-class EventEmitter(Protocol):
+class EmitEvent(Protocol):
     def __call__(self, kind: str, subject: str, **fields: str | int | float | None) -> None: ...
 
 
-class DomainStatistics:
+class DomainRoutingStats:
     """Synchronous; fed by `Turns`."""
 
-    def __init__(self, tell: EventEmitter) -> None:
+    def __init__(self, tell: EmitEvent) -> None:
         self._tell = tell
         self._outputs: dict[str, float] = {}
         self._homes: dict[str, dict[str, float]] = {}
@@ -55,7 +55,7 @@ class DomainStatistics:
         pool = member.seat.pool
         homes = self._homes.setdefault(domain, {})
         for other in homes:
-            homes[other] *= 1 - HOMES_MEMORY
+            homes[other] *= 1 - POOL_COUNT_DECAY
         homes[pool] = homes.get(pool, 0.0) + 1
         wanted = affinity.wants(domain)
         if wanted is None or preferred == (domain not in self._fallen):
@@ -71,7 +71,7 @@ class DomainStatistics:
 
     def answered(self, domain: str, tokens: int) -> None:
         seen = self._outputs.get(domain)
-        self._outputs[domain] = tokens if seen is None else seen + OUTPUT_MEMORY * (tokens - seen)
+        self._outputs[domain] = tokens if seen is None else seen + OUTPUT_MEAN_WEIGHT * (tokens - seen)
 
     def output(self, domain: str, most: int) -> float:
         """Tokens that a turn is expected to generate: as the domain's turns of late, at first as many as it may."""

@@ -12,13 +12,13 @@ from rollart.policy.places import PlacementRequest
 from rollart.runtime.places import HostSlot
 
 if TYPE_CHECKING:
-    from rollart.runtime.hosting import HostFleet
+    from rollart.runtime.hosting import EnvironmentHostSupervisor
 
 __all__ = ["HostedEnvironment", "host_of"]
 
 T = TypeVar("T")
 
-FIRST = PlacementRequest()
+DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
 """Of an environment that nobody prepared."""
 
 
@@ -28,7 +28,7 @@ class HostedEnvironment:
 
     __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
 
-    def __init__(self, fleet: HostFleet, domain: str, episode: str) -> None:
+    def __init__(self, fleet: EnvironmentHostSupervisor, domain: str, episode: str) -> None:
         self._fleet, self._domain, self._episode = fleet, domain, episode
         self._place: HostSlot | None = None
         self._fault = False
@@ -39,7 +39,11 @@ class HostedEnvironment:
         return "" if self._place is None else self._place.host.id
 
     async def prepare(
-        self, seed: int, owner: str, wish: PlacementRequest = FIRST, give_up: Callable[[], None] | None = None
+        self,
+        seed: int,
+        owner: str,
+        wish: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
+        give_up: Callable[[], None] | None = None,
     ) -> None:
         """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
         `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""
@@ -62,7 +66,7 @@ class HostedEnvironment:
 
     async def reset(self, seed: int) -> Observation:
         if self._place is None:
-            self._place = await self._fleet.places.take(FIRST, self._episode)
+            self._place = await self._fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self._episode)
         place = self._place
         shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
         self._fleet.made(place.host, self._domain, made)

@@ -28,12 +28,12 @@ from rollart.policy.memory import MemoryAction, MemoryWatch
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
 from rollart.runtime.hosted_environment import HostedEnvironment, host_of
 from rollart.runtime.hostlife import EnvironmentHostState
-from rollart.runtime.hostwatch import HostLimits, HostPart, all_or_none, trouble
+from rollart.runtime.hostwatch import HostLimits, HostPart, gather_or_cancel, wait_for_restart_cause
 from rollart.runtime.leases import Leases
-from rollart.runtime.pictures import ImageAvailability
-from rollart.runtime.places import HostSlot, HostSlots
+from rollart.runtime.pictures import ImageResolver
+from rollart.runtime.places import HostSlot, HostSlotPool
 
-__all__ = ["HostFleet", "HostedEnvironment", "host_of"]
+__all__ = ["EnvironmentHostSupervisor", "HostedEnvironment", "host_of"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
 """Why a host's time is lost: it is gone, or it starts once more."""
 
 
-class HostFleet:
+class EnvironmentHostSupervisor:
     """Owns the hosts, the task that keeps each alive, and the places of episodes.
 
     `run` starts the hosts and lives as long as they are wanted; `environment` gives environments to trajectories, whose
@@ -75,8 +75,8 @@ class HostFleet:
         self._hosts: dict[str, EnvironmentHostState] = {}
         self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
-        self.places: HostSlots = HostSlots(self._choose, leases, recorder)
-        self._pictures = ImageAvailability(leases, limits.pull_s, self._seen)
+        self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
+        self._pictures = ImageResolver(leases, limits.pull_s, self._seen)
         self._pictured = False
         """Whether any host brings images."""
         self._ends = IncidentTracker()
@@ -138,7 +138,7 @@ class HostFleet:
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest episodes retired."""
-        await all_or_none(self.spawn() for _ in range(max(1, count) - self.size))
+        await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: host.live).id)
@@ -271,7 +271,7 @@ class HostFleet:
                     if host.restarts > self._limits.max_restarts:  # what it lacked was a node
                         host.restarts = 0
                     memory = functools.partial(self._heavy, host, MemoryWatch(self._limits.memory))
-                    cause = await trouble(host, host.part, host.link, self._leases, self._limits, memory)
+                    cause = await wait_for_restart_cause(host, host.part, host.link, self._leases, self._limits, memory)
                     failed, since = None, _now()
                 except (PartDied, LeaseExpired, EnvironmentFault) as error:
                     cause, failed = error.message.removeprefix(f"{host.id}: "), error

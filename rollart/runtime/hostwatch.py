@@ -16,19 +16,19 @@ from rollart.policy.lease import Expiry
 from rollart.policy.memory import MemoryRules
 from rollart.runtime.leases import Leases
 
-__all__ = ["HostLimits", "HostPart", "Occupied", "Watched", "all_or_none", "trouble"]
+__all__ = ["HostLimits", "HostPart", "HostOccupancy", "WatchedHost", "gather_or_cancel", "wait_for_restart_cause"]
 
 REAP_S = 2.0
 """How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
 
-LEFT = 64
+MAX_HUNG_THREADS = 64
 """Threads that hang at which a host is started again whatever it holds: each keeps its stack and what it had open."""
 
-CHECKS = 4
+HEALTH_CHECKS_PER_LIMIT = 4
 """Health checks in the time after which silence counts as a host's end."""
 
 
-class Watched(Protocol):
+class WatchedHost(Protocol):
     """Of a host's connection, what is watched."""
 
     @property
@@ -39,7 +39,7 @@ class Watched(Protocol):
     async def lost(self) -> str: ...
 
 
-class Process(Protocol):
+class HostProcess(Protocol):
     """Of a host's process, what is watched."""
 
     @property
@@ -96,7 +96,7 @@ class HostLimits:
         return isinstance(cause, NoPlace) and seconds < self.patience_s
 
 
-class Occupied(Protocol):
+class HostOccupancy(Protocol):
     """A host's episodes as the watch sees them. `resting`: it should get no more while others serve, so that it can be
     started again."""
 
@@ -109,7 +109,7 @@ class Occupied(Protocol):
         """Returns when it is to end and holds no episode any more."""
 
 
-async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
     """Do all of it at a time; of the rest nothing is under way any more when the first error is raised."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(work) for work in works]
@@ -122,10 +122,10 @@ async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
         raise
 
 
-async def trouble(
-    host: Occupied,
-    part: Process,
-    link: Watched,
+async def wait_for_restart_cause(
+    host: HostOccupancy,
+    part: HostProcess,
+    link: WatchedHost,
     leases: Leases,
     limits: HostLimits,
     memory: Callable[[HostHealth], str] = lambda _: "",
@@ -147,7 +147,9 @@ async def trouble(
         process = tasks.create_task(note("process", part.wait()), name=f"end of {part.id}")
         watches = [
             tasks.create_task(note("connection", link.lost()), name=f"connection of {part.id}"),
-            tasks.create_task(note("health", _unwell(host, link, leases, limits, memory)), name=f"health of {part.id}"),
+            tasks.create_task(
+                note("health", _wait_for_bad_health(host, link, leases, limits, memory)), name=f"health of {part.id}"
+            ),
             tasks.create_task(note("emptied", emptied()), name=f"last episode of {part.id}"),
         ]
         await over.wait()
@@ -160,15 +162,15 @@ async def trouble(
     return next(causes[what] for what in ("emptied", "process", "health", "connection") if what in causes)
 
 
-async def _unwell(
-    host: Occupied, link: Watched, leases: Leases, limits: HostLimits, memory: Callable[[HostHealth], str]
+async def _wait_for_bad_health(
+    host: HostOccupancy, link: WatchedHost, leases: Leases, limits: HostLimits, memory: Callable[[HostHealth], str]
 ) -> str:
     """Ask for its health until that is bad; why."""
     limit = limits.health_s
     if limit == math.inf:
         await asyncio.Event().wait()
     while True:
-        await asyncio.sleep(limit / CHECKS)
+        await asyncio.sleep(limit / HEALTH_CHECKS_PER_LIMIT)
         try:
             async with leases.hold(link.id, "its health check", limit, Expiry.RESTART_PART):
                 health = await link.health()
@@ -183,7 +185,7 @@ async def _unwell(
         if cause := memory(health):
             return cause
         host.resting = bool(health.left)
-        if health.left and (not host.live or len(health.left) >= LEFT):
+        if health.left and (not host.live or len(health.left) >= MAX_HUNG_THREADS):
             calls = (
                 "1 call never ended and holds a thread"
                 if len(health.left) == 1

@@ -29,7 +29,7 @@ class Leases:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._lines: dict[float, _Line] = {}
+        self._lines: dict[float, _ExpiryQueue] = {}
         self.book = LeaseBook()
 
     def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> HeldLease:
@@ -105,7 +105,7 @@ class HeldLease(Lease):
         book.open[self.id] = self
         line = leases._lines.get(self.seconds)
         if line is None:
-            line = leases._lines[self.seconds] = _Line(loop, book)
+            line = leases._lines[self.seconds] = _ExpiryQueue(loop, book)
         holds = line.holds
         holds.append(self)
         if line.timer is None or len(holds) > line.sweep_at:
@@ -143,7 +143,7 @@ class HeldLease(Lease):
         self.__exit__(kind, error, trace)
 
 
-class _Line:
+class _ExpiryQueue:
     """The holds of one length, in the order of their deadlines, and the timer for the first that is still open."""
 
     __slots__ = ("_book", "_loop", "holds", "renewed", "sweep_at", "timer")

@@ -19,12 +19,12 @@ from rollart.runtime.leases import HeldLease
 __all__ = ["RegisteredEngine", "EngineRegistry", "SessionKv"]
 
 
-SAMPLED = 16
+SAMPLED_ENGINES = 16
 """Engines that are looked at for the home of a trajectory, if there are more than twice as many. The least loaded of a
 few drawn ones is nearly as good as that of all (the power of two choices; Mitzenmacher, 2001), and costs the same in a
 fleet of any size."""
 
-DOUBT_S = 10.0
+SUSPECT_GRACE_S = 10.0
 """For so long an engine in doubt is no news: one slow turn is enough for a doubt, and a look at the engine ends it."""
 
 
@@ -271,7 +271,7 @@ class EngineRegistry:
     def some(self, session: str, version: int) -> Iterable[RegisteredEngine]:
         """Engines to choose from by load: all, or in a large fleet a few of every kind and role, drawn by the session's
         name; all of those of which none drawn serves."""
-        if len(self.members) <= 2 * SAMPLED:
+        if len(self.members) <= 2 * SAMPLED_ENGINES:
             return self.members.values()
         if self._alike is None:
             alike: dict[tuple[EngineKind, EngineRole], list[RegisteredEngine]] = {}
@@ -279,7 +279,7 @@ class EngineRegistry:
                 alike.setdefault((member.seat.kind, member.seat.role), []).append(member)
             self._alike = tuple(alike.values())
         seed = zlib.crc32(session.encode())
-        return [m for members in self._alike for m in _drawn(members, seed, version)]
+        return [m for members in self._alike for m in _sample_engines(members, seed, version)]
 
     def _seated(self) -> None:
         self._alike = None
@@ -290,7 +290,9 @@ class EngineRegistry:
 
     def doubts(self, now: float) -> list[EnginePlacement]:
         """Seats of engines that are being looked at and most likely serve again in a moment."""
-        return [m.seat for m in self.members.values() if m.healthy and m.doubted and now < m.doubted_at + DOUBT_S]
+        return [
+            m.seat for m in self.members.values() if m.healthy and m.doubted and now < m.doubted_at + SUSPECT_GRACE_S
+        ]
 
     def load(self, now: float, slots: int) -> dict[EngineKind, KindLoad]:
         """By kind, of every engine that joined and has not left for good."""
@@ -307,12 +309,12 @@ class EngineRegistry:
         return loads
 
 
-def _drawn(members: list[RegisteredEngine], seed: int, version: int) -> Iterable[RegisteredEngine]:
-    """`SAMPLED` of the members, or all if none of these serves."""
+def _sample_engines(members: list[RegisteredEngine], seed: int, version: int) -> Iterable[RegisteredEngine]:
+    """`SAMPLED_ENGINES` of the members, or all if none of these serves."""
     n = len(members)
-    if n <= SAMPLED:
+    if n <= SAMPLED_ENGINES:
         return members
     step = 1 + seed % (n - 1)
     first = seed // n
-    few = [members[i] for i in dict.fromkeys([i % n for i in range(first, first + SAMPLED * step, step)])]
+    few = [members[i] for i in dict.fromkeys([i % n for i in range(first, first + SAMPLED_ENGINES * step, step)])]
     return few if any(m.serves and m.version == version for m in few) else members

@@ -11,10 +11,10 @@ from rollart.model import EngineId
 from rollart.policy.presence import AvailabilitySettings, NodeAvailability
 from rollart.runtime.gateway import Gateway
 
-__all__ = ["Nodes"]
+__all__ = ["NodeTracker"]
 
 
-class Nodes:
+class NodeTracker:
     """Told of nodes by whoever watches the cluster, on the loop; read by the rebalancer, to whom the reasons and the
     departures are told, and by those who keep hosts on them.
     `where` says which node each engine is on, '' if on none; `most` devices are used of each pool, for which the first

@@ -15,24 +15,24 @@ from rollart.policy.pacing import PacedGroup
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 
-__all__ = ["BatchPace", "StartPace", "Unfinished"]
+__all__ = ["BatchPace", "StartPace", "IncompleteGroup"]
 
-NAMED = 3
+NAMED_GROUPS = 3
 """Groups that the lease of a wait names."""
 
 STEPS = 8
 """Recent steps whose median is taken for the next one: long enough to ride out one slow step, short enough to follow a
 policy whose answers grow."""
 
-KNOWN = 8
+MIN_FINISHED_GROUPS = 8
 """Finished groups of a domain before admission trusts their durations: of fewer the 90th percentile is the maximum."""
 
-EARLY = 0.1
+EARLY_STEP_SHARE = 0.1
 """Share of a step after a publish in which a start loses too little time for a deferral to be worth it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class IncompleteGroup:
     """A group that holds slots and is not complete. `v0` is None while none of its members has sampled anything."""
 
     id: str
@@ -56,7 +56,7 @@ class BatchPace:
     recorder: Recorder
     alpha: int
     wait_s: float
-    unfinished: Callable[[], Sequence[Unfinished]] = tuple
+    unfinished: Callable[[], Sequence[IncompleteGroup]] = tuple
     """The scheduler's incomplete groups, of all domains."""
     given_up: int = -1
     """The version whose batch waits no longer."""
@@ -64,8 +64,8 @@ class BatchPace:
     async def hold(self, version: int, lacking: Sequence[PacedGroup], released: Awaitable[None]) -> None:
         """Wait for `released`, for `wait_s` at most."""
         loop = asyncio.get_running_loop()
-        began, names = loop.time(), ", ".join(m.id for m in lacking[:NAMED])
-        what = f"{len(lacking)} groups at their staleness bound ({names}{', …' if len(lacking) > NAMED else ''})"
+        began, names = loop.time(), ", ".join(m.id for m in lacking[:NAMED_GROUPS])
+        what = f"{len(lacking)} groups at their staleness bound ({names}{', …' if len(lacking) > NAMED_GROUPS else ''})"
         expired = False
         try:
             with self.leases.hold("training", what, self.wait_s, Expiry.GAP_FILL):
@@ -123,11 +123,11 @@ class StartPace:
             return deferred < self._publishes
         expected, left = self.ranker.estimate(prompt, domain), 0.0
         if self.alpha > 0 or not self.training:  # at 0 the batch in training was the last chance of all that begins now
-            if not self._periods or not self._waits or expected.known < KNOWN:
+            if not self._periods or not self._waits or expected.known < MIN_FINISHED_GROUPS:
                 return True
             step, since = median(self._periods), now - self._published
             left = self.alpha * step + median(self._waits) - since
-            if since <= EARLY * step or expected.p90 <= left:
+            if since <= EARLY_STEP_SHARE * step or expected.p90 <= left:
                 return True
         self._deferred[group] = self._publishes
         fields: dict[str, str | int | float | bool | None] = {

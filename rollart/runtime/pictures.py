@@ -11,17 +11,17 @@ from rollart.hosted import EnvironmentHost, EpisodeImages
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
 
-__all__ = ["ImageAvailability"]
+__all__ = ["ImageResolver"]
 
-KNOWN = 4096
+REMEMBERED_PROMPTS = 4096
 """Prompts whose images are remembered: those of a few batches."""
 
-ASKED = 16
+MAX_CONCURRENT_QUERIES = 16
 """Questions at a time of all hosts together. An environment says which images it needs on its host's loop, where its
 other episodes wait meanwhile."""
 
 
-class ImageAvailability:
+class ImageResolver:
     """Any task may ask `wanted`. It waits for a host's answer, or for whoever asks the same already, under a lease of
     the asker's; hosts are asked in turn, and where one ends the next is. Invariant: no prompt is asked for twice at a
     time, nor again while it is remembered."""
@@ -33,7 +33,7 @@ class ImageAvailability:
         self._seen = seen
         self._known: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
         self._asking: dict[tuple[str, int], asyncio.Event] = {}
-        self._room = asyncio.Semaphore(ASKED)
+        self._room = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
         self._turn = 0
 
     async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
@@ -55,7 +55,7 @@ class ImageAvailability:
             finally:
                 del self._asking[key]
                 event.set()
-            while len(self._known) > KNOWN:
+            while len(self._known) > REMEMBERED_PROMPTS:
                 self._known.popitem(last=False)
             return found
 

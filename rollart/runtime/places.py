@@ -12,9 +12,9 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.hostlife import EnvironmentHostState
 from rollart.runtime.leases import Leases
 
-__all__ = ["HostSlot", "HostSlots"]
+__all__ = ["HostSlot", "HostSlotPool"]
 
-WAIT = "a place on an environment host"
+SLOT_WAIT = "a place on an environment host"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _Waiter:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _WaitTotals:
     """What one claim waited."""
 
     places: int = 0
@@ -51,7 +51,7 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class HostSlots:
+class HostSlotPool:
     """Owns the line and the places that are held ahead of need. Any task may `take`, which waits for a place, and holds
     it until `free`; it is unblocked by a place that gets free, or by a host that starts (`look`), in the order of
     `policy.places`.
@@ -70,7 +70,7 @@ class HostSlots:
     ahead: dict[HostSlot, None] = field(default_factory=dict)
     """Held ahead of need, oldest first."""
     going: int = 0
-    sums: dict[PlacementPriority, _Sum] = field(default_factory=dict)
+    sums: dict[PlacementPriority, _WaitTotals] = field(default_factory=dict)
 
     async def take(
         self,
@@ -89,7 +89,7 @@ class HostSlots:
             self._count(wish.claim, None)
             return waiter.got.result()
         try:
-            with self.leases.note(owner, WAIT):
+            with self.leases.note(owner, SLOT_WAIT):
                 place = await waiter.got
         except asyncio.CancelledError:
             if waiter.in_line:
@@ -151,12 +151,12 @@ class HostSlots:
         del self.ahead[place]
         place.going = free
         self.going += free
-        self.sums.setdefault(place.wish.claim, _Sum()).given_up += 1
+        self.sums.setdefault(place.wish.claim, _WaitTotals()).given_up += 1
         place.give_up()
 
     def _count(self, claim: PlacementPriority, seconds: float | None) -> None:
         """Told at the 1st, 2nd, 4th ... that waited, and at the end. None: it did not."""
-        own = self.sums.setdefault(claim, _Sum())
+        own = self.sums.setdefault(claim, _WaitTotals())
         own.places += 1
         if seconds is not None:
             own.waited, own.wait_s = own.waited + 1, own.wait_s + seconds

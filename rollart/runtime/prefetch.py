@@ -16,11 +16,11 @@ from rollart.policy.prefetching import PrefetchDepth
 from rollart.ports import Environment, Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
-from rollart.runtime.preparing import has_place, kept, prepared
+from rollart.runtime.preparing import has_host_slot, mark_in_use, prepare_environment
 
 __all__ = ["PrefetchedEnvironment", "PrefetchSettings", "Prefetcher"]
 
-AHEAD = PlacementRequest(PlacementPriority.AHEAD)
+PREFETCH_REQUEST = PlacementRequest(PlacementPriority.AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,10 @@ class Prefetcher:
         ahead = self._held[domain].pop(trajectory, None)
         if ahead is None:
             return None
-        if ahead.environment is None or not has_place(ahead.environment):
+        if ahead.environment is None or not has_host_slot(ahead.environment):
             self._give_up(ahead)  # it has not begun: the trajectory's own reset is as good, and comes first
             return None
-        kept(ahead.environment)
+        mark_in_use(ahead.environment)
         ahead.taken.set()
         self.used += 1
         return ahead
@@ -200,7 +200,9 @@ class Prefetcher:
         self, domain: str, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment, environment: Environment
     ) -> None:
         try:
-            await prepared(environment, seed, trajectory, AHEAD, lambda: self._yield(domain, trajectory, ahead))
+            await prepare_environment(
+                environment, seed, trajectory, PREFETCH_REQUEST, lambda: self._yield(domain, trajectory, ahead)
+            )
             ahead.ready.set()
             began = asyncio.get_running_loop().time()
             with (

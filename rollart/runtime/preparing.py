@@ -8,10 +8,10 @@ from rollart.policy.places import PlacementRequest
 from rollart.ports import Environment
 from rollart.runtime.hosting import HostedEnvironment
 
-__all__ = ["has_place", "kept", "prepared"]
+__all__ = ["has_host_slot", "mark_in_use", "prepare_environment"]
 
 
-async def prepared(
+async def prepare_environment(
     environment: Environment,
     seed: int,
     owner: str,
@@ -25,12 +25,12 @@ async def prepared(
         await environment.prepare(seed, owner, wish or PlacementRequest(), give_up)
 
 
-def has_place(environment: Environment) -> bool:
+def has_host_slot(environment: Environment) -> bool:
     """Whether its reset could begin."""
     return not isinstance(environment, HostedEnvironment) or environment.host != ""
 
 
-def kept(environment: Environment) -> None:
+def mark_in_use(environment: Environment) -> None:
     """It is its trajectory's from now on: nobody else gets its place."""
     if isinstance(environment, HostedEnvironment):
         environment.keep()

@@ -14,7 +14,7 @@ from rollart.runtime.leases import Leases
 
 __all__ = ["Publisher"]
 
-PROBED = 32
+PROBE_SAMPLES = 32
 """Samples of a batch that a probe looks at, about: a forward pass over so many is little beside a step."""
 
 
@@ -56,7 +56,7 @@ class Publisher:
         if updates is None or not updates.probes:
             return
         every = samples()
-        some = every[:: max(1, len(every) // PROBED)]
+        some = every[:: max(1, len(every) // PROBE_SAMPLES)]
         async with self._leases.hold("publish", f"a probe of v{version}", self._publish_s, Expiry.RESTART_PART):
             found = await self._trainer.logprobs(some)
         updates.measured(

@@ -22,7 +22,7 @@ from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 
 __all__ = ["ADOPTED", "RebalanceSettings", "Rebalancer"]
 
@@ -68,7 +68,7 @@ class _Change:
     before: float | None
 
 
-class _NoAnswer(Exception):
+class _PlannerFailed(Exception):
     """The planner failed: nothing is known, which is not the same as no better plan."""
 
 
@@ -98,7 +98,7 @@ class Rebalancer:
         self._meter = meter
         self._settings = settings
         self._fleet = fleet
-        self._nodes: Nodes | None = None
+        self._nodes: NodeTracker | None = None
         self._baseline = dict(settings.baseline)
         self._reasons: list[str] = []
         self._woken = asyncio.Event()
@@ -115,7 +115,7 @@ class Rebalancer:
         """From now on drains and starts are made, by this fleet."""
         self._fleet = fleet
 
-    def follow(self, nodes: Nodes) -> None:
+    def follow(self, nodes: NodeTracker) -> None:
         """Where nodes come and go the plan is one for those that are there."""
         self._nodes = nodes
         nodes.follow(self._woken.set)
@@ -193,7 +193,7 @@ class Rebalancer:
     async def _follow(self, what: str, asked: Awaitable[Routes]) -> None:
         try:
             routes = await self._ask(what, asked)
-        except _NoAnswer:
+        except _PlannerFailed:
             return
         async with self._gateway.still():
             said = notable_change(self._gateway.routes, routes)
@@ -211,7 +211,7 @@ class Rebalancer:
         self._baseline.update(observed.work)
         try:
             proposal = await self._ask("a plan", self._planner.replan(observed, trigger))
-        except _NoAnswer:
+        except _PlannerFailed:
             self._again()
             return
         if proposal is None:
@@ -329,8 +329,8 @@ class Rebalancer:
             self._gateway.flip(engine, move.after)
 
     async def _ask(self, what: str, asked: Awaitable[T]) -> T:
-        """The planner's answer. `_NoAnswer` if it fails or takes too long, with an event unless the last time that the
-        same was asked failed in the same way."""
+        """The planner's answer. `_PlannerFailed` if it fails or takes too long, with an event unless the last time
+        that the same was asked failed in the same way."""
         try:
             async with self._leases.hold("rebalance", f"the planner: {what}", self._settings.planner_s, Expiry.RETRY):
                 answer = await asked
@@ -339,7 +339,7 @@ class Rebalancer:
             if self._failing.get(what) != cause:
                 self._failing[what] = cause
                 self._event("rebalance_failed", what, cause=cause)
-            raise _NoAnswer from None
+            raise _PlannerFailed from None
         self._failing.pop(what, None)
         return answer
 

@@ -23,19 +23,19 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.groups import GroupRun
 from rollart.runtime.trajectory import TrajectoryState
 
-__all__ = ["Cancellations", "RedundantRollout"]
+__all__ = ["SelectionBiasReport", "RedundancyController"]
 
-REMEMBERED = 2000
+REMEMBERED_TRAJECTORIES = 2000
 """Trajectories of either kind that a report looks back on: Cliff's delta is then known to about 0.03."""
 
 RESIZE_ENDS = 8
 """Ends of a domain between two looks at its health: a look sums a binomial tail, and a bad share moves slowly."""
 
-ANYWHERE = ""
+UNKNOWN_HOST = ""
 """Environments say nothing of the host that they ran on."""
 
 
-class RedundantRollout:
+class RedundancyController:
     """What redundancy launches. Synchronous; called by the scheduler alone.
 
     Health counts attempts that met an infrastructure fault. What redundancy cancelled itself is no evidence: it would
@@ -58,7 +58,7 @@ class RedundantRollout:
             return
         if reason is None or reason is AbortReason.INFRA_FAULT:
             self._health.add(
-                domain.name, ANYWHERE, TrajectoryEnding.GOOD if reason is None else TrajectoryEnding.FAILED
+                domain.name, UNKNOWN_HOST, TrajectoryEnding.GOOD if reason is None else TrajectoryEnding.FAILED
             )
             self._ends[domain.name] += 1
             if self._ends[domain.name] % RESIZE_ENDS == 0:
@@ -88,35 +88,35 @@ class RedundantRollout:
         return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
 
 
-class Cancellations:
+class SelectionBiasReport:
     """What was cancelled as redundant, or filtered (`kind`: the event), beside what was kept, over the last of each."""
 
     def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT, *, on: bool) -> None:
         self._recorder = recorder
         self._kind = kind
         self._on = on
-        self._kept: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED)
-        self._cancelled: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED)
+        self._kept: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
+        self._cancelled: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
         self._changed = False
 
     def kept(self, run: GroupRun) -> None:
         """A group is complete."""
         if self._on:
-            self._kept.extend(_against(run, seen) for seen in run.seen)
+            self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
 
     def ended(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
         """A member has a sample that its group may use."""
         if self._on:
-            run.seen.append(noted(live, sample))
+            run.seen.append(trajectory_snapshot(live, sample))
 
     def dropped(self, run: GroupRun) -> None:
         """A group is surplus; those of its members that ended were for nothing."""
         for seen in run.seen:
-            self._cancel(_against(run, seen))
+            self._cancel(_with_group_difficulty(run, seen))
 
     def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
         """A member was, under way or when it was scored."""
-        self._cancel(_against(run, noted(live, sample)))
+        self._cancel(_with_group_difficulty(run, trajectory_snapshot(live, sample)))
 
     def report(self, version: int) -> None:
         """An event per figure, if anything was cancelled since the last."""
@@ -142,14 +142,14 @@ class Cancellations:
         self._changed = True
 
 
-def noted(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
+def trajectory_snapshot(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
     """A trajectory as it stands now."""
     age_s = asyncio.get_running_loop().time() - live.started
     reward = None if sample is None else sample.score
     return TrajectorySnapshot(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
 
 
-def _against(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
+def _with_group_difficulty(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
     """With its group's mean reward, as far as it is known."""
     rewards = [s.score for s in run.samples.values()]
     difficulty = math.fsum(rewards) / len(rewards) if rewards else None

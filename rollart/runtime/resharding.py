@@ -23,7 +23,7 @@ from rollart.runtime.rebalance import ADOPTED, UNDO_ATTEMPTS
 
 __all__ = ["Resharder", "ReshardSettings"]
 
-Group = tuple[str, EngineRole]
+EngineGroup = tuple[str, EngineRole]
 """Pool and role: its engines have one size, but while they are changed."""
 
 
@@ -43,7 +43,7 @@ class ReshardSettings:
 
 
 @dataclass(slots=True)
-class _State:
+class _ReshardState:
     """By kind of round, since rounds of tail batching are not comparable; they share the size."""
 
     by_round: dict[str, TensorParallelState] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Resharder:
         self._ended: tuple[float, str] = (0.0, "")
         self._began: float | None = None
         self._counted: dict[EngineId, EngineCounters] = {}
-        self._states: dict[Group, _State] = {}
+        self._states: dict[EngineGroup, _ReshardState] = {}
         self._refused: set[EngineKind] = set()
         self._move_s = settings.restart_s
         self.moving = False
@@ -118,7 +118,7 @@ class Resharder:
         for engine in sorted(self._gateway.stable()):
             if engine in seats:
                 by_kind.setdefault(seats[engine].kind, []).append(engine)
-        groups: dict[Group, EngineKind] = {}
+        groups: dict[EngineGroup, EngineKind] = {}
         for kind in sorted(by_kind, key=lambda k: (-len(by_kind[k]), k)):  # an odd one out is not what its group is
             groups.setdefault((kind.pool, kind.role), kind)
         for group, kind in groups.items():
@@ -128,11 +128,11 @@ class Resharder:
             moved |= await self._judge(group, kind, seen, round_)
         return moved
 
-    async def _judge(self, group: Group, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
+    async def _judge(self, group: EngineGroup, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
         rule = self._settings.rules.get(kind.pool)
         if rule is None or kind.tp not in rule.sizes:
             return False
-        states = self._states.setdefault(group, _State())
+        states = self._states.setdefault(group, _ReshardState())
         before = states.of(round_, kind.tp)
         after, why = next_tensor_parallelism(rule, before, seen.did.preemptions)
         if after.tp == kind.tp:

@@ -23,10 +23,10 @@ from rollart.ports import Rewarder
 from rollart.runtime.leases import Leases
 from rollart.runtime.trajectory import TrajectoryAborted
 
-__all__ = ["TrajectoryRewarding", "train_sample"]
+__all__ = ["TrajectoryScorer", "train_sample"]
 
 
-class TrajectoryRewarding:
+class TrajectoryScorer:
     """Called by each trajectory's own task, so what waits for a reward is bounded by admission."""
 
     def __init__(self, rewarder: Rewarder, leases: Leases, *, reward_s: float) -> None:
@@ -62,7 +62,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
     paid = list(steps) if steps is not None else [0.0] * (action_tokens - 1) + [score]
     if len(paid) != action_tokens:
         raise ValueError(f"{trajectory.id}: {len(paid)} step rewards for {action_tokens} action tokens")
-    spread = _Spread()
+    spread = _TokenColumns()
     for segment in trajectory.segments:
         spread.add(segment, paid)
     return TrainSample(
@@ -83,7 +83,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
 
 
 @dataclass(slots=True)
-class _Spread:
+class _TokenColumns:
     """A trajectory's segments token by token. One pass: every trajectory goes through here."""
 
     token_ids: list[int] = field(default_factory=list)

@@ -9,9 +9,9 @@ from rollart.model import GroupId, TrainSample
 from rollart.policy.tailbatch import Response, RoundEffect, TailBatching, TailDomain, TailSettings
 from rollart.runtime.domain import Domain
 
-__all__ = ["AGAIN", "TailRoundLaunch", "PendingPrompt", "TailBatchingRounds"]
+__all__ = ["RELAUNCH_MARK", "GroupLaunch", "PendingPrompt", "TailBatchRounds"]
 
-AGAIN = "~"
+RELAUNCH_MARK = "~"
 """Sets a repeated launch apart: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again.
 The journal counts repeated groups under the domain `lake~`, so that its count of a domain is that of its prompts."""
 
@@ -27,15 +27,15 @@ class PendingPrompt:
 
     @property
     def group(self) -> GroupId:
-        return GroupId(self.name if self.launch == 1 else f"{self.name}{AGAIN}{self.launch}")
+        return GroupId(self.name if self.launch == 1 else f"{self.name}{RELAUNCH_MARK}{self.launch}")
 
     @property
     def journal_domain(self) -> str:
-        return self.domain.name if self.launch == 1 else f"{self.domain.name}{AGAIN}"
+        return self.domain.name if self.launch == 1 else f"{self.domain.name}{RELAUNCH_MARK}"
 
 
 @dataclass(frozen=True, slots=True)
-class TailRoundLaunch:
+class GroupLaunch:
     """A group to start now, with this many members; `samples` of it survived a crash."""
 
     prompt: PendingPrompt
@@ -44,7 +44,7 @@ class TailRoundLaunch:
 
 
 @dataclass(slots=True)
-class TailBatchingRounds:
+class TailBatchRounds:
     """Owns the prompts of a run from the draw to the training. Synchronous; the scheduler calls it between two awaits.
 
     `draw` makes a domain's next fresh prompts. Invariant: each prompt that was drawn is waiting, deferred, active,
@@ -55,7 +55,7 @@ class TailBatchingRounds:
     domains: Mapping[str, Domain]
     settings: TailSettings
     draw: Callable[[Domain, int], list[PendingPrompt]]
-    replacements: list[TailRoundLaunch] = field(default_factory=list)
+    replacements: list[GroupLaunch] = field(default_factory=list)
     """Prompts that take the place of dropped ones in the round."""
     number: int = 0
     kind: str = ""
@@ -70,7 +70,7 @@ class TailBatchingRounds:
         """Prompts that are put off now."""
         return sum(map(len, self._tail.deferred().values()))
 
-    def begin(self, left: Mapping[str, int]) -> list[TailRoundLaunch]:
+    def begin(self, left: Mapping[str, int]) -> list[GroupLaunch]:
         """The next round. `left` = prompts per domain that the run still trains: no more are ever drawn than that."""
         held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
         fresh = {
@@ -101,14 +101,14 @@ class TailBatchingRounds:
 
     def prompt(self, group_id: str) -> PendingPrompt:
         """The prompt of a group."""
-        return self._prompts[group_id.partition(AGAIN)[0]]
+        return self._prompts[group_id.partition(RELAUNCH_MARK)[0]]
 
     def resume(self, pending: Iterable[tuple[str, Domain, int]], samples: Sequence[TrainSample]) -> list[GroupId]:
         """Take up what a crash left admitted, in the order of admission. Returns groups that a later launch of the same
         prompt replaces: they are to be dropped."""
         replaced: list[GroupId] = []
         for group_id, domain, seed in pending:
-            name, _, launch = group_id.partition(AGAIN)
+            name, _, launch = group_id.partition(RELAUNCH_MARK)
             prompt = PendingPrompt(name, domain, seed, int(launch or 1))
             known = self._prompts.pop(name, prompt)
             older, newer = sorted((known, prompt), key=lambda p: p.launch)
@@ -140,12 +140,12 @@ class TailBatchingRounds:
         self._prompts.update({p.name: p for p in drawn})
         return [p.name for p in drawn]
 
-    def _launches(self, responses: Sequence[Response]) -> list[TailRoundLaunch]:
+    def _launches(self, responses: Sequence[Response]) -> list[GroupLaunch]:
         members: dict[str, int] = {}
         for response in responses:
             members[response.prompt] = members.get(response.prompt, 0) + 1
         found = []
         for name, count in members.items():
             prompt = self._prompts[name]
-            found.append(TailRoundLaunch(prompt, count, tuple(self._survived.pop(prompt.group, ()))))
+            found.append(GroupLaunch(prompt, count, tuple(self._survived.pop(prompt.group, ()))))
         return found

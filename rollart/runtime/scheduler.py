@@ -15,8 +15,8 @@ from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
-from rollart.runtime.admitting import AdmissionLoop
-from rollart.runtime.attempts import FailedAttempts
+from rollart.runtime.admitting import PromptAdmission
+from rollart.runtime.attempts import AttemptRunner
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain
@@ -25,16 +25,16 @@ from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
 from rollart.runtime.pacing import StartPace
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
-from rollart.runtime.redundant import Cancellations
-from rollart.runtime.rewarding import TrajectoryRewarding
-from rollart.runtime.rounds import AGAIN, PendingPrompt, TailBatchingRounds, TailRoundLaunch
-from rollart.runtime.sharing import DomainShares, Fairness
+from rollart.runtime.redundant import SelectionBiasReport
+from rollart.runtime.rewarding import TrajectoryScorer
+from rollart.runtime.rounds import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds
+from rollart.runtime.sharing import DomainShareTracker, FairnessSettings
 from rollart.runtime.together import GroupColocation
 from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
-BATCHES = 4
+FAULT_WINDOW_BATCHES = 4
 """Batches of attempts that are looked back on for what ends of hosts took, where those are more than `WINDOW`."""
 
 
@@ -54,7 +54,7 @@ class SchedulerSettings:
     tail: TailSettings | None = None
     """Tail batching, under a schedule of one batch at a time."""
     filter: FilterSettings = field(default_factory=FilterSettings)
-    fairness: Fairness | None = None
+    fairness: FairnessSettings | None = None
     """Shares of domains instead of quotas."""
     prefetch: PrefetchSettings | None = None
     """Environments that are reset ahead of need."""
@@ -73,14 +73,14 @@ class Scheduler:
         self,
         domains: Sequence[Domain],
         runner: TrajectoryRunner,
-        rewarding: TrajectoryRewarding,
+        rewarding: TrajectoryScorer,
         buffer: SampleBuffer,
         journal: Journal,
         recorder: Recorder,
         *,
         settings: SchedulerSettings,
         prefetch: Prefetcher | None = None,
-        shares: DomainShares | None = None,
+        shares: DomainShareTracker | None = None,
         together: GroupColocation | None = None,
     ) -> None:
         self._shares = shares
@@ -93,7 +93,7 @@ class Scheduler:
         self._rules = settings.rules
         self._bound = settings.rules.bound
         self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
-        self._admitting = AdmissionLoop(
+        self._admitting = PromptAdmission(
             domains,
             settings.rules,
             recorder,
@@ -128,11 +128,11 @@ class Scheduler:
         """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
         self._redundant = self._admitting.redundant
         speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
-        self._cancellations = Cancellations(recorder, on=speculates)
+        self._cancellations = SelectionBiasReport(recorder, on=speculates)
         self._filter = GroupFilter(domains, settings.filter, recorder)
-        window = max(WINDOW, BATCHES * sum(d.quota for d in domains))
+        window = max(WINDOW, FAULT_WINDOW_BATCHES * sum(d.quota for d in domains))
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
-        self._attempts = FailedAttempts(
+        self._attempts = AttemptRunner(
             self._groups,
             runner,
             rewarding,
@@ -261,7 +261,7 @@ class Scheduler:
             prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
             self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
 
-    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[TailRoundLaunch], version: int) -> None:
+    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[GroupLaunch], version: int) -> None:
         """Run groups that hold slots. One that lost them while it was written down is not wanted any more; so is one
         that the samples of another, kept over a crash, make surplus."""
         opened = []
@@ -293,7 +293,7 @@ class Scheduler:
             by_group.setdefault(sample.group, []).append(sample)
         pending = []
         for group_id, counted, seed in recovered.pending:
-            name = counted.removesuffix(AGAIN)
+            name = counted.removesuffix(RELAUNCH_MARK)
             if name not in self._domains:
                 raise SpecError(
                     f"the run to resume has unfinished groups of domain '{name}', which the spec no longer has",
@@ -308,7 +308,7 @@ class Scheduler:
             self._slots.admit(group_id, domain.name, domain.group_size)
             members = self._admitting.members(domain)
             launches.append(
-                TailRoundLaunch(PendingPrompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ())))
+                GroupLaunch(PendingPrompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ())))
             )
         self._open(tasks, launches, version)
 
@@ -360,7 +360,7 @@ class Scheduler:
         self._release(group_id, AbortReason.REDUNDANT)
         self._event("group_redundant", group_id, domain=domain.name)
 
-    def _defer(self, rounds: TailBatchingRounds, prompts: Sequence[PendingPrompt]) -> None:
+    def _defer(self, rounds: TailBatchRounds, prompts: Sequence[PendingPrompt]) -> None:
         """Their launch ends; they wait for a later round, as groups of their own."""
         for prompt in prompts:
             old = prompt.group

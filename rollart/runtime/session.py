@@ -15,7 +15,7 @@ from rollart.runtime.scheduler import Scheduler
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import Training
 
-__all__ = ["EvaluationPlan", "ControlSession"]
+__all__ = ["EvaluationPlan", "RunSession"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class EvaluationPlan:
     end: bool = True
 
 
-class ControlSession:
+class RunSession:
     """Runs the control plane's tasks in one TaskGroup: supervision for ever, scheduling and training to their end.
 
     The first task that fails ends all of them; the error that reaches the caller is that task's own.

@@ -13,11 +13,11 @@ from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftQuota, Drift
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain
 
-__all__ = ["Fairness", "DomainShares"]
+__all__ = ["FairnessSettings", "DomainShareTracker"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fairness:
+class FairnessSettings:
     """What a run asks for: its domains' shares; `slack` = groups that a domain may be behind its share before a batch
     waits for it; `follow`: shares move with measured cost and learning."""
 
@@ -27,7 +27,7 @@ class Fairness:
 
 
 @dataclass(slots=True)
-class _Taken:
+class _BatchInTraining:
     """A batch on its way through training and publish."""
 
     groups: frozenset[str]
@@ -36,7 +36,7 @@ class _Taken:
 
 
 @dataclass(slots=True)
-class DomainShares:
+class DomainShareTracker:
     """Owns what is due to each domain. Synchronous: the buffer asks what a batch takes and says what it took; the
     scheduler asks which domain starts a group, and says what was published, refused and spent.
 
@@ -45,7 +45,7 @@ class DomainShares:
     """
 
     domains: Sequence[Domain]
-    settings: Fairness
+    settings: FairnessSettings
     recorder: Recorder
     steps: int
     window: int
@@ -56,7 +56,7 @@ class DomainShares:
     """Samples per domain in the buffer, which shows it here."""
     growing: Counter[str] = field(default_factory=Counter)
     """Groups of the batch that grows."""
-    _on_the_way: list[_Taken] = field(default_factory=list)
+    _on_the_way: list[_BatchInTraining] = field(default_factory=list)
     _told: int = 0
     _batches: int = 0
     _spent: dict[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class DomainShares:
     def take(self, groups: Sequence[Group]) -> None:
         """These are a batch."""
         counts = Counter(group.domain for group in groups)
-        self._on_the_way.append(_Taken(frozenset(g.id for g in groups), counts, dict(self._fair.shares)))
+        self._on_the_way.append(_BatchInTraining(frozenset(g.id for g in groups), counts, dict(self._fair.shares)))
         self._fair.take(counts)
         self._batches += 1
         self.growing = Counter()
@@ -176,7 +176,7 @@ class DomainShares:
         for name, groups in by.items():
             cost = self._spent.pop(name, 0.0) / (len(groups) * self._size)
             if cost > 0:
-                quota.observe(name, cost=cost, drift=math.fsum(map(_spread, groups)) / len(groups))
+                quota.observe(name, cost=cost, drift=math.fsum(map(_mean_absolute_advantage, groups)) / len(groups))
         self._next = quota.step()
         self._move()
 
@@ -203,7 +203,7 @@ class DomainShares:
             self.recorder.event(RunEvent(now, DOMAIN_SHARE, n, fields))
 
 
-def _spread(group: Group) -> float:
+def _mean_absolute_advantage(group: Group) -> float:
     """Mean absolute advantage before it is normalised."""
     scores = [s.score for s in group.samples]
     mean = math.fsum(scores) / len(scores)

@@ -14,14 +14,14 @@ from rollart.fleet import EngineKind
 from rollart.policy.dispatch import LONG_SHARE, BatchSpeed, DispatchGroup, split_instances
 from rollart.policy.lengths import LengthRanker, QuantileWindow
 from rollart.runtime.members import RegisteredEngine, SessionKv
-from rollart.runtime.turn import TurnState
+from rollart.runtime.turn import TurnRequest
 
-__all__ = ["SkewAwareDispatch"]
+__all__ = ["SkewAwareDispatcher"]
 
-ENOUGH = 32
+MIN_PREDICTIONS = 32
 """Predictions before anybody is called long: a few groups."""
 
-LOOK_BACK = 512
+PREDICTION_WINDOW = 512
 """Predictions of late whose upper share is long: about what is in flight."""
 
 
@@ -33,20 +33,20 @@ class _Reserved:
     batch: int
 
 
-class SkewAwareDispatch:
+class SkewAwareDispatcher:
     """Synchronous; fed and asked by `Entrance`. Without anything learned nobody is long and no engine is reserved."""
 
     def __init__(self) -> None:
         self.ranker = LengthRanker()
-        self._predicted = QuantileWindow(LOOK_BACK)
+        self._predicted = QuantileWindow(PREDICTION_WINDOW)
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
 
-    def judge(self, turn: TurnState, *, again: bool) -> float:
+    def judge(self, turn: TurnRequest, *, again: bool) -> float:
         """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is
         long. One that was judged before (`again`) counts no second time among those that it is compared with."""
         tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
-        known = len(self._predicted) >= ENOUGH
+        known = len(self._predicted) >= MIN_PREDICTIONS
         turn.long = known and tokens > self._predicted.quantile(1 - LONG_SHARE)
         if not again:
             self._predicted.add(tokens)
@@ -69,7 +69,7 @@ class SkewAwareDispatch:
             kinds.setdefault(member.seat.kind, []).append(member)
         self._reserved = {}
         lowest, highest = self._predicted.quantile(0.0) if self._predicted else 0.0, 0.0
-        if len(self._predicted) >= ENOUGH:
+        if len(self._predicted) >= MIN_PREDICTIONS:
             highest = self._predicted.quantile(1.0)
         if highest <= lowest:
             return  # all are taken to be alike
@@ -88,7 +88,7 @@ class SkewAwareDispatch:
             names = sorted(m.engine.id for m in members)
             self._reserved[kind] = _Reserved(frozenset(names[: found.long_instances]), found.long_batch)
 
-    def takes(self, member: RegisteredEngine, turn: TurnState, *, others_wait: bool) -> bool:
+    def takes(self, member: RegisteredEngine, turn: TurnRequest, *, others_wait: bool) -> bool:
         """Whether the engine is for this turn's trajectory. While none of the other sort waits, every engine is; those
         of the long ones stay as empty as they need them."""
         reserved = self._reserved.get(member.seat.kind)

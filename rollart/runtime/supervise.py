@@ -30,7 +30,7 @@ REAP_S = 0.5
 """How long the end of a dead process may take to be known, seconds."""
 
 
-FORGIVEN_S = 600.0
+RESTARTS_FORGIVEN_AFTER_S = 600.0
 """An engine that served this long since its last start has its restarts forgiven: the bound is against crash loops."""
 
 
@@ -200,7 +200,7 @@ class EngineSupervisor:
             cause = await self._trouble(part)
             if cause is None:
                 continue
-            if loop.time() - served_since > FORGIVEN_S:
+            if loop.time() - served_since > RESTARTS_FORGIVEN_AFTER_S:
                 restarts = 0
             self._gateway.lose(part.id)
             self._event("engine_lost", part.id, cause=cause)

@@ -23,14 +23,14 @@ from rollart.model import Group, TrainReport, TrainSample
 from rollart.policy.lease import Expiry
 from rollart.ports import Trainer
 from rollart.runtime.buffer import SampleBuffer
-from rollart.runtime.cutting import whole
+from rollart.runtime.cutting import all_samples
 from rollart.runtime.leases import Leases
 from rollart.runtime.publish import Publisher
 
 __all__ = ["StepDone", "Training"]
 
 
-REFUSALS = 3
+MAX_REFUSED_BATCHES = 3
 """Batches that a trainer may refuse whole in a row: one is bad luck, three are a setting."""
 
 
@@ -51,7 +51,7 @@ class StepDone:
 
 
 @dataclass(slots=True)
-class _Streamed:
+class _StreamedBatch:
     """A batch that grows: its groups so far, and how many of them the trainer has (None: no step is under way there).
     `since` is when the last of them came."""
 
@@ -70,7 +70,7 @@ class _Streamed:
         if ending:
             self.given = None
         kept, fresh = self.groups[: self.given or 0], self.groups[self.given or 0 :]
-        gone = _named(fresh, error)
+        gone = _refused_groups(fresh, error)
         self.empty += ending and len(gone) == len(fresh)
         self.refusals += not ending and len(gone) == len(fresh)
         self.groups = kept + [g for g in fresh if g not in gone]
@@ -79,7 +79,7 @@ class _Streamed:
 
 
 @dataclass(slots=True)
-class _Behind:
+class _PendingPublish:
     """A trained step whose version is on its way to being current, beside the step after it."""
 
     done: StepDone
@@ -109,7 +109,7 @@ class Training:
         on_taken: Callable[[Sequence[Group]], None] = lambda _: None,
         attempts: int = 3,
         overlap: bool = False,
-        samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = whole,
+        samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples,
     ) -> None:
         """`samples`: what of a batch is trained in which step."""
         self._trainer = trainer
@@ -126,7 +126,7 @@ class Training:
         self._overlap = overlap
         self._samples = samples
         self._tasks: asyncio.TaskGroup | None = None
-        self._behind: _Behind | None = None
+        self._behind: _PendingPublish | None = None
         self.lives = 1
         """Of the trainer: how often it was started, as far as training knows."""
         self._failed: TrainerError | None = None
@@ -171,8 +171,8 @@ class Training:
 
     async def _train_some(self, version: int, step: int) -> None:
         """The first batch that the trainer takes. Groups with a sample that it refuses are dropped with the reason, so
-        that neither this run nor its resume meets them again, and others take their place in the batch. `REFUSALS`
-        batches that it refuses whole, in a row, end the run."""
+        that neither this run nor its resume meets them again, and others take their place in the batch.
+        `MAX_REFUSED_BATCHES` batches that it refuses whole, in a row, end the run."""
         loop = asyncio.get_running_loop()
         groups: tuple[Group, ...] = ()
         refusals = 0
@@ -183,11 +183,11 @@ class Training:
             try:
                 return await self._step(groups, version, step, began)
             except TrainerRefused as error:
-                gone = _named(groups, error)
+                gone = _refused_groups(groups, error)
                 groups = tuple(g for g in groups if g not in gone)
                 self._refused(gone, str(error))
                 refusals = 0 if groups else refusals + 1
-                if refusals == REFUSALS:
+                if refusals == MAX_REFUSED_BATCHES:
                     raise
                 self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
@@ -209,7 +209,7 @@ class Training:
     async def _stream_some(self, version: int, step: int) -> None:
         """The same group by group. Groups that the trainer refuses are dropped, and others take their place; what it
         refuses at the end is the whole batch."""
-        state, failures = _Streamed(), 0
+        state, failures = _StreamedBatch(), 0
         while True:
             try:
                 if not state.whole and (state.given or 0) == len(state.groups):
@@ -221,7 +221,7 @@ class Training:
                 return await self._hand_over(version, step, state.groups, report, state.since)
             except TrainerRefused as error:
                 self._refused(state.refused(error), str(error))
-                if REFUSALS in (state.refusals, state.empty):
+                if MAX_REFUSED_BATCHES in (state.refusals, state.empty):
                     raise
             except (TrainerError, LeaseExpired):
                 failures += 1
@@ -230,7 +230,7 @@ class Training:
                 state.given = None
                 await self._restart()
 
-    async def _grow(self, state: _Streamed, version: int, step: int) -> None:
+    async def _grow(self, state: _StreamedBatch, version: int, step: int) -> None:
         """Wait for more groups; notes when there are all."""
         self._clock.enter(ResourceState.IDLE, "waits_for_samples")
         with self._leases.note("training", f"groups for step {step}"):
@@ -243,7 +243,7 @@ class Training:
         if state.whole:
             self._taken(state.groups)
 
-    async def _feed(self, state: _Streamed, version: int, step: int) -> None:
+    async def _feed(self, state: _StreamedBatch, version: int, step: int) -> None:
         """Give the trainer what it has not got; all of it, if there is no step under way."""
         if state.given is None:
             async with self._lease(step):
@@ -254,7 +254,7 @@ class Training:
                 await self._trainer.accumulate([s for g in fresh for s in g.samples])
             state.given, state.refusals = len(state.groups), 0
 
-    async def _finish(self, state: _Streamed, step: int) -> TrainReport:
+    async def _finish(self, state: _StreamedBatch, step: int) -> TrainReport:
         async with self._lease(step):
             state.finishing = True
             report = await self._trainer.finish()
@@ -295,10 +295,10 @@ class Training:
             return
         await self._publisher.stage(version + 1)
         done = StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s)
-        self._behind = _Behind(done)
+        self._behind = _PendingPublish(done)
         self._tasks.create_task(self._publish_behind(self._behind), name=f"publish v{version + 1}")
 
-    async def _publish_behind(self, behind: _Behind) -> None:
+    async def _publish_behind(self, behind: _PendingPublish) -> None:
         done = behind.done
         try:
             await self._publisher.publish(done.version, done.step + 1, done.groups, done.report.metrics)
@@ -389,7 +389,7 @@ class Training:
         self._published(dataclasses.replace(done, report=report))
 
 
-def _named(groups: Sequence[Group], error: TrainerRefused) -> list[Group]:
+def _refused_groups(groups: Sequence[Group], error: TrainerRefused) -> list[Group]:
     """Groups with a sample that the refusal names; all of them if it names none of theirs."""
     samples = frozenset(error.samples)
     return [g for g in groups if any(s.id in samples for s in g.samples)] or list(groups)

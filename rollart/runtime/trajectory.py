@@ -36,15 +36,22 @@ from rollart.runtime.aborted import TrajectoryAborted, environment_fault
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
-from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns, unless_gone
+from rollart.runtime.harnessed import (
+    await_unless_disconnected,
+    begin_harness_episode,
+    final_harness_step,
+    harness_fault,
+    harness_sampling,
+    harness_turns,
+)
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import PrefetchedEnvironment, Prefetcher
-from rollart.runtime.preparing import prepared
+from rollart.runtime.preparing import prepare_environment
 
 __all__ = ["TrajectoryAborted", "TrajectoryState", "TrajectoryRunner", "WaitLimits"]
 
 
-CHARACTERS = 16
+CHARACTERS_PER_TOKEN_LIMIT = 16
 """Characters per token of the context at which an observation is cut to find out that it is too long: tokens have about
 4. A tool's output may have many MB, and encoding one takes half a second of the controller's loop."""
 
@@ -150,7 +157,7 @@ class TrajectoryRunner:
         if live.domain.harness is not None:
             return await self._harnessed(live, live.domain.harness)
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
-        environment = (ahead and ahead.environment) or _made(live)
+        environment = (ahead and ahead.environment) or _make_environment(live)
         try:
             observation = await self._reset(live, environment, ahead)
             shown, length = self._shown(observation.text)
@@ -179,7 +186,7 @@ class TrajectoryRunner:
     def _shown(self, text: str) -> tuple[tuple[int, ...], int]:
         """The ids of an observation and how many tokens they stand for; of one that fills the context by far, of its
         beginning, which fills it too."""
-        most = CHARACTERS * self._limits.context_tokens
+        most = CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
         if len(text) > most:
             shown = self._tokenizer.encode(text[:most])
             if (length := self._measure(shown)) >= self._limits.context_tokens:
@@ -255,7 +262,7 @@ class TrajectoryRunner:
         self._barrier.join()
         episode: HarnessEpisode | None = None
         try:
-            episode = begun(begin, live.id, live.seed)
+            episode = begin_harness_episode(begin, live.id, live.seed)
             asked = 0
             while (wanted := await self._wanted(live, episode)) is not None:
                 self._judge(live)
@@ -269,7 +276,7 @@ class TrajectoryRunner:
                 )
                 last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
                 answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.on_chunk)
-                completion = await unless_gone(wanted.gone, answer)
+                completion = await await_unless_disconnected(wanted.gone, answer)
                 self._judge(live)
                 asked += 1
                 if asked == live.domain.max_turns:
@@ -278,7 +285,7 @@ class TrajectoryRunner:
                     episode.answer(completion)
                 if self._barrier.lockstep:
                     await self._barrier.turn()
-            step = ended(episode)
+            step = final_harness_step(episode)
             self._take_over(live, episode.segments(), step)
             return self._finished(live, step)
         finally:
@@ -366,7 +373,9 @@ class TrajectoryRunner:
     ) -> Observation:
         """The first observation, of a reset of its own or of one that was begun before it."""
         try:
-            await (prepared(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared())
+            await (
+                prepare_environment(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared()
+            )
             self._barrier.join()  # not before: who waits for a place holds up nobody that has one
             live.joined = True
             with (
@@ -420,7 +429,7 @@ class TrajectoryRunner:
                     await environment.close()
 
 
-def _made(live: TrajectoryState) -> Environment:
+def _make_environment(live: TrajectoryState) -> Environment:
     try:
         with UserCodeGuard():
             return live.domain.environment()

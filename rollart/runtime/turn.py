@@ -10,14 +10,14 @@ from rollart.model import Completion, CompletionChunk, Sampling
 from rollart.policy.answers import wrong_tokens
 from rollart.policy.continuing import completion_from_chunks, continuation_sampling, join_completions
 
-__all__ = ["RetryTurn", "TurnFailed", "GatewayLimits", "TurnState"]
+__all__ = ["RerouteTurn", "AttemptFailed", "GatewayLimits", "TurnRequest"]
 
 
-class TurnFailed(Exception):
+class AttemptFailed(Exception):
     """An attempt failed and another engine may succeed."""
 
 
-class RetryTurn(Exception):
+class RerouteTurn(Exception):
     """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
 
 
@@ -44,7 +44,7 @@ class GatewayLimits:
 
 
 @dataclass(slots=True)
-class TurnState:
+class TurnRequest:
     """One call of `generate`: what was asked, and how far it got."""
 
     id: str

@@ -16,23 +16,23 @@ from rollart.runtime.entrance import ConcurrencySettings, KvAdmission
 from rollart.runtime.handing import HandoffQueue
 from rollart.runtime.handoff import (
     HandoffRevoked,
-    KvPulls,
-    NoKvHandedOver,
+    HandoffTracker,
+    MissingHandoffValue,
     decode_params,
-    discard,
+    discard_prefill_kv,
+    handoff_obstacle,
     prefill_request,
-    spoilt,
 )
-from rollart.runtime.homes import EventEmitter
+from rollart.runtime.homes import EmitEvent
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
 from rollart.runtime.together import GroupColocation
-from rollart.runtime.turn import GatewayLimits, RetryTurn, TurnFailed, TurnState
-from rollart.runtime.ways import TurnRouter, Way
+from rollart.runtime.turn import AttemptFailed, GatewayLimits, RerouteTurn, TurnRequest
+from rollart.runtime.ways import TurnRoute, TurnRouter
 
-__all__ = ["GatewayLimits", "TurnState", "TurnExecutor"]
+__all__ = ["GatewayLimits", "TurnRequest", "TurnExecutor"]
 
-RENEWED = 2.0
+MAX_LEASE_RENEWAL = 2.0
 """Times its lease that a prefill may wait in a queue that moves. Measured: at 1 (never renewed) 3.5 % of the 32B
 example's hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound turns wait for a prefill engine whose memory is full
 when they could be prefilled at home: one such split of a 32B model ran at 0.27 of engines that do both (0.90 at 1, 0.89
@@ -55,7 +55,7 @@ class TurnExecutor(TurnRouter):
         router: RoutingPolicy,
         version: int,
         doubt: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
-        tell: EventEmitter,
+        tell: EmitEvent,
         concurrency: ConcurrencySettings | None = None,
         together: GroupColocation | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class TurnExecutor(TurnRouter):
         self._leases = leases
         self._doubt = doubt
         self._changed = asyncio.Event()
-        self.pulls = KvPulls(leases, self.notify)
+        self.pulls = HandoffTracker(leases, self.notify)
         self.served = 0
         self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
@@ -90,7 +90,7 @@ class TurnExecutor(TurnRouter):
         while member.draining and (member.running or member.lent):
             await self._changed.wait()
 
-    async def generate(self, turn: TurnState) -> Completion:
+    async def generate(self, turn: TurnRequest) -> Completion:
         """See `Gateway.generate`."""
         failures, last = 0, ""
         while failures < self._limits.attempts:
@@ -99,15 +99,15 @@ class TurnExecutor(TurnRouter):
                 completion = await self._attempt(turn)
                 self.served += 1
                 return completion
-            except TurnFailed as failed:
+            except AttemptFailed as failed:
                 last = str(failed)
                 # A hand-off that failed sends the turn home, and that is its first attempt.
                 failures += at_home == turn.at_home
-            except RetryTurn:
+            except RerouteTurn:
                 continue
         raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
-    async def _attempt(self, turn: TurnState) -> Completion:
+    async def _attempt(self, turn: TurnRequest) -> Completion:
         kv, home, source = self._route_now(turn) or await self._route(turn)
         request = self._request(turn, kv.version)
         before, version, current = turn.spent, kv.version, self.version
@@ -142,11 +142,11 @@ class TurnExecutor(TurnRouter):
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
         if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
             turn.go_on(completion, lent=True)
-            raise RetryTurn
+            raise RerouteTurn
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
             turn.go_on(completion)
-            raise RetryTurn  # ended by a weight update: generated again from its history
+            raise RerouteTurn  # ended by a weight update: generated again from its history
         if self.lag and kv.begun is None and completion.spans:
             kv.begun = completion.spans[0].version
         if source is not None:
@@ -158,8 +158,8 @@ class TurnExecutor(TurnRouter):
 
     async def _unanswered(
         self,
-        turn: TurnState,
-        way: Way,
+        turn: TurnRequest,
+        way: TurnRoute,
         request: GenerateRequest,
         error: EngineError | LeaseExpired,
         wasted: float,
@@ -176,7 +176,7 @@ class TurnExecutor(TurnRouter):
                 self._handoff_failed(turn, source, home, error, wasted)
                 turn.at_home = True
             await self._drop(source, request)
-            return RetryTurn() if again else TurnFailed(str(error))
+            return RerouteTurn() if again else AttemptFailed(str(error))
         retryable = not isinstance(error, EngineError) or error.retryable
         if retryable:
             self._leave_home(turn, kv, home)
@@ -190,10 +190,10 @@ class TurnExecutor(TurnRouter):
         if not retryable:
             return error
         if home.draining:  # it was drained away under a long turn
-            return RetryTurn()
-        return TurnFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
+            return RerouteTurn()
+        return AttemptFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
-    def _answered_wrongly(self, turn: TurnState, home: RegisteredEngine, error: WrongAnswer) -> None:
+    def _answered_wrongly(self, turn: TurnRequest, home: RegisteredEngine, error: WrongAnswer) -> None:
         """The turn is asked elsewhere. The engine goes on, or is restarted: after several such answers, or at once if
         its weights are others than those published."""
         turn.avoided.add(home.engine.id)
@@ -203,7 +203,12 @@ class TurnExecutor(TurnRouter):
             self._doubt(home, error)
 
     async def _handed(
-        self, turn: TurnState, kv: SessionKv, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
+        self,
+        turn: TurnRequest,
+        kv: SessionKv,
+        request: GenerateRequest,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
     ) -> Mapping[str, object] | None:
         """The first leg, once there is a place before the decode engine, which is kept until the second begins."""
         queue = self.handoffs
@@ -219,7 +224,7 @@ class TurnExecutor(TurnRouter):
                 return None
             if kv.version != version or kv.home != home.engine.id or self._fenced(version, source, home) is not None:
                 queue.leave(home)
-                raise RetryTurn
+                raise RerouteTurn
         else:
             await queue.enter(home)
         turn.handing = True
@@ -233,17 +238,22 @@ class TurnExecutor(TurnRouter):
                 queue.prefilled(home, asyncio.get_running_loop().time() - began)
         return params
 
-    def _hands_over(self, turn: TurnState, home: RegisteredEngine) -> None:
+    def _hands_over(self, turn: TurnRequest, home: RegisteredEngine) -> None:
         """The decode engine has the turn, or nobody: its place is free."""
         if turn.handing and self.handoffs is not None:
             turn.handing = False
             self.handoffs.leave(home)
 
     async def _prefill(
-        self, turn: TurnState, kv: SessionKv, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
+        self,
+        turn: TurnRequest,
+        kv: SessionKv,
+        request: GenerateRequest,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
     ) -> Mapping[str, object] | None:
         """The first leg: what the decode engine is to be told; None if the turn has to prefill at home after all.
-        `RetryTurn` if it is to be routed anew."""
+        `RerouteTurn` if it is to be routed anew."""
         version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
         # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted. Where
@@ -263,7 +273,7 @@ class TurnExecutor(TurnRouter):
             params = decode_params(answer, source.engine.id, last=turn.last)
         except HandoffRevoked:
             await self._drop(source, request)
-            raise RetryTurn from None
+            raise RerouteTurn from None
         except (EngineError, LeaseExpired) as error:
             self._handoff_failed(turn, source, home, error, turn.spent - before)
             if isinstance(error, ForeignWeights):
@@ -282,23 +292,23 @@ class TurnExecutor(TurnRouter):
             self._handoff_failed(turn, source, home, why, turn.spent - before)
         await self._drop(source, request)
         if isinstance(why, HandoffRevoked):
-            raise RetryTurn
+            raise RerouteTurn
         return None
 
     def _fenced(self, version: int, source: RegisteredEngine, home: RegisteredEngine) -> HandoffFailed | None:
         """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
             return HandoffRevoked("the weights change")
-        return spoilt(version, source, home, self._roster.members)
+        return handoff_obstacle(version, source, home, self._roster.members)
 
     async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
         """Nobody will pull what `source` keeps for this request."""
         if source.healthy:
-            await discard(source, request.request_id, self._leases, self._limits.handoff_s)
+            await discard_prefill_kv(source, request.request_id, self._leases, self._limits.handoff_s)
 
     async def _leg(
         self,
-        turn: TurnState,
+        turn: TurnRequest,
         member: RegisteredEngine,
         request: GenerateRequest,
         seconds: float,
@@ -323,7 +333,7 @@ class TurnExecutor(TurnRouter):
                 answer = await member.engine.generate(request)
             if not generates:  # the queue moves: a lease is for an engine that stands still, not for those behind
                 for other in member.prefilling.values():
-                    other.renew(RENEWED * other.seconds)
+                    other.renew(MAX_LEASE_RENEWAL * other.seconds)
             else:
                 versions = oldest, max(self.version, member.version)
                 wrong = wrong_answer(answer, request.sampling, vocab=self._limits.vocab, versions=versions)
@@ -344,7 +354,7 @@ class TurnExecutor(TurnRouter):
             if member.draining and not member.running:
                 self.notify()
 
-    async def _route(self, turn: TurnState) -> Way:
+    async def _route(self, turn: TurnRequest) -> TurnRoute:
         """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
         while True:
             if self.entrance is not None:
@@ -359,7 +369,7 @@ class TurnExecutor(TurnRouter):
                 await changed.wait()
 
     def _generated(
-        self, turn: TurnState, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
+        self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
     ) -> None:
         """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
         version = home.version if self.lag else self.version
@@ -371,7 +381,7 @@ class TurnExecutor(TurnRouter):
             kv.returned = completion.kv_transfer
         self._book.answered(turn.domain, completion.sampled)
 
-    def _request(self, turn: TurnState, version: int) -> GenerateRequest:
+    def _request(self, turn: TurnRequest, version: int) -> GenerateRequest:
         turn.sends += 1
         told = None if turn.listener is None else turn.hear
         return GenerateRequest(
@@ -385,7 +395,7 @@ class TurnExecutor(TurnRouter):
 
     def _handoff_failed(
         self,
-        turn: TurnState,
+        turn: TurnRequest,
         source: RegisteredEngine,
         home: RegisteredEngine,
         error: EngineError | LeaseExpired,
@@ -402,7 +412,7 @@ class TurnExecutor(TurnRouter):
         )
         self.handed.failed += 1
         now = asyncio.get_running_loop().time()
-        seconds = source.breaker.failed(now, hopeless=isinstance(error, NoKvHandedOver))
+        seconds = source.breaker.failed(now, hopeless=isinstance(error, MissingHandoffValue))
         if seconds is not None:
             failures = source.breaker.failures
             self._tell("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)

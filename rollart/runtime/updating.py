@@ -29,12 +29,12 @@ from rollart.policy.updates import (
     VersionProbe,
     may_publish,
 )
-from rollart.runtime.homes import EventEmitter
+from rollart.runtime.homes import EmitEvent
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import EngineRegistry, RegisteredEngine
 from rollart.runtime.turns import GatewayLimits, TurnExecutor
 
-__all__ = ["UpdateRule", "RollingUpdates"]
+__all__ = ["UpdateRule", "RollingUpdater"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Iteration:
         return not self.left[engine]
 
 
-class RollingUpdates:
+class RollingUpdater:
     """Owns the updates of single engines. `publish` is called by the gateway and waits until somebody may serve the
     version before or an engine has loaded it; `run` owns the tasks and waits for a change of the fleet, for the end of
     an iteration, or for the time that an engine may put its update off. `settle` waits until every engine has the
@@ -81,7 +81,7 @@ class RollingUpdates:
         limits: GatewayLimits,
         pause: PauseMode,
         suspect: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
-        tell: EventEmitter,
+        tell: EmitEvent,
     ) -> None:
         self._policy = rule.policy
         self._alpha = rule.alpha

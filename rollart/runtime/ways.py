@@ -9,14 +9,14 @@ from collections.abc import Callable
 from rollart.fleet import EngineRole, Routes
 from rollart.policy.routing import EngineView, RoutingPolicy, TurnPath, TurnView, choose_engine, route
 from rollart.runtime.entrance import KvAdmission
-from rollart.runtime.homes import DomainStatistics, EventEmitter
+from rollart.runtime.homes import DomainRoutingStats, EmitEvent
 from rollart.runtime.members import EngineRegistry, RegisteredEngine, SessionKv
 from rollart.runtime.together import GroupColocation
-from rollart.runtime.turn import GatewayLimits, TurnState
+from rollart.runtime.turn import GatewayLimits, TurnRequest
 
-__all__ = ["Way", "TurnRouter"]
+__all__ = ["TurnRoute", "TurnRouter"]
 
-Way = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
+TurnRoute = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
 """What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
 
 
@@ -29,7 +29,7 @@ class TurnRouter:
         roster: EngineRegistry,
         router: RoutingPolicy,
         version: int,
-        tell: EventEmitter,
+        tell: EmitEvent,
         together: GroupColocation | None = None,
     ) -> None:
         self._limits = limits
@@ -42,7 +42,7 @@ class TurnRouter:
         """How far engines may be behind it and serve, while some are."""
         self._tell = tell
         self._sessions: dict[str, SessionKv] = {}
-        self._book = DomainStatistics(tell)
+        self._book = DomainRoutingStats(tell)
         self.gate = asyncio.Event()
         self.gate.set()
         self.entrance: KvAdmission | None = None
@@ -103,7 +103,7 @@ class TurnRouter:
         plain = self.router.plain(self._roster.kinds) and self.entrance is None
         self._special = self._roster.roles or not plain
 
-    def _route_now(self, turn: TurnState) -> Way | None:
+    def _route_now(self, turn: TurnRequest) -> TurnRoute | None:
         """None while the gate is closed or no engine is eligible."""
         if not self.gate.is_set():
             return None
@@ -140,7 +140,7 @@ class TurnRouter:
             kv.expire(version)
         return kv
 
-    def _place(self, turn: TurnState) -> bool | None:
+    def _place(self, turn: TurnRequest) -> bool | None:
         """Give the turn's trajectory a home where there is room for it. True: it has one; None: nobody could be one."""
         if not self.gate.is_set():
             return False
@@ -162,7 +162,7 @@ class TurnRouter:
         self._settle(turn, kv, roster.members[path.decode], path.preferred)
         return True
 
-    def _seated(self, turn: TurnState, kv: SessionKv) -> RegisteredEngine | None:
+    def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
         """Where the rest of the turn's group lives, which is its home from now on if there is a seat for it."""
         assert self.together is not None
         unit = self.together.seat(
@@ -173,7 +173,7 @@ class TurnRouter:
         self._settle(turn, kv, unit.home, unit.preferred)
         return unit.home
 
-    def follow_group(self, turn: TurnState) -> bool:
+    def follow_group(self, turn: TurnRequest) -> bool:
         """Whether the turn's trajectory has its home now, on a seat that its group took for it."""
         if self.together is None or not self.gate.is_set():
             return False
@@ -186,7 +186,7 @@ class TurnRouter:
 
     def _choose(
         self,
-        turn: TurnState,
+        turn: TurnRequest,
         kv: SessionKv,
         home: RegisteredEngine | None,
         takes: Callable[[RegisteredEngine], bool] | None = None,
@@ -194,7 +194,7 @@ class TurnRouter:
         """`takes`: of the engines that generate, only those may be a home."""
         roster = self._roster
         if not self._special:
-            loads = _elsewhere(turn, kv, roster.loads(turn.session, kv.version))
+            loads = _without_avoided(turn, kv, roster.loads(turn.session, kv.version))
             chosen = choose_engine(loads, sticky=None, version=kv.version)
             return None if chosen is None else TurnPath(chosen, None, "least loaded")
         view = TurnView(
@@ -211,7 +211,7 @@ class TurnRouter:
             turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
         )
         path = route(
-            _elsewhere(turn, kv, views),
+            _without_avoided(turn, kv, views),
             view,
             self.router,
             sticky=None if home is None else kv.home,
@@ -222,7 +222,7 @@ class TurnRouter:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1
         return path
 
-    def _settle(self, turn: TurnState, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
+    def _settle(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
         """The trajectory lives on this engine from now on."""
         old = None if kv.home is None else self._roster.members.get(kv.home)
         if old is not None:
@@ -254,13 +254,15 @@ class TurnRouter:
         if host is not None:
             host.guests.discard(session)
 
-    def _leave_home(self, turn: TurnState, kv: SessionKv, home: RegisteredEngine) -> None:
+    def _leave_home(self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine) -> None:
         home.sessions.discard(turn.session)
         home.kv.drop(turn.session)
         kv.home = kv.returned = None
         kv.cached.pop(home.engine.id, None)
 
-    def _work(self, turn: TurnState, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool) -> float:
+    def _work(
+        self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool
+    ) -> float:
         """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
         model = self.router.routes.model
         if model is None:
@@ -277,7 +279,7 @@ class TurnRouter:
         return seconds
 
 
-def _elsewhere(turn: TurnState, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
+def _without_avoided(turn: TurnRequest, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
     """Without the engines that answered the turn wrongly, while others may generate it."""
     others = [v for v in views if v.id not in turn.avoided] if turn.avoided else views
     able = (v for v in others if v.healthy and v.version == kv.version and v.seat.role is not EngineRole.PREFILL)

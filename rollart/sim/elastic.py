@@ -11,7 +11,7 @@ from rollart.fleet import EngineKind, EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
-from rollart.runtime.fleet import Placed
+from rollart.runtime.fleet import ReservedEngine
 from rollart.sim.engines import ModelledEngine
 from rollart.sim.machines import MachineInventory
 
@@ -154,7 +154,7 @@ class ModelledSite:
         for pool in self._devices:
             self._rebill(pool)
 
-    async def place(self, kind: EngineKind) -> Placed:
+    async def place(self, kind: EngineKind) -> ReservedEngine:
         free = self.free().get(kind.pool, 0)
         if free < kind.tp:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices (rule: {kind.tp} for a start)")
@@ -163,7 +163,7 @@ class ModelledSite:
             raise RunFailed(f"no machine of pool '{kind.pool}' has {kind.tp} free devices")
         part = self._hold(place, up=False)
         self._rebill(kind.pool)
-        return Placed(part, place.seat)
+        return ReservedEngine(part, place.seat)
 
     async def clear(self, engine_id: EngineId) -> None:
         place = self.places.pop(engine_id, None)

@@ -11,7 +11,7 @@ from rollart.fleet import EngineKind, EnginePlacement
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
-from rollart.runtime.fleet import Placed
+from rollart.runtime.fleet import ReservedEngine
 
 __all__ = ["FailableEngine", "SimulatedPart", "SimulatedSite"]
 
@@ -88,7 +88,7 @@ class SimulatedSite:
     def resize(self, devices: Mapping[str, int]) -> None:
         self._devices = {pool: devices.get(pool, 0) for pool in self._devices}
 
-    async def place(self, kind: EngineKind) -> Placed:
+    async def place(self, kind: EngineKind) -> ReservedEngine:
         free = self.free().get(kind.pool, 0)
         if free < kind.tp:
             raise RunFailed(f"pool {kind.pool} has {free} free devices (rule: {kind.tp} for a start)")
@@ -100,7 +100,7 @@ class SimulatedSite:
         )
         self._held[part.id] = kind, clock
         self.parts[part.id], self.shares[part.id] = part, EngineShares(clock, clock=now)
-        return Placed(part, EnginePlacement(kind.pool, role=kind.role, tp=kind.tp))
+        return ReservedEngine(part, EnginePlacement(kind.pool, role=kind.role, tp=kind.tp))
 
     async def clear(self, engine_id: EngineId) -> None:
         if engine_id not in self._held:

@@ -14,7 +14,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.model import Observation, Step
 from rollart.ports import Environment, Recorder
 from rollart.runtime.crews import HostAutoscaler
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.sim.environments import SimulatedHost
@@ -209,13 +209,13 @@ class ModelledHosts:
     """The first number of hosts that are added later."""
     room: Callable[[str], Awaitable[HostReservation]] | None = None
     """Reserves devices on a machine. `RollartError` if none are found in time."""
-    fleet: HostFleet = field(init=False)
+    fleet: EnvironmentHostSupervisor = field(init=False)
     parts: dict[str, ModelledHost] = field(default_factory=dict)
 
     def environment(self, domain: str) -> Callable[[], Environment]:
         return lambda: self.fleet.environment(domain)()
 
-    def open(self, leases: Leases, recorder: Recorder) -> HostFleet:
+    def open(self, leases: Leases, recorder: Recorder) -> EnvironmentHostSupervisor:
         """The fleet, not running yet. Its hosts have the names of these machines."""
         given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
 
@@ -228,11 +228,15 @@ class ModelledHosts:
             return made
 
         count = len(self.hosts) if self.count is None else self.count
-        self.fleet = HostFleet(part, count, leases=leases, recorder=recorder, limits=self.limits, later=self.later)
+        self.fleet = EnvironmentHostSupervisor(
+            part, count, leases=leases, recorder=recorder, limits=self.limits, later=self.later
+        )
         return self.fleet
 
 
-async def run_autoscaled_hosts(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[HostAutoscaler]]) -> None:
+async def run_autoscaled_hosts(
+    fleet: EnvironmentHostSupervisor, keepers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]]
+) -> None:
     """Run the hosts and, once the initial hosts serve, the tasks that keep their number. These tasks end first: a host
     that is starting needs the fleet."""
     async with asyncio.TaskGroup() as tasks:

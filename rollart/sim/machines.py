@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollart.model import EngineId
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 
 __all__ = ["HostReservation", "SimulatedMachine", "MachineInventory"]
 
@@ -62,7 +62,7 @@ class MachineInventory:
     def __init__(self, machines: Mapping[str, SimulatedMachine]) -> None:
         self.machines = machines
         self.died: Callable[[EngineId], None] = lambda _: None
-        self.nodes: Nodes | None = None
+        self.nodes: NodeTracker | None = None
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._on: dict[EngineId, tuple[str, int]] = {}
         self._rooms: dict[HostReservation, None] = {}

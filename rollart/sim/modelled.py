@@ -25,9 +25,9 @@ from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.crews import HostAutoscaler
 from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.leases import Leases
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.sim.elastic import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
@@ -118,14 +118,14 @@ class ModelledRun:
     """The site that starts and stops engines under supervision and bills unused devices. None: the plan's engines
     stay."""
     planner: Planner | None = None
-    nodes: Nodes | None = None
+    nodes: NodeTracker | None = None
     """With a site and a planner: nodes that join and leave, which the plan follows."""
     on_step: Callable[[StepTrace], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Coroutines beside the run, such as fault plans; cancelled at its end."""
     hosts: ModelledHosts | None = None
     """Environment hosts; None: environments run in the controller."""
-    keepers: Callable[[HostFleet], Sequence[HostAutoscaler]] | None = None
+    keepers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]] | None = None
     """The autoscalers of hosts, if nodes join and leave."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back, after which the restart fails."""

@@ -20,7 +20,7 @@ from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.policy.updates import UpdatePolicy
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
-from rollart.runtime.buffer import Due, SampleColumn
+from rollart.runtime.buffer import BatchDeadline, SampleColumn
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
@@ -32,7 +32,7 @@ from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.resharding import ReshardSettings
 from rollart.runtime.scheduler import SchedulerSettings
-from rollart.runtime.sharing import Fairness
+from rollart.runtime.sharing import FairnessSettings
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
@@ -71,7 +71,7 @@ class SimulatedRun:
     max_fault_rate: float = 1.0
     token_budget: int | None = None
     cut_tokens: int | None = None
-    due: Due | None = None
+    due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
     overlap: bool = False
     pace_s: float = 1e9
@@ -79,7 +79,7 @@ class SimulatedRun:
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     filter: FilterSettings = field(default_factory=FilterSettings)
-    fairness: Fairness | None = None
+    fairness: FairnessSettings | None = None
     prefetch: PrefetchSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)

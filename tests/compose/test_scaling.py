@@ -14,7 +14,7 @@ from rollart.errors import SpecError
 from rollart.model import GroupId, Purpose, TrajectoryId
 from rollart.ports import RunEvent
 from rollart.runtime.domain import Domain
-from rollart.runtime.groups import Rolling
+from rollart.runtime.groups import ActiveRollouts
 from rollart.runtime.trajectory import TrajectoryState
 from rollart.sim import loop as virtual
 from rollart.spec.resolve import read_specs, resolve_specs
@@ -55,7 +55,7 @@ def test_a_wrong_setting_is_said_in_one_line(given: dict[str, Any], said: str) -
 
 
 def test_trajectories_that_roll_out_are_known_by_domain_until_they_ask() -> None:
-    rolling = Rolling()
+    rolling = ActiveRollouts()
     demand = TrajectoryDemand(rolling, PLAN)
     ones = [live("m1", "math", 1.0), live("c1", "code", 2.0), live("m2", "math", 3.0), live("m3", "math", 4.0)]
     for one in ones:
@@ -91,7 +91,7 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
         def event(self, event: RunEvent) -> None:
             self.all.append(event)
 
-    events, rolling = Events(), Rolling()
+    events, rolling = Events(), ActiveRollouts()
     resolved = resolve_specs(read_specs())
 
     async def main() -> int:

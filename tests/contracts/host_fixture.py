@@ -15,7 +15,7 @@ from rollart.compose.actors import pool_nodes
 from rollart.compose.environments import environment_fleet
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ports import Environment, Runtime
-from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, resolve_files
 from tests.e2e.harness import CLUSTER, tiny
@@ -33,7 +33,7 @@ DOMAINS = {
 class Hosts:
     """A started fleet, and its events in the ledger."""
 
-    def __init__(self, fleet: HostFleet, recorder: MemoryRecorder) -> None:
+    def __init__(self, fleet: EnvironmentHostSupervisor, recorder: MemoryRecorder) -> None:
         self.fleet = fleet
         self.recorder = recorder
 

@@ -16,7 +16,7 @@ from rollart.compose.elastic import elastic_nodes, follow_nodes
 from rollart.compose.environments import host_count
 from rollart.errors import EnvironmentFault
 from rollart.ports import Node
-from rollart.runtime.hosting import HostedEnvironment, HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor, HostedEnvironment
 from tests.chaos.test_ray_nodes import drain
 from tests.contracts.environment_contract import CONTRACT
 from tests.contracts.host_fixture import DOMAINS, hosts_of, resolved_with
@@ -111,6 +111,6 @@ def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest
         asyncio.run(scenario())
 
 
-async def until(fleet: HostFleet, there: Callable[[], bool]) -> None:
+async def until(fleet: EnvironmentHostSupervisor, there: Callable[[], bool]) -> None:
     while not there():
         await asyncio.sleep(0.05)

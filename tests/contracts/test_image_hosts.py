@@ -10,7 +10,7 @@ import pytest
 
 from rollart.errors import EnvironmentFault
 from rollart.runtime.hosting import HostedEnvironment
-from rollart.runtime.preparing import prepared
+from rollart.runtime.preparing import prepare_environment
 from tests.contracts import host_fixture
 from tests.contracts.host_fixture import hosts_of, resolved_with
 from tests.e2e.harness import ROOT
@@ -46,7 +46,7 @@ def test_images_are_there_before_the_reset_and_hosts_that_have_them_are_preferre
             async def episode(seed: int) -> tuple[str, str]:
                 environment = hosts.make("pictured")
                 assert isinstance(environment, HostedEnvironment)
-                await prepared(environment, seed, f"episode {seed}")
+                await prepare_environment(environment, seed, f"episode {seed}")
                 where = environment.host
                 try:
                     return where, (await environment.reset(seed)).text
@@ -62,12 +62,12 @@ def test_images_are_there_before_the_reset_and_hosts_that_have_them_are_preferre
 
             environment = hosts.make("pictured")
             with pytest.raises(EnvironmentFault, match=r"image 'task2' could not .* on environment-") as told:
-                await prepared(environment, 2, "episode 2")
+                await prepare_environment(environment, 2, "episode 2")
             assert told.value.host.startswith("environment-")
             await environment.close()
 
             plain = hosts.make("tale")  # it names no images, and goes where there is room
-            await prepared(plain, 1, "tale")
+            await prepare_environment(plain, 1, "tale")
             assert isinstance(plain, HostedEnvironment)
             assert plain.host.startswith("environment-")
             await plain.reset(1)

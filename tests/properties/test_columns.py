@@ -17,7 +17,7 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.buffer import PORTION, Due, SampleColumn
+from rollart.runtime.buffer import MAX_ROWS_PER_CALL, BatchDeadline, SampleColumn
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -38,7 +38,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = True) -> SimulatedRun:
         policy = {"filter": FilterSettings(zero_variance=True, additional=2, most=5.0, keep=True)}
         policy["reward_of"] = lambda r: float(r.getrandbits(1))
     elif kind == "due" and schedule not in FIXED_LAG:
-        policy = {"due": Due(2.0)}
+        policy = {"due": BatchDeadline(2.0)}
     world = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
@@ -101,7 +101,7 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
         filled = Counter(row for ids in calls for row in ids)
         assert all(count == 1 for count in filled.values()), "exactly once per task"
         assert set(found) <= set(filled), "nothing is trained that was not filled"
-    assert all(len(ids) <= PORTION for ids in asked(world, SampleColumn.REFERENCE))
+    assert all(len(ids) <= MAX_ROWS_PER_CALL for ids in asked(world, SampleColumn.REFERENCE))
     sizes = {d.name: d.group_size for d in world.domains}
     for ids in asked(world, SampleColumn.ADVANTAGE):
         groups = Counter(row.rpartition(".")[0] for row in ids)

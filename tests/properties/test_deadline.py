@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import TrainReport, TrainSample
-from rollart.runtime.buffer import Due
+from rollart.runtime.buffer import BatchDeadline
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedTrainer
@@ -39,7 +39,7 @@ class Given(SimulatedTrainer):
 @st.composite
 def late(draw: st.DrawFn) -> SimulatedRun:
     world = draw(worlds(("areal", "rollart", "roll_flash")))
-    world.due = Due(draw(st.sampled_from([0.2, 1.0, 5.0])), draw(st.sampled_from([0.1, 0.5])))
+    world.due = BatchDeadline(draw(st.sampled_from([0.2, 1.0, 5.0])), draw(st.sampled_from([0.1, 0.5])))
     world.trainer.streams = False
     world.overlap = draw(st.booleans())
     world.trainer.refuse_steps = draw(st.sampled_from([frozenset(), frozenset({1})])) - world.trainer.fail_steps

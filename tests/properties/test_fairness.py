@@ -15,7 +15,7 @@ from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftSettings, bo
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.runtime.sharing import Fairness
+from rollart.runtime.sharing import FairnessSettings
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedEnvironment
@@ -64,7 +64,7 @@ def worlds(draw: st.DrawFn) -> SimulatedRun:
         schedule=schedule,
         redundancy=Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5]))),
         filter=FilterSettings(filtering, draw(st.integers(0, 2)) if filtering else 0, 100.0, keep=True),
-        fairness=Fairness(shares, draw(st.integers(0, 3)), follow),
+        fairness=FairnessSettings(shares, draw(st.integers(0, 3)), follow),
     )
     run.trainer.refuse_steps = draw(st.sampled_from([frozenset(), frozenset({1}), frozenset({2})]))
     run.trainer.streams = draw(st.booleans())
@@ -177,7 +177,7 @@ def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -
         train_s=lambda r: 0.1,
         overlap=True,
         reward_of=lambda r: float(r.random() < 0.4),
-        fairness=Fairness(
+        fairness=FairnessSettings(
             (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, DriftSettings(memory=1.0, max_step=1.0, sensitivity=2.0)
         ),
     )

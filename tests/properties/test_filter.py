@@ -17,7 +17,7 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.rounds import AGAIN
+from rollart.runtime.rounds import RELAUNCH_MARK
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed
@@ -69,13 +69,13 @@ def alike(batch: Any) -> set[str]:
 
 def conserved(world: SimulatedRun, batches: Any) -> None:
     """Every prompt that was admitted is trained, filtered, or dropped with another reason; none is two of them."""
-    trained = Counter(g.partition(AGAIN)[0] for _, batch in batches for g in {s.group for s in batch})
+    trained = Counter(g.partition(RELAUNCH_MARK)[0] for _, batch in batches for g in {s.group for s in batch})
     assert all(count == 1 for count in trained.values())
     ends: Counter[str] = Counter(trained)
     for group, why in world.journal.dropped.items():
         if why != "deferred":
-            ends[group.partition(AGAIN)[0]] += 1
-    admitted = {g.partition(AGAIN)[0] for g in world.journal._groups}
+            ends[group.partition(RELAUNCH_MARK)[0]] += 1
+    admitted = {g.partition(RELAUNCH_MARK)[0] for g in world.journal._groups}
     assert ends == dict.fromkeys(admitted, 1)
     assert all(g.state != "live" for g in world.journal._groups.values())
 

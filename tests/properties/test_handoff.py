@@ -277,10 +277,10 @@ def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.Monkey
         return broken
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.KvPulls.take_back", nothing)
+        patched.setattr("rollart.runtime.handoff.HandoffTracker.take_back", nothing)
         assert mixed() > 0, "legs that an update meets"
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.KvPulls.take_back", nothing)
+        patched.setattr("rollart.runtime.handoff.HandoffTracker.take_back", nothing)
         patched.setattr(TurnExecutor, "_fenced", lambda *_: None)
         assert mixed() > 0, "and KV sent after it"
 

@@ -22,8 +22,8 @@ from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.presence import AvailabilitySettings
 from rollart.ports import Engine
-from rollart.runtime.fleet import Placed
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.fleet import ReservedEngine
+from rollart.runtime.nodes import NodeTracker
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits
 from rollart.sim import loop
@@ -79,10 +79,10 @@ class Ground(SimulatedSite):
         self.on.pop(engine, None)
         return False
 
-    async def place(self, kind: EngineKind) -> Placed:
+    async def place(self, kind: EngineKind) -> ReservedEngine:
         placed = await super().place(kind)
         seated = OnNode(placed.part, self)  # type: ignore[arg-type]
-        return Placed(seated, placed.seat)
+        return ReservedEngine(seated, placed.seat)
 
     async def clear(self, engine_id: EngineId) -> None:
         await super().clear(engine_id)
@@ -138,7 +138,7 @@ class World:
             drain_s=20.0,
         )
         self.run.site = self.site
-        self.nodes = Nodes(AvailabilitySettings(settle_s, 60.0), self.site.where, {"wide": 6})
+        self.nodes = NodeTracker(AvailabilitySettings(settle_s, 60.0), self.site.where, {"wide": 6})
 
     async def main(self, *, trouble: bool) -> None:
         self.site.nodes["n0"] = SIZE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollart.policy.pacing import PacedGroup, groups_to_wait_for, may_join
 from rollart.policy.redundancy import Redundancy
-from rollart.runtime.buffer import Due
+from rollart.runtime.buffer import BatchDeadline
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds
@@ -53,7 +53,7 @@ def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, fault
         env_faults=0.05 if faults else 0.0,
         max_attempts=4,
         token_budget=30 if kind == "tokens" else None,
-        due=Due(3.0, 0.5) if kind == "deadline" else None,
+        due=BatchDeadline(3.0, 0.5) if kind == "deadline" else None,
         redundancy=Redundancy(groups=1.5) if kind == "redundancy" else Redundancy(),
     )
     world.trainer.streams = fuzz % 2 == 1

@@ -14,7 +14,7 @@ from rollart.ledger.memory import MemoryRecorder
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.rounds import AGAIN
+from rollart.runtime.rounds import RELAUNCH_MARK
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 
@@ -134,9 +134,11 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
     check(world)
     assert all(slots <= bound for slots, bound, _, _ in seen)
     assert all(live <= most for _, _, live, most in seen)
-    prompts = Counter(g.partition(AGAIN)[0] for _, batch in world.trainer.batches for g in {s.group for s in batch})
+    prompts = Counter(
+        g.partition(RELAUNCH_MARK)[0] for _, batch in world.trainer.batches for g in {s.group for s in batch}
+    )
     assert all(count == 1 for count in prompts.values()), "a prompt is trained in one launch of its"
-    lost = {g.partition(AGAIN)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
+    lost = {g.partition(RELAUNCH_MARK)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
     for domain in world.domains:
         drawn = world.control.scheduler._admitting.drawn[domain.name]
         every = {f"{domain.name}-{i}" for i in range(drawn)}
@@ -144,7 +146,7 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
         given_up = len([p for p in lost if p.startswith(f"{domain.name}-")])
         assert drawn - given_up == world.steps * domain.quota // domain.group_size
     for group, state in world.journal._groups.items():
-        first = world.journal._groups[group.partition(AGAIN)[0]]
+        first = world.journal._groups[group.partition(RELAUNCH_MARK)[0]]
         assert state.seed == first.seed, "a prompt keeps its seed"
 
 
@@ -201,10 +203,12 @@ def test_a_resume_loses_no_prompt_and_trains_none_twice(world: SimulatedRun, fuz
     assert len(ids) == len(set(ids))
     if world.tail is None:
         return
-    prompts = Counter(g.partition(AGAIN)[0] for _, b in batches for g in {s.group for s in b})
+    prompts = Counter(g.partition(RELAUNCH_MARK)[0] for _, b in batches for g in {s.group for s in b})
     assert max(prompts.values()) == 1
-    lost = {g.partition(AGAIN)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
+    lost = {g.partition(RELAUNCH_MARK)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
     for domain in world.domains:
-        drawn = {p for p in (g.partition(AGAIN)[0] for g in world.journal._groups) if p.startswith(f"{domain.name}-")}
+        drawn = {
+            p for p in (g.partition(RELAUNCH_MARK)[0] for g in world.journal._groups) if p.startswith(f"{domain.name}-")
+        }
         assert drawn <= {*prompts, *lost}, "none is lost"
         assert drawn == {f"{domain.name}-{i}" for i in range(len(drawn))}, "and none was skipped"

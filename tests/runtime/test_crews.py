@@ -13,7 +13,7 @@ from rollart.errors import UsageError
 from rollart.ledger.memory import MemoryRecorder
 from rollart.policy.presence import AvailabilitySettings
 from rollart.runtime.crews import HostAutoscaler
-from rollart.runtime.nodes import Nodes
+from rollart.runtime.nodes import NodeTracker
 from rollart.sim import loop as virtual
 
 SETTLE_S = 10.0
@@ -22,7 +22,7 @@ SETTLE_S = 10.0
 class Fleet:
     """Implements `Crew`: a host takes a core of a node, three seconds to start, and one to be back elsewhere."""
 
-    def __init__(self, nodes: Nodes, cores: dict[str, int], *, core_each: bool = True) -> None:
+    def __init__(self, nodes: NodeTracker, cores: dict[str, int], *, core_each: bool = True) -> None:
         self.nodes, self.cores, self.core_each = nodes, cores, core_each
         self.hosts: dict[str, str] = {}
         self.serving: set[str] = set()
@@ -74,7 +74,7 @@ class Fleet:
 class Scene:
     def __init__(self, *, most: int = 6, at_first: int = 1) -> None:
         self.recorder = MemoryRecorder()
-        self.nodes = Nodes(AvailabilitySettings(settle_s=SETTLE_S), dict, {"cores": 100})
+        self.nodes = NodeTracker(AvailabilitySettings(settle_s=SETTLE_S), dict, {"cores": 100})
         self.cores: dict[str, int] = {}
         self.fleet = Fleet(self.nodes, self.cores)
         self.keeper = HostAutoscaler(

@@ -18,7 +18,7 @@ from rollart.hosted import HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
-from rollart.runtime.function_hosts import FunctionFleet
+from rollart.runtime.function_hosts import FunctionHostSupervisor
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.sim import loop as virtual
@@ -110,7 +110,9 @@ class Bench:
         self.broken: set[str] = set()
         names = (f"reward-{n}" for n in itertools.count())
         leases = Leases(self.recorder)
-        self.fleet = FunctionFleet(self._make, names, count, leases=leases, recorder=self.recorder, limits=limits)
+        self.fleet = FunctionHostSupervisor(
+            self._make, names, count, leases=leases, recorder=self.recorder, limits=limits
+        )
 
     async def _make(self, name: str) -> Part:
         self.parts[name] = Part(name, self.recorder, self.broken)

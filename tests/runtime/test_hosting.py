@@ -25,7 +25,7 @@ from rollart.policy.lease import Expiry
 from rollart.policy.memory import MemoryRules
 from rollart.policy.places import PlacementPriority, PlacementRequest
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.hosting import HostedEnvironment, HostFleet
+from rollart.runtime.hosting import EnvironmentHostSupervisor, HostedEnvironment
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.sim import loop as virtual
@@ -165,7 +165,9 @@ class Bench:
         self.parts: dict[str, Part] = {}
         self.broken: set[str] = set()
         self.leases = Leases(self.recorder)
-        self.fleet = HostFleet(self._make, count, leases=self.leases, recorder=self.recorder, limits=limits)
+        self.fleet = EnvironmentHostSupervisor(
+            self._make, count, leases=self.leases, recorder=self.recorder, limits=limits
+        )
         self._make_environment = self.fleet.environment("tale")
 
     async def _make(self, name: str) -> Part:

@@ -22,7 +22,7 @@ from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT, Redundancy
 from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.rounds import AGAIN
+from rollart.runtime.rounds import RELAUNCH_MARK
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -182,10 +182,10 @@ def test_tail_batching_defers_the_tail_to_every_fifth_round() -> None:
 def test_a_deferred_prompt_is_the_same_prompt_generated_again() -> None:
     run = sleeping(8, 2, by_prompt(), tail=TailSettings(), steps=5)
     steps(run)
-    again = {g: s for g, s in run.journal._groups.items() if AGAIN in g}
+    again = {g: s for g, s in run.journal._groups.items() if RELAUNCH_MARK in g}
     assert len(again) == 8, "two are put off in each of four short rounds"
     for group, state in again.items():
-        assert state.seed == run.journal._groups[group.partition(AGAIN)[0]].seed
+        assert state.seed == run.journal._groups[group.partition(RELAUNCH_MARK)[0]].seed
         assert state.state == "consumed"
     assert all(version == sample.v0 for version, batch in run.trainer.batches for sample in batch), "on policy"
 
@@ -267,7 +267,7 @@ def test_the_ledger_tells_the_fates_apart_and_a_resume_goes_on_with_what_was_put
     connection = sqlite3.connect(tmp_path / FILE)
     trained = [g for (g,) in connection.execute("SELECT id FROM groups WHERE state = 1")]
     connection.close()
-    assert sorted(int(g.partition(AGAIN)[0].partition("-")[2]) for g in trained) == list(range(40))
+    assert sorted(int(g.partition(RELAUNCH_MARK)[0].partition("-")[2]) for g in trained) == list(range(40))
 
 
 def test_members_that_end_together_are_not_all_written_down(tmp_path: Path) -> None:

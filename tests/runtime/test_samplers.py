@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.samplers import Fifo
 from rollart.policy.staleness import StalenessBound
-from rollart.runtime.buffer import Due, SampleBuffer
-from rollart.runtime.cutting import TokenBudgetCut
+from rollart.runtime.buffer import BatchDeadline, SampleBuffer
+from rollart.runtime.cutting import BatchTruncation
 from rollart.runtime.training import StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
@@ -36,7 +36,7 @@ def tailed(**more: object) -> SimulatedRun:
 @given(st.integers(0, 1000), st.floats(0.1, 20.0), st.sampled_from([0.25, 0.5, 1.0]))
 def test_a_batch_by_deadline_has_its_share_of_every_domain(seed: int, seconds: float, least: float) -> None:
     run = tailed(seed=seed)
-    run.due = Due(seconds, least)
+    run.due = BatchDeadline(seconds, least)
     loop.run(run.run(), seed=seed)
     assert len(run.trainer.batches) == 8
     trained = [s.id for _, batch in run.trainer.batches for s in batch]
@@ -54,7 +54,7 @@ def test_a_batch_by_deadline_has_its_share_of_every_domain(seed: int, seconds: f
 @given(st.integers(0, 1000), st.sampled_from([0.25, 0.7, 1.0]))
 def test_older_samples_weigh_less_and_a_domain_as_much_as_before(seed: int, decay: float) -> None:
     run = tailed(seed=seed)
-    run.due = Due(2.0, 0.25, decay)
+    run.due = BatchDeadline(2.0, 0.25, decay)
     loop.run(run.run(), seed=seed)
     for version, batch in run.trainer.batches:
         for domain in run.domains:
@@ -67,7 +67,7 @@ def test_older_samples_weigh_less_and_a_domain_as_much_as_before(seed: int, deca
 
 def test_a_deadline_bounds_the_wait_for_stragglers() -> None:
     waited = {}
-    for due in (None, Due(2.0, 0.25)):
+    for due in (None, BatchDeadline(2.0, 0.25)):
         run = tailed(seed=5)
         run.due = due
         done: list[StepDone] = []
@@ -100,7 +100,7 @@ def sample(name: str, group: str, length: int, paid: float = 1.0) -> TrainSample
 def test_a_budget_is_kept_to_the_token_and_returns_stay(lengths: list[int], budget: int, step: int) -> None:
     samples = [sample(f"s{i}", f"g{i // 2}", n, float(i)) for i, n in enumerate(lengths)]
     groups = [Group(GroupId(f"g{i}"), "a", tuple(samples[2 * i : 2 * i + 2])) for i in range((len(samples) + 1) // 2)]
-    cut = TokenBudgetCut(budget)(groups, step)
+    cut = BatchTruncation(budget)(groups, step)
     total = sum(len(s.token_ids) for s in cut)
     assert total <= budget or total == sum(lengths) <= budget
     assert total >= min(budget, sum(lengths)) - 1, "all of it, but for an edge that has no sampled token"
@@ -112,14 +112,14 @@ def test_a_budget_is_kept_to_the_token_and_returns_stay(lengths: list[int], budg
         assert sum(s.rewards) == sum(whole.rewards), "its return is what it was"
         assert sum(1 for a, b in zip(s.rewards, whole.rewards, strict=False) if a != b) <= 1
     assert sum(len(s.token_ids) < len(by_id[s.id].token_ids) for s in cut) <= 1, "one at the edge"
-    assert TokenBudgetCut(budget)(groups, step) == cut
+    assert BatchTruncation(budget)(groups, step) == cut
 
 
 def test_which_samples_are_left_out_does_not_depend_on_their_length() -> None:
     groups = [Group(GroupId(f"g{i}"), "a", (sample(f"s{i}", f"g{i}", 4 if i % 2 else 40),)) for i in range(20)]
     kept: Counter[bool] = Counter()
     for step in range(200):
-        kept.update(len(s.token_ids) <= 4 for s in TokenBudgetCut(220)(groups, step) if len(s.token_ids) in (4, 40))
+        kept.update(len(s.token_ids) <= 4 for s in BatchTruncation(220)(groups, step) if len(s.token_ids) in (4, 40))
     assert kept[True] / kept[False] == pytest.approx(1.0, abs=0.1)
 
 

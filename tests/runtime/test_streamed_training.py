@@ -13,7 +13,7 @@ from rollart.errors import TrainerRefused
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.buffer import SampleBuffer
-from rollart.runtime.training import REFUSALS, StepDone
+from rollart.runtime.training import MAX_REFUSED_BATCHES, StepDone
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 
@@ -103,7 +103,7 @@ def test_only_the_groups_that_are_refused_are_dropped() -> None:
 
 
 def test_refusals_in_a_row_end_the_run_with_the_trainers_words() -> None:
-    run = streaming(refuse=tuple(range(2, 2 + REFUSALS)))
+    run = streaming(refuse=tuple(range(2, 2 + MAX_REFUSED_BATCHES)))
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(run.run(), seed=1)
     assert caught.value.subgroup(TrainerRefused) is not None

@@ -11,8 +11,8 @@ from rollart.errors import TrainerRefused
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import TrainReport, TrainSample
 from rollart.policy.redundancy import Redundancy
-from rollart.runtime.buffer import Due
-from rollart.runtime.training import REFUSALS
+from rollart.runtime.buffer import BatchDeadline
+from rollart.runtime.training import MAX_REFUSED_BATCHES
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.world import SimulatedTrainer
@@ -77,14 +77,14 @@ def test_only_the_group_of_a_sample_that_is_named_is_dropped(schedule: str, stre
 
 
 def test_a_batch_that_comes_in_one_piece_goes_without_the_group() -> None:
-    run = choosy(due=Due(60.0))
+    run = choosy(due=BatchDeadline(60.0))
     loop.run(run.run(), seed=1)
     assert list(run.journal.dropped.values()).count("refused") == 1  # type: ignore[attr-defined]
     assert [len(samples) for _, samples in run.trainer.batches] == [6, 8, 8]
 
 
 def test_refusals_in_a_row_end_the_run_with_the_trainers_words() -> None:
-    run = refusing(*range(2, 2 + REFUSALS))
+    run = refusing(*range(2, 2 + MAX_REFUSED_BATCHES))
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(run.run(), seed=1)
     refused = caught.value.subgroup(TrainerRefused)

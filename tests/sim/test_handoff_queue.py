@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from rollart.compose.simulate import simulate
-from rollart.runtime.handoff import KvPulls
+from rollart.runtime.handoff import HandoffTracker
 from rollart.spec.resolve import forecast, read_specs
 from tests.compose.test_simulate import CLUSTER, RUN
 
@@ -29,10 +29,10 @@ def specs(tmp_path: Path) -> tuple[Path, Path]:
 def test_contexts_wait_for_slots_no_more_than_the_depth_and_the_run_is_as_fast(
     specs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    pull, waiting = KvPulls.pull, [0]
+    pull, waiting = HandoffTracker.pull, [0]
 
     @contextlib.asynccontextmanager
-    async def watched(self: KvPulls, request: Any, source: Any, home: Any) -> AsyncIterator[None]:
+    async def watched(self: HandoffTracker, request: Any, source: Any, home: Any) -> AsyncIterator[None]:
         waiting[0] = max(waiting[0], home.running + 1 - SLOTS)
         async with pull(self, request, source, home):
             yield
@@ -47,7 +47,7 @@ def test_contexts_wait_for_slots_no_more_than_the_depth_and_the_run_is_as_fast(
             f"rollout.handoffs={handoffs}",
         )
         waiting[0] = 0
-        with patch.object(KvPulls, "pull", watched):
+        with patch.object(HandoffTracker, "pull", watched):
             done = simulate(forecast(read_specs(*specs, overrides)), tmp_path / handoffs, steps=2)
         found[handoffs] = (done.seconds, waiting[0])
     assert found["1"][1] == 1

@@ -12,7 +12,7 @@ import torch
 
 from rollart.errors import TrainerError, UsageError
 from rollart.model import Group, GroupId, TrainSample
-from rollart.runtime.cutting import TokenBudgetCut
+from rollart.runtime.cutting import BatchTruncation
 from rollart.train.learner import Learner
 from tests.train.trainkit import VOCAB, batch, config, sample
 
@@ -284,7 +284,7 @@ def test_the_learning_rate_falls_by_version() -> None:
 def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
     samples = [sample(str(i), turns=[(2, 2), (3, 1 + i % 3)]) for i in range(6)]
     groups = [Group(GroupId(f"c{i}"), "a", (s,)) for i, s in enumerate(samples)]
-    cut = TokenBudgetCut(25)(groups, 1)
+    cut = BatchTruncation(25)(groups, 1)
     assert sum(len(s.token_ids) for s in cut) in (24, 25)
     report = Learner(config(tmp_path)).train(batch(cut), 0)
     assert report.trained_tokens == sum(sum(s.loss_mask) for s in cut) < sum(sum(s.loss_mask) for s in samples)
