@@ -148,7 +148,7 @@ class Scaler:
                 if (managed := self._managed_function(spec, backend, levels)) is not None
             ]
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Run one tick now. The task does this every `tick_s`."""
         now = asyncio.get_running_loop().time()
         around, live = self._context, self._context.demand.live()
@@ -201,7 +201,7 @@ class Scaler:
 
     async def _run(self) -> None:
         while True:
-            self.look()
+            self.tick()
             await asyncio.sleep(self._settings.tick_s)
 
     async def _restore_levels(self) -> None:

@@ -160,7 +160,7 @@ def test_at_the_end_a_function_has_its_own_settings_again() -> None:
             settings = ScalingSpec.model_validate({"keep_alive": {"min_s": 3.0, "max_s": 3.0}})
             async with Scaler({"judge": one.spec}, [backend], seen=seen, meter=seen, settings=settings) as scaler:
                 await asyncio.gather(*(backend.invoke("judge", [], deadline_s=9.0) for _ in range(3)))
-                scaler.look()
+                scaler.tick()
                 sizes = [backend.workers("judge")]
                 await asyncio.sleep(5.0)
                 sizes.append(backend.workers("judge"))
@@ -195,7 +195,7 @@ def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone()
             found = []
             for provider in ("simulated", "other"):
                 on[0] = provider
-                scaler.look()
+                scaler.tick()
                 await asyncio.sleep(5.0)
                 found.append((chain[0].workers("judge"), chain[1].workers("judge")))
             return found
