@@ -158,8 +158,8 @@ class HostAssignments:
     def assigned(
         self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
     ) -> Iterator[Assignment | None]:
-        """The host's assignment while the host is being placed: one that fits on the `devices` by pool and that no host
-        in `staying` has. The assignment of the host's own name comes first. None if none is free."""
+        """The host's assignment while the host is being placed, out of the assignments that fit on the `devices` by
+        pool and belong to no host in `staying`; preferably the one of the host's own name. None if none is free."""
         excluded = self._starting.union(staying)
         free = [a for a in self._available if self._host_of.get(a.name, "") not in excluded]
         found = None

@@ -30,8 +30,8 @@ def engines_are_elastic(resolved: Resolved) -> bool:
 
 
 def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
-    """None if the run does not ask for it. A pool's sizes are the ones that its model permits, each twice the one
-    before, around the sizes of the plan. A pool with a single size has no rule."""
+    """None if the run does not ask for it. A pool's sizes are permitted by the model, around the sizes of the plan, and
+    each doubles the previous one. A pool with a single size has no rule."""
     spec, problem = resolved.run.rollout.parallelism, resolved.problem
     if spec is None or problem is None:
         return None

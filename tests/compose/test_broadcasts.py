@@ -57,7 +57,7 @@ class Engine:
         self.orders.append(order)
 
     def sent_anew(self, version: int) -> None:
-        """It loads what it has at once."""
+        """The client loads its weights at once."""
 
     def received(self, version: int, stamp: str) -> None:
         assert stamp == self.orders[-1]["stamp"]

@@ -215,7 +215,7 @@ def member(order: BroadcastOrder, end: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate(timeout=60)
 
 
-@pytest.mark.slow  # a process that loads torch, and 1 s of patience with one that hangs
+@pytest.mark.slow  # a process that loads torch, and 1 s of patience with a hung one
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_lost_between_two_buckets_holds_nobody_up(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, end: str
