@@ -194,7 +194,7 @@ def ticks(live: int = 20_000, looks: int = 50) -> float:
                 scaler = Scaler({"judge": one.spec}, [backend], seen=seen, meter=seen, around=ScalerContext(rollouts))
                 for _ in range(looks):
                     began = time.perf_counter()
-                    scaler.look()
+                    scaler.tick()
                     times.append(time.perf_counter() - began)
         return sorted(times)[looks // 2]
 
