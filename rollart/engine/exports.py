@@ -61,7 +61,7 @@ class KvExports:
                 self._drop(name, "a later one took its place")
         if export.size > self._limit:
             self.dropped += 1
-            self._forget(export, "it was larger than what may wait (--kv-pending-mb)")
+            self._forget(export, "it exceeded the limit of waiting KV (--kv-pending-mb)")
             return False
         if self.bytes + export.size > self._limit:
             self.sweep()

@@ -111,19 +111,19 @@ async def test_another_server_under_its_address_generates_nothing_for_us() -> No
         server.version = "default"
         read: list[CompletionChunk] = []
         told = GenerateRequest("r", "s", (1, 2), Sampling(2), on_chunk=read.append)
-        with pytest.raises(EngineError, match="started anew: its weights are 'default', not v3") as refused:
+        with pytest.raises(EngineError, match="restarted: its weights are 'default', not v3") as refused:
             await engine.generate(told)
         assert (read, refused.value.retryable) == ([], True)
         assert server.asked.count("/inference/v1/generate") == 1
         assert not await engine.healthy()
-        assert "started anew" in engine.why
+        assert "restarted" in engine.why
 
 
 async def test_one_that_took_its_place_between_two_turns_is_found_out_by_what_it_says() -> None:
     async with loaded() as (server, engine):
         await engine.generate(TURN)
         server.version = "default"
-        with pytest.raises(EngineError, match="started anew"):
+        with pytest.raises(EngineError, match="restarted"):
             await engine.generate(TURN)
         assert engine.silent.is_set()
 

@@ -115,7 +115,7 @@ def test_other_tools_are_another_conversation(form: ChatFormat) -> None:
     say(capture, form, PromptInput((user("hi"),)), "world")
     planned = capture.plan(PromptInput((user("hi"), Message("assistant", "world"), user("x")), TOOLS))
     assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
-    assert "what was shown before" in planned.reason
+    assert "the earlier prompt differently" in planned.reason
 
 
 def test_a_template_that_drops_earlier_thoughts_starts_a_branch_and_says_so(directory: Path) -> None:
@@ -128,13 +128,13 @@ def test_a_template_that_drops_earlier_thoughts_starts_a_branch_and_says_so(dire
     say(capture, form, PromptInput((user("hi"),)), thought.content)
     planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
     assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
-    assert "once more follows" in planned.reason
+    assert "once more messages follow" in planned.reason
     always = ChatFormat(directory, template=TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]"))
     capture = SessionCapture(always)
     say(capture, always, PromptInput((user("hi"),)), thought.content)
     planned = capture.plan(PromptInput((user("hi"), thought, user("x"))))
     assert (planned.relation, planned.after) == (TurnRelation.DIVERGED, None)
-    assert "than it was said" in planned.reason
+    assert "than it was sampled" in planned.reason
 
 
 def test_two_that_go_on_from_one_turn_share_its_tokens(form: ChatFormat) -> None:

@@ -171,7 +171,7 @@ class TestVllm(EngineContract):
         async def scenario(s: Subject) -> None:
             engine = self._vllm(s)
             await engine._control("/update_weight_version", {"new_version": "default"})
-            with pytest.raises(EngineError, match="was started anew") as refused:
+            with pytest.raises(EngineError, match="was restarted") as refused:
                 await engine.generate(request("a", max_tokens=4))
             assert refused.value.retryable
             assert engine.silent.is_set()

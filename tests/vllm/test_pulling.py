@@ -282,7 +282,7 @@ async def test_a_server_that_was_started_anew_meanwhile_says_so(tmp_path: Path) 
         gate.let.set()
         await pushing
         ((_, why),) = s.events.of("weights_not_pulled", "why")
-        assert "was started anew" in str(why)
+        assert "was restarted" in str(why)
         assert Path(await s.stored.local(s.host, weights)).name == "v000003"
 
 

@@ -158,8 +158,8 @@ class HttpEngine:
                         if line.startswith(b"data: "):
                             events.add(line[6:].strip())
         except (aiohttp.ClientError, TimeoutError) as error:
-            what = str(error) or type(error).__name__
-            raise EngineError(f"{self._url}{path} broke off: {what}", retryable=True) from error
+            cause = str(error) or type(error).__name__
+            raise EngineError(f"{self._url}{path} broke off: {cause}", retryable=True) from error
         return events.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -328,9 +328,9 @@ class HttpEngine:
             ) as answer:
                 raw = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            what = str(error) or type(error).__name__
+            cause = str(error) or type(error).__name__
             raise EngineError(
-                f"{self._url}{path} failed: {what}", retryable=True, remedy="is the engine alive?"
+                f"{self._url}{path} failed: {cause}", retryable=True, remedy="is the engine alive?"
             ) from error
         if optional and answer.status == 404:
             return b""

@@ -241,7 +241,7 @@ class VllmEngine(HttpEngine):
         self._last_answer_at = now()
 
     def _restarted(self, found: str) -> EngineError:
-        self.why = f"{self.url} was started anew: its weights are '{found}', not v{self._loaded}"
+        self.why = f"{self.url} was restarted: its weights are '{found}', not v{self._loaded}"
         self.silent.set()
         return EngineError(self.why, retryable=True)
 

@@ -142,7 +142,7 @@ class VllmHost:
     def _raise_failure(self, version: int, reports: Iterable[dict[str, Any]]) -> None:
         for report in reports:
             if report.get("unknown"):
-                raise StorageFailed(f"{self._url} was started anew while it pulled v{version}")
+                raise StorageFailed(f"{self._url} was restarted while it pulled v{version}")
             if report["error"]:
                 raise StorageFailed(f"{self._url}: {report['error']}")
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rollart.adapters.engines.vllm_server")
     parser.add_argument("--python", required=True, help="interpreter of the environment that vLLM is installed in")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--log", default="", help="file that stderr goes to: what failed is looked up there")
+    parser.add_argument("--log", default="", help="file that stderr goes to; searched for the reason of a failure")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--weight-version", default="0", help="version of --model")
     parser.add_argument("--alias", default="", help="start on this path instead, made a link to --model")

@@ -196,13 +196,13 @@ class SessionCapture:
         held = len(turn.planned.prompt.messages) + 1
         before = self._form.render(prompt.messages[:held], prompt.tools, prompt=False)
         if not before.startswith(turn.planned.text):
-            return _Continuation(None, "the template writes what was shown before in another way now")
+            return _Continuation(None, "the template now renders the earlier prompt differently")
         if not text.startswith(before):
-            return _Continuation(None, "the template writes earlier answers in another way once more follows")
+            return _Continuation(None, "the template renders earlier answers differently once more messages follow")
         sampled_text, closing = self._split_answer(turn, before[len(turn.planned.text) :])
         content, calls = self._form.parse(sampled_text) if prompt.tools else (sampled_text, ())
         if (content.strip(), calls) != (turn.answer.content.strip(), turn.answer.calls):
-            return _Continuation(None, "the template writes the answer in another way than it was said")
+            return _Continuation(None, "the template renders the answer differently than it was sampled")
         return _Continuation(closing + text[len(before) :], "")
 
     def _split_answer(self, turn: CapturedTurn, written: str) -> tuple[str, str]:

@@ -78,11 +78,11 @@ class SessionCache:
             if session.busy or self.sessions.get(session.name) is not session:
                 continue  # changed while another eviction was awaited
             await self._evict(session, why)
-        what = self._full_reason(1.0 if begins else GROWTH_RESERVE, begins)
-        if what is not None:
+        reason = self._full_reason(1.0 if begins else GROWTH_RESERVE, begins)
+        if reason is not None:
             self.counts["refused"] += 1
             raise BadRequest(
-                f"the proxy is full: {what} (rule: end sessions with POST /sessions/ID/end, or DELETE them, or name "
+                f"the proxy is full: {reason} (rule: end sessions with POST /sessions/ID/end, or DELETE them, or name "
                 "more room)",
                 status=503 if begins else 429,
                 retry_after=RETRY_AFTER_S,
@@ -94,7 +94,7 @@ class SessionCache:
         lines = [f'rollart_proxy_sessions{{state="{state}"}} {states[state]}' for state in ("busy", "idle", "ended")]
         lines += [f"rollart_proxy_tokens {self.tokens}", f"rollart_proxy_bytes {self.size}"]
         limits = (("sessions", self.limits.sessions), ("tokens", self.limits.tokens), ("bytes", self.limits.size))
-        lines += [f'rollart_proxy_limit{{of="{what}"}} {most}' for what, most in limits]
+        lines += [f'rollart_proxy_limit{{of="{resource}"}} {most}' for resource, most in limits]
         given_up = (f'{{why="{why}"}}' for why in ("ended", "idle"))
         lines += [f"rollart_proxy_given_up_total{label} {self.counts[label]}" for label in given_up]
         lines += [f"rollart_proxy_refused_total {self.counts['refused']}"]
@@ -110,9 +110,9 @@ class SessionCache:
         if begins and len(self.sessions) >= self.limits.sessions:
             return f"it holds {len(self.sessions)} sessions, of which none has ended or was idle long enough"
         checks = (("tokens", self.tokens, self.limits.tokens), ("bytes", self.size, self.limits.size))
-        for what, held, most in checks:
+        for resource, held, most in checks:
             if held >= most * share:
-                return f"its sessions hold {held} {what} (rule: below {int(most * share)})"
+                return f"its sessions hold {held} {resource} (rule: below {int(most * share)})"
         return None
 
     async def _evict(self, session: ProxySession, why: str) -> None:

@@ -243,11 +243,11 @@ async def _start_site(app: web.Application, host: str, port: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A run's trainer that is not ours.")
+    parser = argparse.ArgumentParser(description="Bridge to an external trainer.")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the outside trainer calls")
-    parser.add_argument("--token-env", metavar="VAR", default="", help="variable with the token that it then needs")
-    parser.add_argument("--token-file", type=Path, help="file of mode 600 with it; made if it is not there")
+    parser.add_argument("--token-env", metavar="VAR", default="", help="environment variable with the access token")
+    parser.add_argument("--token-file", type=Path, help="file of mode 600 with the token; created if missing")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()

@@ -263,7 +263,7 @@ def _setup(body: Mapping[str, Any]) -> ServiceSetup:
             tuple(map(_name, _list(task, "columns"))), bool(task.get("whole_groups", False))
         )
     if not tasks:
-        raise RequestRefused("tasks is empty (rule: at least one, or nobody would ever free a row)")
+        raise RequestRefused("tasks is empty (rule: at least one, since only tasks free rows)")
     staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
     return ServiceSetup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
 
