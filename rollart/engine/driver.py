@@ -87,7 +87,7 @@ class Driver:
         name = job.request.request_id
         if name in self._deliver:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
-        if job.on_piece is not None:
+        if job.on_chunk is not None:
             self._streamed[name] = job
         if self._mode is PauseMode.WAIT and not self._frozen:
             refuse_invalid(job, vocab=self.runner.network.architecture.vocab, context=self.runner.context)
@@ -233,10 +233,10 @@ class Driver:
         them."""
         for name, job in list(self._streamed.items()):
             entry = self._deliver.get(name)
-            if entry is None or entry[0] is not job or job.on_piece is None:
+            if entry is None or entry[0] is not job or job.on_chunk is None:
                 del self._streamed[name]
             elif (piece := self.runner.piece(job)) is not None:
-                job.on_piece(piece)
+                job.on_chunk(piece)
 
     def _settle(self, finished_jobs: Sequence[FinishedJob]) -> None:
         for finished in finished_jobs:

@@ -24,7 +24,7 @@ async def stream_response(
     """Stream the answer to `request`. EngineError if nothing was sent yet; later errors are sent as events."""
     name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     pieces: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
-    job.on_piece = pieces.put_nowait
+    job.on_chunk = pieces.put_nowait
     finished: FinishedJob | None = None
     failed: EngineError | None = None
 

@@ -22,7 +22,7 @@ class EngineJob:
     """A request and its progress in the runner. `imported` is KV from another engine. `export` asks for the prompt's KV
     at the end (this engine prefills), `returns` for the KV of prompt and answer (this engine decodes). The peer is
     known to hold the first `peer_holds` tokens, whose KV need not be copied. `ends`: the session ends with this
-    request, and its prefix is not kept. `on_piece` is called with the new tokens after every step but the last;
+    request, and its prefix is not kept. `on_chunk` is called with the new tokens after every step but the last;
     `shown` is the number of tokens emitted so far."""
 
     request: GenerateRequest
@@ -32,7 +32,7 @@ class EngineJob:
     returns: bool = False
     peer_holds: int = 0
     ends: bool = False
-    on_piece: Callable[[CompletionChunk], None] | None = None
+    on_chunk: Callable[[CompletionChunk], None] | None = None
     shown: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)

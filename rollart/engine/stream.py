@@ -108,7 +108,7 @@ class StreamConnection(asyncio.Protocol):
         try:
             job = parse_job(body, session=str(session), fallback_id=self._next_id())
             if streamed:
-                job.on_piece = lambda piece: self._send_piece(number, piece)
+                job.on_chunk = lambda piece: self._send_piece(number, piece)
             if transfer:  # the request waits for other engines, before or after its steps
                 self._requests[number] = self._handoffs.start(self._serve(number, job))
                 return

@@ -52,12 +52,12 @@ class Speaker:
         self.released = 0
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         self.sampling.append(sampling)
-        if self.tells and on_piece is not None:
+        if self.tells and on_chunk is not None:
             ids = self.form.encode(self.tells)
-            on_piece(CompletionChunk(ids, (-0.1,) * len(ids), 0))
+            on_chunk(CompletionChunk(ids, (-0.1,) * len(ids), 0))
         self.asked.set()
         try:
             await self.go.wait()

@@ -71,13 +71,13 @@ class Telling:
         self.completion, self.sizes = completion, sizes
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         at = 0
-        for size in self.sizes if on_piece is not None else ():
+        for size in self.sizes if on_chunk is not None else ():
             piece = slice(at, min(at + size, len(self.completion.token_ids) - 1))
-            if on_piece is not None and piece.start < piece.stop:
-                on_piece(CompletionChunk(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
+            if on_chunk is not None and piece.start < piece.stop:
+                on_chunk(CompletionChunk(self.completion.token_ids[piece], self.completion.logprobs[piece], 0))
             at += size
         return self.completion
 

@@ -26,10 +26,10 @@ class CompletionAssembler:
         self,
         url: str,
         first: int,
-        on_piece: Callable[[CompletionChunk], None] | None,
+        on_chunk: Callable[[CompletionChunk], None] | None,
         version_source: Callable[[], int | None],
     ) -> None:
-        self._url, self._first, self._on_piece, self._version_source = url, first, on_piece, version_source
+        self._url, self._first, self._on_chunk, self._version_source = url, first, on_chunk, version_source
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] | None = None
@@ -85,10 +85,10 @@ class CompletionAssembler:
                 VersionSpan(parse_version(s["version"], self._first), s["start"], s["end"], s.get("stamp"))
                 for s in versions
             ]
-        if ids and self._on_piece is not None and self._finish is None:
+        if ids and self._on_chunk is not None and self._finish is None:
             named = choice.get("weight_version")
             version = self._version_source() if named is None else parse_version(named, self._first)
-            self._on_piece(CompletionChunk(ids, logprobs, version, choice.get("weight_stamp")))
+            self._on_chunk(CompletionChunk(ids, logprobs, version, choice.get("weight_stamp")))
 
 
 def parse_version(value: object, first: int) -> int:

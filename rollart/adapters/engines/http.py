@@ -92,11 +92,11 @@ class HttpEngine:
         """Generate the tokens of one turn. Cancelling aborts the request on the server. HandoffFailed if the KV named
         in `kv_transfer` is unavailable; ForeignWeights if tokens were drawn by weights that this client did not have
         the server load."""
-        if (on_piece := request.on_chunk) is not None:
+        if (on_chunk := request.on_chunk) is not None:
 
             def check_and_forward(piece: CompletionChunk) -> None:
                 self._check_stamp(piece.version, piece.stamp)
-                on_piece(piece)
+                on_chunk(piece)
 
             request = dataclasses.replace(request, on_chunk=check_and_forward)
         answer = await self._generate_any(request)

@@ -42,7 +42,7 @@ class EngineStream(asyncio.Protocol):
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
         self._pending: dict[int, asyncio.Future[Completion]] = {}
-        self._on_piece: dict[int, Callable[[CompletionChunk], None]] = {}
+        self._on_chunk: dict[int, Callable[[CompletionChunk], None]] = {}
         self._sent = 0
 
     @property
@@ -75,7 +75,7 @@ class EngineStream(asyncio.Protocol):
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         if request.on_chunk is not None:
-            self._on_piece[number] = request.on_chunk
+            self._on_chunk[number] = request.on_chunk
         try:
             return await answer
         except (asyncio.CancelledError, WrongAnswer):
@@ -84,7 +84,7 @@ class EngineStream(asyncio.Protocol):
             raise
         finally:
             del self._pending[number]
-            self._on_piece.pop(number, None)
+            self._on_chunk.pop(number, None)
 
     def send(self, message: Sequence[object]) -> None:
         """Queue a message: ("a", request_ids) to abort, ("r", session) to release, or one of `generate`'s."""
@@ -139,7 +139,7 @@ class EngineStream(asyncio.Protocol):
             return
         if message[0] == "p":
             try:
-                self._on_piece[message[1]](CompletionChunk(*message[2:]))
+                self._on_chunk[message[1]](CompletionChunk(*message[2:]))
             except WrongAnswer as error:
                 answer.set_exception(error)
             return

@@ -144,7 +144,7 @@ class _EpisodePolicy:
         self._closed = False
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         if self.exhausted:
             raise BadRequest("the episode has had its turns (max_turns)", code="max_turns")
@@ -152,7 +152,7 @@ class _EpisodePolicy:
             raise EngineError("the episode is over", retryable=False)
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
-        wanted = HarnessRequest(token_ids, sampling.max_tokens, sampling.stop_token_ids, on_piece, gone)
+        wanted = HarnessRequest(token_ids, sampling.max_tokens, sampling.stop_token_ids, on_chunk, gone)
         request = _PendingRequest(wanted, loop.create_future())
         self._queue.put_nowait(request)
         try:

@@ -91,7 +91,7 @@ class PooledSession:
         return self._pool.context
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
         kept: Completion | None = None
         tried: list[EngineId] = []
@@ -100,7 +100,7 @@ class PooledSession:
             pieces: list[CompletionChunk] = []
             asked = self._engine
             try:
-                part = await self._ask(token_ids, sampling, on_piece, pieces)
+                part = await self._ask(token_ids, sampling, on_chunk, pieces)
             except EngineError as error:
                 tried.append(asked.id)
                 part = completion_from_chunks(pieces)
@@ -110,9 +110,9 @@ class PooledSession:
                     raise
             else:
                 interrupted += 1
-                if part.finish is not FinishReason.ABORT or on_piece is None or interrupted > MAX_INTERRUPTIONS:
+                if part.finish is not FinishReason.ABORT or on_chunk is None or interrupted > MAX_INTERRUPTIONS:
                     return join_completions(kept, part)
-                _emit_remaining(part, pieces, on_piece)
+                _emit_remaining(part, pieces, on_chunk)
             if part.sampled:
                 kept = join_completions(kept, part)
                 token_ids, sampling = token_ids + part.token_ids, continuation_sampling(sampling, part.sampled)
@@ -135,7 +135,7 @@ class PooledSession:
         self,
         token_ids: tuple[int, ...],
         sampling: Sampling,
-        on_piece: Callable[[CompletionChunk], None] | None,
+        on_chunk: Callable[[CompletionChunk], None] | None,
         pieces: list[CompletionChunk],
     ) -> Completion:
         self._requests += 1
@@ -145,22 +145,22 @@ class PooledSession:
             if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self._pool.vocab):
                 raise WrongAnswer(f"{engine.id}: {wrong}")
             pieces.append(piece)
-            if on_piece is not None:
-                on_piece(piece)
+            if on_chunk is not None:
+                on_chunk(piece)
 
         request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
-        answer = await engine.generate(request if on_piece is None else replace(request, on_chunk=forward))
+        answer = await engine.generate(request if on_chunk is None else replace(request, on_chunk=forward))
         if wrong := wrong_answer(answer, sampling, vocab=self._pool.vocab):
             raise WrongAnswer(f"{engine.id}: {wrong}")
         return answer
 
 
 def _emit_remaining(
-    part: Completion, pieces: list[CompletionChunk], on_piece: Callable[[CompletionChunk], None]
+    part: Completion, pieces: list[CompletionChunk], on_chunk: Callable[[CompletionChunk], None]
 ) -> None:
     """Emit the tokens of an interrupted generation that were not emitted yet."""
     begin = sum(len(piece.token_ids) for piece in pieces)
     for span in part.spans:
         at = slice(max(begin, span.start), span.end)
         if at.start < at.stop:
-            on_piece(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))
+            on_chunk(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))

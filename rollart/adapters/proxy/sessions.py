@@ -41,9 +41,9 @@ class SessionPolicy(Protocol):
         """Maximum tokens of prompt and response together."""
 
     async def generate(
-        self, token_ids: tuple[int, ...], sampling: Sampling, on_piece: Callable[[CompletionChunk], None] | None = None
+        self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
-        """Generate one response; cancelling the call aborts the request. A policy that streams calls `on_piece` with
+        """Generate one response; cancelling the call aborts the request. A policy that streams calls `on_chunk` with
         each token once; those tokens are always a prefix of the completion."""
 
     async def release(self) -> None:
@@ -113,7 +113,7 @@ class ProxySession:
         self._asked += 1
         decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
 
-        def on_piece(piece: CompletionChunk) -> None:
+        def on_chunk(piece: CompletionChunk) -> None:
             delta = decoder.push(piece)
             if delta is not None and streamed is not None:
                 streamed(head, delta)
@@ -121,7 +121,7 @@ class ProxySession:
         self.busy += 1
         try:
             completion = await self.policy.generate(
-                planned.token_ids, self._sampling(ask, room), None if streamed is None else on_piece
+                planned.token_ids, self._sampling(ask, room), None if streamed is None else on_chunk
             )
         except asyncio.CancelledError:
             self.abandoned += 1
