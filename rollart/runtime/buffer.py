@@ -1,8 +1,7 @@
 """The sample buffer: complete groups in any order in, whole batches out, each group exactly once (I3, I6).
 
-It keeps a table of samples (`policy.table`): training is one of the tasks that consume its rows, and takes groups
-whole; others may be declared, and read the same rows at their own speed. Which rows training takes is a sampler's
-choice.
+It keeps a table of samples (`policy.table`). Training is one of the tasks that consume its rows, and takes whole
+groups; other tasks may be declared, and read the same rows at their own speed. A sampler chooses the rows for training.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from rollart.runtime.sharing import DomainShareTracker
 __all__ = ["COLUMNS", "SampleColumn", "BatchDeadline", "SampleBuffer"]
 
 COLUMNS = ("trajectory", "reward")
-"""What is written of a sample before it is here; what trains reads both."""
+"""Columns that are written before a sample enters the buffer; training reads both."""
 
 
 class SampleColumn(enum.StrEnum):
-    """What tasks of their own may write of a sample, each task named after its column."""
+    """Columns of a sample that are written by separate tasks, each named after its column."""
 
     REFERENCE = "ref_logprobs"
     """From the trajectory, sample by sample."""
@@ -42,21 +41,22 @@ class SampleColumn(enum.StrEnum):
 COLUMN_INPUTS = {SampleColumn.REFERENCE: ("trajectory",), SampleColumn.ADVANTAGE: ("trajectory", "reward")}
 
 MAX_ROWS_PER_CALL = 16
-"""Rows of one call at most: so many are soon done, and what comes meanwhile waits no longer than that."""
+"""Maximum rows per call: few enough that newly arrived rows do not wait long."""
 
 TRAINING = "training"
 UNBOUNDED_CAPACITY = 2**62
-"""Rows: admission bounds them, by samples that wait, run or train."""
+"""Capacity of the table in rows: admission bounds the rows, through waiting, running and training samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDeadline:
-    """A batch is what is there after `seconds` of waiting, if that is at least the share `least` of every domain's."""
+    """Deadline of a batch: after `seconds` of waiting a partial batch is taken, if it has at least the share `least` of
+    each domain's quota."""
 
     seconds: float
     least: float = 0.5
     decay: float = 1.0
-    """What a sample's weight in the loss falls to with every version that it is behind."""
+    """Factor on a sample's weight in the loss for every version that it is behind."""
 
 
 UNBOUNDED_STALENESS = 2**31
@@ -69,7 +69,7 @@ class SampleBuffer:
     `add` is called by the scheduler and never waits. `take` and `grow` are called by training alone; `take` waits for a
     whole batch, `grow` for any group of it, both unblocked by `add` or `published`. Invariants: a group enters once and
     leaves once, by `take`, `grow` or `discard`; with `enforced`, none leaves for training past its bound (I3). `_take`
-    is the one place where groups leave for training, and checks it whatever selected them.
+    is the only place where groups leave for training, and checks the bound for every selection.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class SampleBuffer:
         columns: Sequence[SampleColumn] = (),
     ) -> None:
         """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
-        the groups of each such batch. `pace`: batches wait for groups at their bound. `measure`: how many tokens ids
-        stand for, which the budget is in. `shares`: say what a batch takes of each domain, instead of the quotas.
-        `columns` are filled by tasks of their own; training reads them all."""
+        the groups of each such batch. `pace`: batches wait for groups at their bound. `measure`: the number of tokens
+        that ids stand for, the unit of the budget. `shares` replace the quotas of a batch. `columns` are filled by
+        separate tasks; training reads them all."""
         self._measure = measure
         self._due = due
         every = (*COLUMNS, *columns)
@@ -99,7 +99,7 @@ class SampleBuffer:
         for column in columns:
             self.table.declare(column, COLUMN_INPUTS[column], whole_groups=column is SampleColumn.ADVANTAGE)
         self._filled: dict[str, TrainSample] = {}
-        """Samples in the table with what is written of them, where there are columns to fill."""
+        """Samples in the table with their columns so far, if there are columns to fill."""
         self._quotas = dict(quotas)
         self._limit = bound
         self._bound = bound if enforced else StalenessBound(UNBOUNDED_STALENESS)
@@ -114,7 +114,7 @@ class SampleBuffer:
         if shares is not None:
             shares.ready = self._held
         self.short = dict.fromkeys(self._quotas, 0)
-        """Samples by domain that batches so far went without: what a batch after `take` lacks of its quota."""
+        """Samples by domain missing from batches so far: the shortfall against the quota after `take`."""
         self._last: tuple[Group, ...] = ()
         self._counted = -1
         """The version of the last batch that `short` counts."""
@@ -149,7 +149,7 @@ class SampleBuffer:
             changed.set()
 
     def withdraw(self, group_id: GroupId) -> None:
-        """A group was given up, complete or not: nothing of it is filled any more, and no batch waits for it."""
+        """A group was given up, complete or not: its columns are no longer filled, and no batch waits for it."""
         self._changed.set()
         for row in self.table.drop(group_id) if self._columns else ():
             self._filled.pop(row, None)
@@ -184,7 +184,7 @@ class SampleBuffer:
         return [self._groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
 
     def changed(self) -> None:
-        """The version advanced, or an attempt of a group started over: what can be taken may have changed."""
+        """The version advanced, or an attempt of a group started over: the available batch may have changed."""
         self._changed.set()
 
     async def take(self, version: int) -> tuple[Group, ...]:
@@ -221,13 +221,13 @@ class SampleBuffer:
         return self._token_budget is not None or self._due is not None or paced_shares
 
     async def grow(self, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
-        """Groups for the batch that `taken` began, for training from `version`: all that are there and fit, at least
-        one; none once it is whole.
+        """Groups for the batch that `taken` began, for training from `version`: all available groups that fit, at least
+        one; none once the batch is whole.
 
-        A batch that grows takes what is finished first, where `take` takes what is oldest; within what is there it is
-        the same order, and a paced batch keeps room for the groups that it waits for. Staleness is judged here, once:
-        the version does not change before the batch is trained. With a token budget or a deadline, which are matters of
-        the whole batch, it comes in one piece; so it does where shares of domains are paced.
+        A growing batch takes groups in the order in which they finish, while `take` takes the oldest first. Available
+        groups are taken in the order of `take`, and a paced batch reserves room for the groups that it waits for.
+        Staleness is checked here, once: the version does not change before the batch is trained. With a token budget or
+        a deadline, which concern the whole batch, it comes in one piece; so it does with paced domain shares.
         """
         if self.in_one_piece:
             return () if taken else await self.take(version)
@@ -254,8 +254,8 @@ class SampleBuffer:
                 await self._changed.wait()
 
     def refused(self, groups: Sequence[Group]) -> None:
-        """The trainer will not train these. If they are the last batch, that was none; if they are a part of one that
-        comes in one piece, it goes without them."""
+        """The trainer refused these groups. If they are the last batch, it does not count; if they are a part of a
+        batch that comes in one piece, the batch is trained without them."""
         gone = {g.id for g in groups}
         left = tuple(g for g in self._last if g.id not in gone)
         if self._last and not left:
@@ -374,8 +374,8 @@ class SampleBuffer:
         await self.pace.hold(version, self._lacking(version, taken), wait())
 
     def _paced(self, version: int, sampler: Sampler, held_back: list[PacedGroup]) -> Sampler:
-        """The sampler's batch, with every group whose last chance it is, once it lacks none; until then `held_back` has
-        the groups that it lacks."""
+        """The sampler's batch plus every group that would be stale in the next one, once no awaited group is missing;
+        until then `held_back` receives the missing groups."""
         pace = self.pace
         if pace is None:
             return sampler
@@ -427,7 +427,7 @@ class SampleBuffer:
         return sampler
 
     def _by_deadline(self, ready: ReadyRows, version: int, late: bool) -> Selection | None:
-        """Of every domain its quota, or what there is when it is late."""
+        """The quota of every domain, or the available samples once the deadline has passed."""
         assert self._due is not None
         by_domain: dict[str, dict[str, SampleRow]] = {name: {} for name in self._quotas}
         for row in ready.rows.values():
@@ -485,7 +485,7 @@ def _pacing_member(group: Group) -> PacedGroup:
 
 
 def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
-    """With what its samples weigh in the loss."""
+    """The group with the weights of its samples in the loss."""
     samples = (dataclasses.replace(s, weight=weights[s.id]) if s.id in weights else s for s in group.samples)
     return dataclasses.replace(group, samples=tuple(samples))
 

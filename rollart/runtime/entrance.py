@@ -1,9 +1,9 @@
-"""Which trajectories an engine takes in: as many as its KV memory bears, and those that wait in a line.
+"""KV-memory admission: trajectories per engine, bounded by its KV memory, and the queue of waiting trajectories.
 
-Prefix KV is worth something only while it stays. Where trajectories under way need more KV than there is, engines evict
-what comes back a moment later, and every turn computes its whole context again. So a trajectory gets a home when there
-is room for what it will grow to, and from then on its turns never wait here. One whose KV had to go all the same lines
-up again, before those that have not begun.
+Prefix KV is useful only while it is resident. If live trajectories need more KV than fits, engines evict blocks that
+are needed a moment later, and every turn recomputes its whole context. So a trajectory is assigned to an engine when
+its expected final context fits, and from then on its turns never wait here. A trajectory whose KV was evicted all the
+same queues again, before trajectories that have not begun.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ LENGTH_MEAN_WEIGHT = 0.02
 """Weight of one finished trajectory in its domain's mean length: about fifty back."""
 
 IDLE_ADMISSION_S = 5.0
-"""An engine where nothing has run for so long takes one more trajectory, room or not: all that live there are with
-their environments. For less it would be evicting what comes back in a moment."""
+"""An engine that was idle for so long accepts one more trajectory even without free KV memory: all of its sessions wait
+for environments. After a shorter time it would evict KV that is needed in a moment."""
 
 STATS_S = 10.0
-"""An engine that does not say how full it is within this time is looked at again the next time."""
+"""Longest wait for an engine's KV usage; an engine that does not answer is asked again at the next interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencySettings:
-    """The search per engine, and tokens that trajectories end with, by domain, until some have finished. `skew_aware`:
-    the longest go first, and have engines of their own."""
+    """The search for each engine's limit, and the initial final lengths of trajectories in tokens, by domain.
+    `skew_aware`: the longest trajectories go first, and have reserved engines."""
 
     aimd: AimdSettings = field(default_factory=AimdSettings)
     expected: Mapping[str, float] = field(default_factory=dict)
@@ -73,7 +73,8 @@ class KvAdmission:
         tell: EmitEvent,
         place: Callable[[TurnRequest], bool | None],
     ) -> None:
-        """`place` gives a turn's trajectory a home: True if it has one; None if nobody could be one, room or not."""
+        """`place` assigns a turn's trajectory to an engine: True if it has one; None if no engine is eligible at
+        all."""
         self._settings = settings
         self._roster = roster
         self._leases = leases
@@ -87,7 +88,7 @@ class KvAdmission:
         self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
             long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
         }
-        """By whether they are for long trajectories; one for all where lengths do not matter."""
+        """By whether the queue is for long trajectories; a single queue unless dispatch is skew-aware."""
         self._skew = SkewAwareDispatcher() if settings.skew_aware else None
         self._together: GroupColocation | None = None
         self._follow: Callable[[TurnRequest], bool] = lambda _: False
@@ -97,8 +98,7 @@ class KvAdmission:
         self.admitted = self.waited = self.evicted = self.preempted = 0
 
     async def run(self) -> None:
-        """Ask engines how full they are, as long as anything runs or waits for them: a timer for ever would hide a
-        deadlock."""
+        """Poll the KV usage of engines, as long as turns run or wait: a permanent timer would hide a deadlock."""
         while True:
             await self._look()
             await asyncio.sleep(self._settings.aimd.interval_s)
@@ -111,7 +111,7 @@ class KvAdmission:
         return sum(map(len, self._lines.values()))
 
     async def enter(self, turn: TurnRequest) -> None:
-        """Returns when the turn's trajectory has a home, or when nobody could be one now."""
+        """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
         unit = None if self._together is None else self._together.unit(turn.session)
         if unit is None:
             await self._line_up(turn)
@@ -124,13 +124,13 @@ class KvAdmission:
                 await unit.asking.wait()
 
     def hold_together(self, together: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
-        """Groups are let in whole: one of them stands in line for the others. `follow` gives a turn's trajectory the
-        seat that its group took for it, and says whether there was one."""
+        """Admit groups as a whole: one member queues for the others. `follow` gives a turn's trajectory the slot that
+        its group reserved, and returns whether there was one."""
         self._together, self._follow = together, follow
         together.on_room = self.pump
 
     async def _ask_for(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
-        """Stand in line for the whole group; once over, however it ended, the others look anew."""
+        """Queue for the whole group; afterwards, whatever the outcome, the other members check again."""
         asking = unit.asking = asyncio.Event()
         try:
             await self._line_up(turn, unit)
@@ -153,7 +153,7 @@ class KvAdmission:
             self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
             if self._skew is None:
                 self.pump()
-            else:  # those that come at this instant are compared with each other
+            else:  # arrivals of the same instant are compared with each other
                 asyncio.get_running_loop().call_soon(self.pump)
             if waiter.placed.done():
                 return
@@ -168,7 +168,7 @@ class KvAdmission:
                 return
 
     def pump(self) -> None:
-        """There may be room: place the first of each line, and so on."""
+        """KV memory may be free: admit from the head of each queue while it fits."""
         if self._pumping:
             return
         self._pumping = True
@@ -184,7 +184,7 @@ class KvAdmission:
             self._pumping = False
 
     def takes(self, member: RegisteredEngine, turn: TurnRequest, seats: int = 1) -> bool:
-        """Whether the engine may be the home of one more trajectory, this turn's, or of so many of its group."""
+        """True if the engine accepts this turn's trajectory, or so many members of its group."""
         kv = member.kv
         if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
             return True
@@ -198,7 +198,7 @@ class KvAdmission:
         )
 
     def settled(self, turn: TurnRequest, member: RegisteredEngine) -> None:
-        """The trajectory lives there now."""
+        """The trajectory was assigned to the engine."""
         self.admitted += 1
         member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
 
@@ -219,7 +219,7 @@ class KvAdmission:
             self.pump()
 
     def forget(self, session: str, kv: SessionKv, *, held: list[RegisteredEngine]) -> None:
-        """The trajectory is over: its room is free, and its length is news."""
+        """The trajectory is over: free its KV memory, and record its length."""
         self._came.pop(session, None)
         for member in held:
             member.kv.drop(session)
@@ -231,11 +231,11 @@ class KvAdmission:
         self.pump()
 
     def gave_up(self, session: str) -> None:
-        """The trajectory is over, and nothing was known of it yet: it waited while weights changed."""
+        """The trajectory is over before it had any state: it waited while weights changed."""
         self._came.pop(session, None)
 
     def joined(self, member: RegisteredEngine) -> None:
-        """What fits is known of an engine that was here before."""
+        """Restore the known KV capacity of a returning engine."""
         if member.engine.id in self._facts:
             member.kv.set_capacity(*self._facts[member.engine.id])
 
@@ -260,8 +260,8 @@ class KvAdmission:
         self.admitted = self.waited = self.evicted = self.preempted = 0
 
     def wanted(self, domain: str, tokens: int) -> int:
-        """What its domain's trajectories end with: over a life half of it is used, but those that begin together are
-        long together, and a batch that has to be smaller is faster."""
+        """The expected final length in tokens, by domain. On average a trajectory uses half of it, but trajectories
+        that begin together are long together, and a smaller batch is faster."""
         return max(tokens, int(self._final.get(domain, 0.0)))
 
     def _homes(self) -> list[RegisteredEngine]:
@@ -283,7 +283,7 @@ class KvAdmission:
             with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
                 stats = await member.engine.stats()
         except (EngineError, LeaseExpired):
-            return  # supervision finds out what is wrong
+            return  # supervision diagnoses the engine
         if stats.kv_tokens is not None:
             self._learn(member, stats.kv_tokens, stats.kv_sessions)
         if member.seat.role is not EngineRole.PREFILL and member.healthy:

@@ -1,6 +1,6 @@
-"""The gateway: one turn's tokens to the right engine, or to the right two, and one weight update to all of them.
+"""The gateway: routes each turn to one engine, or to a prefill and a decode engine, and each weight update to all.
 
-Token in, token out; session-sticky; fenced by version. It owns what is known of every engine (health, version, seat,
+Token in, token out; session-sticky; fenced by version. It owns the state of every engine (health, version, placement,
 load, sessions) and the gate that holds new turns while weights change.
 """
 
@@ -31,7 +31,7 @@ from rollart.runtime.updating import RollingUpdater, UpdateRule
 __all__ = ["Gateway", "GatewayLimits"]
 
 STATS_S = 5.0
-"""An engine answers `stats` from its loop, whatever it computes; without them its step is not judged, and no more."""
+"""An engine answers `stats` from its loop, whatever it computes. Without an answer its step is not judged."""
 
 
 class Gateway:
@@ -58,16 +58,16 @@ class Gateway:
         updates: UpdateRule | None = None,
         together: GroupColocation | None = None,
     ) -> None:
-        """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
-        generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any.
-        `updates`: how engines follow a version, one by one; None: all at once. `together`: groups that stay on one."""
+        """`pause`: the effect of a weight update on running turns. KEEP resumes them under the new weights, ABORT
+        generates them again from their history. `concurrency`: trajectories per engine; None: unbounded. `updates`: the
+        policy of rolling updates; None: all engines at once. `together`: groups that stay on one engine."""
         self._pause = pause
         self._leases = leases
         self._limits = limits
         self._on_suspect = on_suspect
         self._recorder = recorder
         self._roster = EngineRegistry(seats or {})
-        # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
+        # One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine.
         self._moving = asyncio.Lock()
         self._turns = TurnExecutor(
             leases,
@@ -82,7 +82,7 @@ class Gateway:
         )
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None
-        """Told of an engine that serves no more."""
+        """Called with an engine that no longer serves."""
         self.updates = (
             None
             if updates is None
@@ -97,7 +97,7 @@ class Gateway:
                 tell=self._event,
             )
         )
-        """Whoever runs the gateway runs these too."""
+        """Rolling updates; their `run` belongs to the owner of the gateway."""
 
     @property
     def version(self) -> int:
@@ -110,12 +110,12 @@ class Gateway:
 
     @property
     def paths(self) -> Mapping[str, int]:
-        """How many turns were routed why; empty while nothing but load decides."""
+        """Turns by routing reason; empty while load alone decides."""
         return self._turns.paths
 
     @property
     def entrance(self) -> KvAdmission | None:
-        """What bounds the trajectories of an engine; to be run while the run goes on."""
+        """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
         return self._turns.entrance
 
     @property
@@ -140,10 +140,10 @@ class Gateway:
         shares: EngineShares,
         seat: EnginePlacement | None = None,
     ) -> int:
-        """An engine that started with version `loaded`, or is in doubt (None), joins with the current version, which is
-        returned. It waits for an update under way, and an update waits for it, so the version cannot move meanwhile.
+        """Join an engine that started with version `loaded`, or is suspected (None), at the current version, which is
+        returned. Excludes weight updates, so the version cannot change meanwhile.
 
-        Raises `EngineError` or `LeaseExpired` when it does not load.
+        Raises `EngineError` or `LeaseExpired` if the weights do not load.
         """
         async with self._moving, self._alone(engine):
             current = weights()
@@ -157,7 +157,7 @@ class Gateway:
             return current.version
 
     def trust(self, engine_id: EngineId) -> bool:
-        """An engine in doubt was looked at and answers: it takes turns again. False if it was lost meanwhile."""
+        """Mark a suspected engine healthy after a passing health check. False if it was lost meanwhile."""
         member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return False
@@ -166,12 +166,12 @@ class Gateway:
         return True
 
     def condemned(self, engine_id: EngineId) -> str:
-        """Why the engine has to be restarted though it may answer that it is healthy; '' if it need not."""
+        """The reason to restart the engine although its health check may pass; '' if there is none."""
         member = self._roster.members.get(engine_id)
         return "" if member is None else member.condemned
 
     def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
-        """The engine is gone: its sessions start over elsewhere with a full prefill."""
+        """The engine is gone: its sessions continue on other engines with a full prefill."""
         member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return
@@ -183,7 +183,7 @@ class Gateway:
             self._turns.notify()
 
     def spare(self, engine_id: EngineId) -> bool:
-        """Whether the run can go on without this engine: another one serves, and stays."""
+        """True if the run can continue without this engine: another one serves and does not drain."""
         return any(m.keeps for e, m in self._roster.members.items() if e != engine_id)
 
     def seat_of(self, engine_id: EngineId) -> EnginePlacement | None:
@@ -195,8 +195,8 @@ class Gateway:
         self._turns.follow(routes)
 
     def flip(self, engine_id: EngineId, role: EngineRole) -> None:
-        """The engine's role from the next turn on. The router's alone: nothing on the engine changes, turns under way
-        end where they are, and a trajectory whose home only prefills from now on takes its KV along from there."""
+        """Set the engine's role from the next turn on. Only the router changes, not the engine: running turns end where
+        they are, and a trajectory whose sticky engine becomes a prefill engine fetches its KV from there."""
         seat = self._roster.seat_of(engine_id)
         if seat is None:
             raise ValueError(f"engine {engine_id} has no seat (rule: an engine that joined, or was given one)")
@@ -206,35 +206,36 @@ class Gateway:
             self._turns.notify()
 
     def seats(self) -> Mapping[EngineId, EnginePlacement]:
-        """Every engine that joined and has not left for good, and where it sits now."""
+        """The placement of every engine that joined and has not left for good."""
         return {m.engine.id: m.seat for m in self._roster.members.values()}
 
     def stable(self) -> set[EngineId]:
-        """Engines that serve, or are only being looked at, and are not drained."""
+        """Engines that serve or are merely suspected, and do not drain."""
         return {m.engine.id for m in self._roster.members.values() if m.keeps}
 
     def at(self, kind: EngineKind) -> list[EngineId]:
-        """Engines of a kind, those with the fewest sessions first, then by id: the order in which to flip them."""
+        """Engines of a kind in the order in which to flip them: fewest sessions first, then by id."""
         members = [m for m in self._roster.members.values() if m.seat.kind == kind]
         return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]
 
     def retire(self, engine_id: EngineId) -> None:
-        """No turn goes to the engine any more, until it joins again. Its trajectories go on elsewhere, from their next
+        """Send no turn to the engine until it joins again. Its trajectories continue on other engines from their next
         turn on, with a full prefill."""
         member = self._roster.members[engine_id]
         member.draining = True
         self._turns.unhome(member)
 
     async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
-        """Retire the engine; returns when what is under way there is over. `LeaseExpired` after `seconds`."""
+        """Retire the engine; returns when its running turns have ended. `LeaseExpired` after `seconds`."""
         self.retire(engine_id)
         member = self._roster.members[engine_id]
         async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
             await self._turns.quiet(member)
 
     async def lend(self, engine_id: EngineId, *, seconds: float) -> None:
-        """The engine serves nobody until `take_back`: turns under way there go on elsewhere with the tokens they have.
-        Returns when they left, or once it is taken back; `EngineError` or, after `seconds`, `LeaseExpired`."""
+        """Stop serving on the engine until `take_back`: its running turns continue on other engines with the tokens
+        they have. Returns when they left, or once it is taken back; `EngineError` or, after `seconds`,
+        `LeaseExpired`."""
         member = self._roster.members[engine_id]
         member.away, member.asked = True, frozenset(member.shares.requests)
         self.retire(engine_id)
@@ -254,24 +255,25 @@ class Gateway:
             self._turns.notify()
 
     def homes(self) -> Mapping[str, EngineId]:
-        """Where trajectories live, of those that have a home."""
+        """The sticky engine of each session that has one."""
         return {session: m.engine.id for m in self._roster.members.values() for session in m.sessions}
 
     def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
-        """The engine will not come back: nothing is expected of it, and nothing more is counted on it. Turns that it
-        has not answered are routed anew. `cause` is what the time until it is closed is written down as."""
+        """The engine will not come back: remove it from the registry. Its unanswered turns are routed again. `cause` is
+        recorded for the time until the engine is closed."""
         self.lose(engine_id, cause=cause)
         self._roster.leave(engine_id)
         self._turns.notify()
 
     @contextlib.asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """No weights move while the body runs: it waits for an update, and an update waits for it. Keep it short."""
+        """Exclude weight updates while the body runs: it waits for an update, and an update waits for it. Keep it
+        short."""
         async with self._moving:
             yield
 
     def load(self) -> Mapping[EngineKind, KindLoad]:
-        """By kind of engine, of all that are expected to serve."""
+        """The load of all registered engines, by kind."""
         return self._roster.load(asyncio.get_running_loop().time(), self._limits.slots)
 
     async def stats(self) -> Mapping[EngineId, EngineStats]:
@@ -298,14 +300,14 @@ class Gateway:
         last: bool = False,
         told: Callable[[CompletionChunk], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
-        """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids; `prompt` names
-        what the trajectory answers. After the `last` turn that its trajectory can have, an engine that only prefilled
-        it keeps no KV. `spend` is told of the engine seconds of every attempt and both legs, also of one that is
-        cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
+        """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
+        names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
+        `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included; `sent` with
+        the version, when the decode engine has a free slot and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
-        generated anew: no token of a failed attempt is kept, but those that `told` was told of. A failed hand-off is no
-        attempt: the turn is prefilled where it is decoded.
+        generated anew: of a failed attempt only the tokens passed to `told` are kept. A failed hand-off does not count
+        as an attempt: the turn is prefilled on its decode engine.
         """
         self._requests += 1
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
@@ -314,7 +316,7 @@ class Gateway:
         return self._turns.generate(turn)
 
     def finished(self, session: str) -> None:
-        """The trajectory came to its own end: its length counts for what is expected of others."""
+        """The trajectory ended by itself: its length enters the statistics of its domain."""
         self._turns.finished(session)
 
     async def forget(self, session: str) -> None:
@@ -328,8 +330,8 @@ class Gateway:
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all stand still.
 
-        An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate. Where
-        engines follow one by one it returns at once, or when somebody may serve.
+        An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate. With rolling
+        updates it returns as soon as an engine may serve.
         """
         if self.updates is not None:
             await self.updates.ready(weights.version)
@@ -405,8 +407,9 @@ class Gateway:
             self._suspect(member, error)
 
     def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
-        """A turn failed. A broken connection takes the engine out at once; a turn that was only slow has the engine
-        looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
+        """A turn failed. A broken connection removes the engine at once; after a slow turn the engine's health is
+        checked first, since it may be healthy and hold the KV of other sessions. Slow turns are normal while weights
+        load."""
         if isinstance(error, EngineError):
             self._suspect(member, error)
         elif member.healthy and not member.updating and not self._moving.locked():

@@ -1,4 +1,4 @@
-"""The queue of hand-offs before each decode engine: a bound on what is prefilled for it ahead of its slots."""
+"""The hand-off queue of each decode engine: a bound on the prefills ahead of its free slots."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class _Queue:
     member: RegisteredEngine
     depth: HandoffDepth
     open: int = 0
-    """Hand-offs whose KV is being computed, or was and is not asked for yet."""
+    """Hand-offs whose KV is being computed, or waits for the decode leg."""
     line: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class HandoffQueue:
-    """Owns the places. `enter` waits for one, in the order of arrival, unblocked by hand-offs that end their prefill
-    and by turns that leave the decode engine. Invariant: who is let in finds fewer than the depth under way
-    beyond the engine's free slots, counting those that wait there for one: it never stands idle for the bound.
+    """Owns the places of the queue. `enter` waits for one, in the order of arrival, unblocked by hand-offs that end
+    their prefill and by turns that leave the decode engine. Invariant: a hand-off is admitted while fewer than the
+    depth are open beyond the engine's free slots, counting turns that wait there for a slot: the bound never idles the
+    engine.
 
-    Without the bound everything that is routed to the engine is prefilled at once, and its KV lies on prefill engines
-    for as long as the decode engine is busy.
+    Without the bound every turn routed to the engine is prefilled at once, and its KV occupies prefill engines for as
+    long as the decode engine is busy.
     """
 
     def __init__(self, fixed: int | None, slots: int) -> None:
@@ -41,7 +42,7 @@ class HandoffQueue:
     def full(self, member: RegisteredEngine) -> bool:
         """Whether the next one has to wait."""
         queue = self._queue(member)
-        queue.member = member  # an engine that came back is another one
+        queue.member = member  # a returning engine is a new object
         return bool(queue.line) or not self._room(queue)
 
     async def enter(self, member: RegisteredEngine) -> None:
@@ -64,11 +65,11 @@ class HandoffQueue:
             raise
 
     def prefilled(self, member: RegisteredEngine, seconds: float) -> None:
-        """What the prefill for this engine took."""
+        """Record the duration of a prefill for this engine."""
         self._queue(member).depth.prefilled(seconds)
 
     def leave(self, member: RegisteredEngine) -> None:
-        """The hand-off is the decode engine's matter now, or came to nothing."""
+        """The hand-off reached the decode engine, or failed."""
         queue = self._queue(member)
         queue.open -= 1
         self._pump(queue)

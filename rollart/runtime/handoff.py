@@ -40,7 +40,7 @@ SESSION_ENDS_KEY = "session_ends"
 
 
 class HandoffRevoked(HandoffFailed):
-    """Nothing failed: the weights change, or an engine drains, and the turn is routed anew."""
+    """Nothing failed: the weights change, or an engine drains, and the turn is routed again."""
 
 
 class MissingHandoffValue(HandoffFailed):
@@ -48,8 +48,8 @@ class MissingHandoffValue(HandoffFailed):
 
 
 def prefill_params(returned: Mapping[str, object] | None, *, last: bool = False) -> dict[str, object]:
-    """What a prefill engine is asked: keep the KV for a decode engine, and fetch what that one gave back. After the
-    hand-over of the `last` turn it need keep nothing (vLLM's blocks are free then in any case)."""
+    """Parameters of a prefill leg: keep the KV for a decode engine, and fetch the KV that this engine returned. After
+    the hand-over of the `last` turn the prefill engine may free it (vLLM's blocks are free then in any case)."""
     params = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
     return {**params, SESSION_ENDS_KEY: True} if last else params
 
@@ -62,7 +62,7 @@ def prefill_id(request_id: str) -> str:
 def prefill_request(
     request: GenerateRequest, returned: Mapping[str, object] | None, *, last: bool = False
 ) -> GenerateRequest:
-    """The prefill leg of a request: one token, which nobody uses. Its id is its own: both legs may meet in one log."""
+    """The prefill leg of a request: one unused token. It has its own id, because both legs may appear in one log."""
     return dataclasses.replace(
         request,
         request_id=prefill_id(request.request_id),
@@ -73,8 +73,8 @@ def prefill_request(
 
 
 def decode_params(answer: Completion, engine: str, *, last: bool = False) -> Mapping[str, object]:
-    """What the decode engine is to pull; of the `last` turn it need give nothing back. `HandoffFailed` if the prefill
-    engine kept nothing for it."""
+    """Parameters of the decode engine's pull; after the `last` turn it returns no KV. `HandoffFailed` if the prefill
+    engine kept no KV."""
     if not answer.kv_transfer:
         raise MissingHandoffValue(
             f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?"
@@ -86,18 +86,18 @@ class HandoffTracker:
     """The legs of hand-offs that an update of the weights would spoil; it takes them back before it begins.
 
     A decode leg may still be pulling: an engine that loads new weights in the middle of a pull would decode on KV of
-    the old ones, without an error (measured on vLLM 0.32). Nobody says when the pull is over: the request may wait in
-    the engine for any time before it begins. So every decode leg without an answer is taken back, except those whose
-    hand-off value names its version: their engines compare it. What a prefill leg computes would be of the old weights
-    whatever happens. The turns are routed and generated anew on the new weights.
+    the old ones, without an error (measured on vLLM 0.32). The end of a pull is not reported: the request may wait in
+    the engine for any time before it begins. So every unanswered decode leg is revoked, except legs whose hand-off
+    value names its version, which their engines compare. The KV of a running prefill leg would be of the old weights in
+    any case. The turns are routed and generated again on the new weights.
     """
 
     def __init__(self, leases: Leases, returned: Callable[[], None]) -> None:
         self._leases = leases
         self._returned = returned
-        """Told when an engine that drains has lent its last KV."""
+        """Called when the last KV fetch from a draining engine has ended."""
         self._open: dict[str, tuple[asyncio.Timeout, frozenset[str]]] = {}
-        """Legs, and the engines that have to do with each."""
+        """Open legs, and the engines involved in each."""
         self._taken: set[str] = set()
         self._settled = asyncio.Event()
 
@@ -137,8 +137,8 @@ class HandoffTracker:
                 self._settled.set()
 
     async def take_back(self, seconds: float, engine: str | None = None) -> int:
-        """Before the weights move (of one engine, or of all): end these legs and wait for their engines to let go, at
-        most `seconds`. How many."""
+        """Before a weight update of one engine or of all: revoke their legs and wait for the engines to release them,
+        at most `seconds`. Returns the number of legs."""
         now = asyncio.get_running_loop().time()
         mine = [r for r, (_, engines) in self._open.items() if engine is None or engine in engines]
         for request_id in mine:
@@ -149,7 +149,7 @@ class HandoffTracker:
         if not count:
             return 0
         self._settled.clear()
-        # An engine that does not let go hangs: the update itself will find that out.
+        # An engine that does not release a leg hangs: the update itself detects that.
         with contextlib.suppress(LeaseExpired):
             async with self._leases.hold("publish", "hand-offs to end", seconds, Expiry.RESTART_PART):
                 await self._settled.wait()
@@ -174,8 +174,8 @@ def handoff_obstacle(
 
 
 async def discard_prefill_kv(member: RegisteredEngine, request_id: str, leases: Leases, seconds: float) -> None:
-    """Nobody will pull the KV of this request's prefill leg: the engine may drop it. Its own lease does so if this
-    fails."""
+    """Let the engine drop the unused KV of this request's prefill leg. If this fails, the engine's own lease drops
+    it."""
     request_id = prefill_id(request_id)
     with contextlib.suppress(EngineError, LeaseExpired):
         async with leases.hold(request_id, f"its KV to be dropped by {member.engine.id}", seconds, Expiry.RETRY):

@@ -1,4 +1,4 @@
-"""What the gateway remembers of domains: homes given out, whether affinity had to fall back, how long answers are."""
+"""Routing statistics of domains: assignments by pool, affinity fallbacks, and output lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rollart.runtime.members import RegisteredEngine
 __all__ = ["DomainRoutingStats", "EmitEvent"]
 
 OUTPUT_MEAN_WEIGHT = 0.05
-"""Weight of one turn in a domain's mean output: about twenty turns back, which follows a policy that learns to stop."""
+"""Weight of one turn in a domain's mean output: about twenty turns back, so that it follows a changing policy."""
 
 
 POOL_COUNT_DECAY = 1 / 64
-"""Weight of one home in a domain's counts: a pool that was away is owed a few dozen homes, not all that it missed,
-which would herd every trajectory into it."""
+"""Weight of one assignment in a domain's counts: a returning pool is owed a few dozen assignments. Owing it all that it
+missed would send every trajectory to it."""
 
 
 class EmitEvent(Protocol):
@@ -34,7 +34,7 @@ class DomainRoutingStats:
         self._fallen: set[str] = set()
 
     def homes(self, domain: str) -> Mapping[str, float]:
-        """Homes given to the domain's trajectories since the shares last changed, by pool; recent ones count most."""
+        """Assignments of the domain's trajectories since the shares last changed, by pool; recent ones count most."""
         return self._homes.get(domain, {})
 
     def start_over(self) -> None:
@@ -50,8 +50,8 @@ class DomainRoutingStats:
         preferred: bool,
         doubts: Sequence[EnginePlacement] = (),
     ) -> None:
-        """A trajectory got its home. One event when a domain's cannot be where they should, one when they can again;
-        none while they only wait for engines in `doubts`."""
+        """Record an assignment. One event when a domain leaves its preferred pool, and one when it is back; none while
+        it only waits for suspected engines (`doubts`)."""
         pool = member.seat.pool
         homes = self._homes.setdefault(domain, {})
         for other in homes:
@@ -74,5 +74,5 @@ class DomainRoutingStats:
         self._outputs[domain] = tokens if seen is None else seen + OUTPUT_MEAN_WEIGHT * (tokens - seen)
 
     def output(self, domain: str, most: int) -> float:
-        """Tokens that a turn is expected to generate: as the domain's turns of late, at first as many as it may."""
+        """Expected output tokens of a turn: the domain's recent mean, or at first the maximum."""
         return min(self._outputs.get(domain, most), most)

@@ -1,4 +1,4 @@
-"""What the gateway knows of every engine and every session: health, versions, seats, work under way, who holds what."""
+"""The gateway's state of engines and sessions: health, versions, placements, running work and KV locations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["RegisteredEngine", "EngineRegistry", "SessionKv"]
 
 
 SAMPLED_ENGINES = 16
-"""Engines that are looked at for the home of a trajectory, if there are more than twice as many. The least loaded of a
-few drawn ones is nearly as good as that of all (the power of two choices; Mitzenmacher, 2001), and costs the same in a
-fleet of any size."""
+"""Engines sampled when a trajectory is assigned, if there are more than twice as many. The least loaded of a few
+sampled engines is nearly as good as the least loaded of all (the power of two choices; Mitzenmacher, 2001), at a cost
+that does not depend on the size of the fleet."""
 
 SUSPECT_GRACE_S = 10.0
-"""For so long an engine in doubt is no news: one slow turn is enough for a doubt, and a look at the engine ends it."""
+"""A suspicion younger than this causes no fallback event: one slow turn raises it, and a health check ends it."""
 
 
 @dataclass(slots=True)
 class RegisteredEngine:
-    """One engine. `work_s` is the predicted work of the requests sent and not answered; `clear_at` when the work sent
-    so far would be done if it were done in turn, one second per second."""
+    """One engine. `work_s` is the predicted work of the unanswered requests; `clear_at` the time at which all work sent
+    so far would be done if it were done sequentially."""
 
     engine: Engine
     version: int
@@ -42,34 +42,34 @@ class RegisteredEngine:
     doubted_at: float = 0.0
     draining: bool = False
     away: bool = False
-    """Its devices train for a while: turns that it had begun go on elsewhere with the tokens they have."""
+    """Its devices are lent to training: its running turns continue on other engines with the tokens they have."""
     asked: frozenset[str] = frozenset()
-    """Requests that it was to end for that: they go on elsewhere even where it serves again before they end."""
+    """Requests aborted for lending: they continue on other engines even if this one serves again before they end."""
     updating: bool = False
     """New weights load, while other engines serve."""
     delaying: bool = False
-    """It puts new weights off until what lives here has ended, and takes nothing new."""
+    """It delays new weights until its sessions have ended, and takes no new ones."""
     running: int = 0
     awaited: int = 0
-    """Members of groups that live here and have yet to come, or keep their seats though they are done."""
+    """Slots reserved for members of colocated groups that have not arrived, or are done while their group runs."""
     lent: int = 0
-    """Requests elsewhere that may still fetch KV from here."""
+    """Requests on other engines that may still fetch KV from this one."""
     work_s: float = 0.0
     clear_at: float = 0.0
     breaker: HandoffCircuitBreaker = field(default_factory=HandoffCircuitBreaker)
     trust: EngineTrust = field(default_factory=EngineTrust)
     condemned: str = ""
-    """Why it has to be restarted, though it answers."""
+    """The reason for a restart although it answers."""
     sessions: set[str] = field(default_factory=set)
-    """Trajectories that live here."""
+    """Trajectories whose sticky engine this is."""
     guests: set[str] = field(default_factory=set)
-    """Trajectories that live elsewhere and were prefilled here last: their prefix KV stays."""
+    """Trajectories of other engines that were prefilled here last: their prefix KV stays."""
     prefilling: dict[str, HeldLease] = field(default_factory=dict)
     """Leases of the prefills for other engines that it has not answered, by request."""
     kv: KvResidency = field(default_factory=KvResidency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
     quiet_at: float = 0.0
-    """When its last request ended, while others waited for room."""
+    """When its last request ended, while others waited for KV memory."""
 
     @property
     def serves(self) -> bool:
@@ -77,7 +77,7 @@ class RegisteredEngine:
 
     @property
     def keeps(self) -> bool:
-        """Whether KV that is computed here now will be of use."""
+        """True if KV computed here now can be used later."""
         return self.healthy and not self.draining
 
     def expect(self, seconds: float, now: float) -> None:
@@ -93,9 +93,9 @@ class RegisteredEngine:
             self.work_s, self.clear_at = 0.0, now
 
     def backlog_s(self, now: float, slots: int) -> float:
-        """Seconds of work that wait here. A prefill engine answers when the work is done, so all that is unanswered
-        waits. An engine that generates works on many turns at once: what waits is what came faster than one second of
-        work per second, and what has no slot."""
+        """Seconds of queued work. A prefill engine answers when the work is done, so all unanswered work is queued. A
+        decode engine works on many turns at once: queued is the work that arrived faster than one second of work per
+        second, and the work without a slot."""
         if self.seat.role is EngineRole.PREFILL:
             return self.work_s
         behind = min(max(self.clear_at - now, 0.0), self.work_s)
@@ -104,19 +104,19 @@ class RegisteredEngine:
 
 @dataclass(slots=True)
 class SessionKv:
-    """A trajectory's KV: its home, how many tokens of it lie where, and what a prefill engine needs to fetch it from
-    home (`returned`, an opaque value of the engines). All of it is of weights `version`. `begun`: the version of its
-    first token, where engines serve different ones."""
+    """A trajectory's KV: its sticky engine, the cached tokens by engine, and the opaque value that a prefill engine
+    needs to fetch it from the sticky engine (`returned`). All of it is of weights `version`. `begun`: the version of
+    its first token, if engines serve different ones."""
 
     version: int
     begun: int | None = None
     home: str | None = None
     cached: dict[str, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
-    """Engines that may hold any, of whatever version: they are told when the trajectory is over."""
+    """Engines that may hold KV of any version: they are notified when the trajectory is over."""
     returned: Mapping[str, object] | None = None
     guest_of: str | None = None
-    """The engine that prefilled for its home last."""
+    """The engine that last prefilled for it remotely."""
     was_remote: bool | None = None
     domain: str = ""
     tokens: int = 0
@@ -128,12 +128,12 @@ class SessionKv:
     """It ended by itself."""
 
     def lies_at(self, engine_id: str) -> None:
-        """From now on the engine may hold some."""
+        """The engine may hold some of its KV from now on."""
         if engine_id not in self.held:
             self.held += (engine_id,)
 
     def expire(self, version: int) -> None:
-        """`version` is current now: KV of another one is worth nothing."""
+        """`version` is current now: KV of other versions is useless."""
         self.version = version
         self.cached.clear()
         self.returned = None
@@ -156,7 +156,7 @@ class EngineRegistry:
     def join(
         self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None
     ) -> RegisteredEngine:
-        """An engine that comes back keeps the seat that it has by now."""
+        """A returning engine keeps its current placement."""
         known = self._seats.get(engine.id)
         self.seat(engine.id, seat if known is None and seat is not None else known or EnginePlacement())
         member = self.members[engine.id] = RegisteredEngine(engine, version, shares, self._seats[engine.id])
@@ -180,22 +180,22 @@ class EngineRegistry:
         self._seated()
 
     def home(self, engine_id: str | None, version: int) -> RegisteredEngine | None:
-        """The engine, if a trajectory that lives there can have its next turn there."""
+        """The sticky engine, if it can serve the trajectory's next turn."""
         member = None if engine_id is None else self.members.get(engine_id)
         if member is None or member.version != version or not member.serves:
             return None
         return None if member.seat.role is EngineRole.PREFILL else member
 
     def serve(self, version: int) -> bool:
-        """Whether any engine could be a trajectory's home now."""
+        """True if any engine can be a sticky engine now."""
         return any(
             m.serves and m.version == version and m.seat.role is not EngineRole.PREFILL for m in self.members.values()
         )
 
     def serving(self, kv: SessionKv | None, version: int, lag: int, slots: int) -> int | None:
-        """The version under which a trajectory has its next turn while engines lag behind `version`: its home's, or
-        else the newest that an engine with a free slot serves. None older than `lag` publishes, nor than its first
-        token (`policy.updates.may_serve`); None while there is no such engine."""
+        """The version of a trajectory's next turn while engines lag behind `version`: the version of its sticky engine,
+        or else the newest one that an engine with a free slot serves. Never older than `lag` publishes, nor than its
+        first token (`policy.updates.may_serve`); None while no engine qualifies."""
         begun = None if kv is None else kv.begun
         oldest = version - lag if begun is None else max(version - lag, begun)
         home = None if kv is None or kv.home is None else self.members.get(EngineId(kv.home))
@@ -216,11 +216,11 @@ class EngineRegistry:
         takes: Callable[[RegisteredEngine], bool] | None = None,
         followed: bool = False,
     ) -> list[EngineView]:
-        """Engines as routing sees them: `some`; with a `home` that one and of the others those that prefill, since no
-        other may be chosen; and always those that hold KV of the trajectory.
+        """The routing views of engines: `some`, or with a `home` that engine and the prefill engines, since no other
+        may be chosen; and always the engines that hold KV of the trajectory.
 
-        `takes`: only such engines may be the home. `followed`: what an engine holds is followed, and of what it once
-        had only that counts."""
+        `takes`: the filter for sticky engines. `followed`: KV residency is tracked, and only resident KV counts as
+        cached."""
         some = {m.engine.id: m for m in self.some(session, version)}
         if home is not None:
             some = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL} | {home.engine.id: home}
@@ -249,7 +249,7 @@ class EngineRegistry:
     def _taking(
         self, some: dict[EngineId, RegisteredEngine], version: int, takes: Callable[[RegisteredEngine], bool]
     ) -> dict[EngineId, RegisteredEngine]:
-        """Those that prefill, and of the others those that take the trajectory: of all if none of `some` does."""
+        """The prefill engines, and the engines that accept the trajectory: of all engines if none of `some` does."""
         prefills = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL}
         for members in (some.values(), self.members.values()):
             homes = {
@@ -262,15 +262,15 @@ class EngineRegistry:
         return {}
 
     def loads(self, session: str, version: int) -> list[EngineView]:
-        """Engines as they are seen while nothing but load decides."""
+        """The routing views of engines while load alone decides."""
         return [
             EngineView(m.engine.id, m.running + m.awaited, len(m.sessions) + m.awaited, m.serves, m.version)
             for m in self.some(session, version)
         ]
 
     def some(self, session: str, version: int) -> Iterable[RegisteredEngine]:
-        """Engines to choose from by load: all, or in a large fleet a few of every kind and role, drawn by the session's
-        name; all of those of which none drawn serves."""
+        """Candidates by load: all engines, or in a large fleet a sample of every kind and role, seeded by the session's
+        name; all engines of a kind if none of its sample serves."""
         if len(self.members) <= 2 * SAMPLED_ENGINES:
             return self.members.values()
         if self._alike is None:
@@ -289,7 +289,7 @@ class EngineRegistry:
         self._prefills = [e for e, s in self._seats.items() if s.role is EngineRole.PREFILL]
 
     def doubts(self, now: float) -> list[EnginePlacement]:
-        """Seats of engines that are being looked at and most likely serve again in a moment."""
+        """Placements of suspected engines that most likely serve again in a moment."""
         return [
             m.seat for m in self.members.values() if m.healthy and m.doubted and now < m.doubted_at + SUSPECT_GRACE_S
         ]

@@ -32,21 +32,21 @@ class PrefetchSettings:
 
 @dataclass(slots=True)
 class PrefetchedEnvironment:
-    """An environment whose reset was begun for a trajectory that does not run yet. It is its task's until `take`."""
+    """An environment whose reset began for a trajectory that does not run yet. Its task owns it until `take`."""
 
     over: asyncio.Future[Observation]
-    """What the reset showed; or what went wrong."""
+    """The first observation, or the error of the reset."""
     environment: Environment | None = None
     """None until its task has made it."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once its reset itself is under way, or what comes before it failed."""
+    """Set once the reset itself began, or a step before it failed."""
     task: asyncio.Task[None] | None = None
     seconds: float = 0.0
 
     async def observed(self) -> Observation:
-        """What the reset showed, for the trajectory that took it. Raises what the reset raised; a cancellation ends the
-        reset first, so that whoever closes the environment then finds nobody in it."""
+        """The first observation, for the trajectory that took the environment. Raises the error of the reset; a
+        cancellation ends the reset first, so that the environment is idle when it is closed."""
         try:
             return await asyncio.shield(self.over)
         except asyncio.CancelledError:
@@ -54,7 +54,7 @@ class PrefetchedEnvironment:
             raise
 
     async def prepared(self) -> None:
-        """Its host has what the reset needs, or that failed; bounded by the lease that its task holds for it."""
+        """Wait until the host is ready for the reset or failed to be; bounded by the lease of the reset's task."""
         try:
             await self.ready.wait()
         except asyncio.CancelledError:
@@ -70,14 +70,13 @@ class PrefetchedEnvironment:
 
 class Prefetcher:
     """Owns environments from the start of their reset until a trajectory takes them; called by the scheduler (`fill`,
-    `forget`, `published`, `close`) and by trajectories (`take`, `reset`), none of which wait but `close`.
+    `forget`, `published`, `close`) and by trajectories (`take`, `reset`). None of these calls waits.
 
-    Each reset is a task of the scheduler's and has a lease of its own, in the name of the trajectory that it is for. A
-    reset that fails is that trajectory's fault, when it takes it, as if it had been its own. Invariant: per domain
-    never more than `PrefetchDepth.wanted` are held; what nobody takes is closed, and the newest first where a
-    trajectory
-    that runs waits for a place on a host. Seeds are those of the prompts, and members of a prompt are reset in order,
-    so what an episode shows does not depend on prefetching.
+    Each reset is a task of the scheduler with a lease of its own, owned by the trajectory that it is for. A failed
+    reset counts as a fault of the trajectory that takes it, as if that trajectory had made the call. Invariant: at most
+    `PrefetchDepth.wanted` environments are held per domain. Unused environments are closed, the newest first if a
+    running trajectory waits for a slot on a host. Seeds are those of the prompts, and members of a prompt are reset in
+    order, so the observations of an episode do not depend on prefetching.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Prefetcher:
         self._reset_s, self._close_s = reset_s, close_s
         self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in domains}
         self.on_known: Callable[[], None] = lambda: None
-        """Told when something may be prefetched that could not be before."""
+        """Called when prefetching becomes possible: the first duration of a reset is known."""
         self.begun = self.used = self.unused = 0
 
     def wanted(self, domain: str) -> int:
@@ -119,7 +118,7 @@ class Prefetcher:
                 ahead.task = tasks.create_task(self._hold(domain, name, seed, ahead), name=f"reset for {name}")
 
     def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
-        """The trajectory's environment, which is the caller's to close from now on; None if there is none ahead."""
+        """The trajectory's prefetched environment, which the caller now owns and closes; None if there is none."""
         ahead = self._held[domain].pop(trajectory, None)
         if ahead is None:
             return None
@@ -132,7 +131,7 @@ class Prefetcher:
         return ahead
 
     def reset(self, domain: str, seconds: float) -> None:
-        """A reset took so long, whoever began it."""
+        """Record the duration of a reset, prefetched or not."""
         rule = self._rules[domain]
         first = not rule.resets_s
         rule.reset(seconds)
@@ -140,7 +139,7 @@ class Prefetcher:
             self.on_known()
 
     def forget(self, group: str) -> None:
-        """The group is over: what it has not taken is closed."""
+        """The group is over: close its unused environments."""
         for held in self._held.values():
             for name in [n for n in held if n.rpartition(".")[0] == group]:
                 self._give_up(held.pop(name))
@@ -154,7 +153,7 @@ class Prefetcher:
         self._recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
 
     def close(self) -> None:
-        """Nothing more will be taken: their tasks close what they hold."""
+        """No environment will be taken any more: cancel the tasks, which close the environments."""
         for held in self._held.values():
             for ahead in held.values():
                 self._give_up(ahead)
@@ -165,12 +164,12 @@ class Prefetcher:
         ahead.task.cancel()
 
     def _yield(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
-        """Another needs its place."""
+        """Free its slot on the host for another episode."""
         self._drop(domain, trajectory, ahead)
         self._give_up(ahead)
 
     def _drop(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
-        """It is not held any more; another may be, for the same trajectory."""
+        """Stop holding it; another one may be held for the same trajectory."""
         if self._held[domain].get(trajectory) is ahead:
             del self._held[domain][trajectory]
 
@@ -179,7 +178,7 @@ class Prefetcher:
             with UserCodeGuard():
                 environment = ahead.environment = domain.environment()
         except Exception:
-            self._drop(domain.name, trajectory, ahead)  # the trajectory's own try will say what is wrong
+            self._drop(domain.name, trajectory, ahead)  # the trajectory's own attempt reports the error
             return
         self.begun += 1
         try:
@@ -213,7 +212,7 @@ class Prefetcher:
         except Exception as error:
             ahead.over.set_exception(error)
             ahead.ready.set()
-            ahead.over.exception()  # where nobody takes it, nobody is to hear of it
+            ahead.over.exception()  # marks it as retrieved: an unused failure is not logged
             return
         except asyncio.CancelledError:
             ahead.over.cancel()

@@ -1,4 +1,4 @@
-"""Shares of domains under way: what each batch takes of them, what is owed, and shares that follow what is measured."""
+"""Domain shares of a running job: samples per batch, outstanding debt, and shares that follow measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FairnessSettings", "DomainShareTracker"]
 
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
-    """What a run asks for: its domains' shares; `slack` = groups that a domain may be behind its share before a batch
+    """The configured shares of the domains. `slack` = groups that a domain may lag behind its share before a batch
     waits for it; `follow`: shares move with measured cost and learning."""
 
     domains: tuple[DomainShare, ...]
@@ -28,7 +28,7 @@ class FairnessSettings:
 
 @dataclass(slots=True)
 class _BatchInTraining:
-    """A batch on its way through training and publish."""
+    """A batch between its selection and its publish."""
 
     groups: frozenset[str]
     counts: Mapping[str, int]
@@ -37,8 +37,8 @@ class _BatchInTraining:
 
 @dataclass(slots=True)
 class DomainShareTracker:
-    """Owns what is due to each domain. Synchronous: the buffer asks what a batch takes and says what it took; the
-    scheduler asks which domain starts a group, and says what was published, refused and spent.
+    """Owns the debt to each domain. Synchronous: the buffer asks for the quotas of a batch and reports the batch; the
+    scheduler asks which domain starts a group, and reports published and refused groups and engine time.
 
     Counts are of groups, which all have the same size. Invariants: those of `policy.fairness.FairBatches`; a batch is
     counted from the moment that it is taken, and given back if the trainer refuses it.
@@ -51,9 +51,9 @@ class DomainShareTracker:
     window: int
     """Batches that may be waited for, ended or in training at a time."""
     apart: bool
-    """Whether a batch in training counts no longer once the scheduler was told of it."""
+    """True if a batch in training no longer counts once the scheduler knows of it."""
     ready: Mapping[str, int] = field(default_factory=dict)
-    """Samples per domain in the buffer, which shows it here."""
+    """Samples per domain in the buffer, which owns and updates the mapping."""
     growing: Counter[str] = field(default_factory=Counter)
     """Groups of the batch that grows."""
     _on_the_way: list[_BatchInTraining] = field(default_factory=list)
@@ -61,7 +61,7 @@ class DomainShareTracker:
     _batches: int = 0
     _spent: dict[str, float] = field(default_factory=dict)
     _next: dict[str, float] | None = None
-    """Shares from the next batch on: those of one that grows stay, or what it has already might be too much."""
+    """Shares from the next batch on. A growing batch keeps its own: it might already hold more than new ones allow."""
     _size: int = field(init=False)
     _fair: FairBatches = field(init=False)
     _quota: DriftQuota | None = field(init=False)
@@ -80,19 +80,19 @@ class DomainShareTracker:
         )
 
     def quotas(self, ready: Mapping[str, int]) -> dict[str, int] | None:
-        """Samples of each domain in a batch of what is `ready` (samples), or None while it waits."""
+        """Samples of each domain in a batch drawn from the `ready` samples; None while the batch waits."""
         counts = self._fair.choose(self._groups(ready), self.growing)
         return None if counts is None else {n: c * self._size for n, c in counts.items()}
 
     def room(self, ready: Mapping[str, int], taken: Sequence[Group]) -> dict[str, int] | None:
-        """Samples of each domain by which a batch that grows may grow now; None once it is whole."""
+        """Samples of each domain that a growing batch may add now; None once it is whole."""
         self.growing = Counter(group.domain for group in taken)
         if self.growing.total() == self._fair.units:
             return None
         return {n: c * self._size for n, c in self._fair.grow(self._groups(ready), self.growing).items()}
 
     def take(self, groups: Sequence[Group]) -> None:
-        """These are a batch."""
+        """Count these groups as a batch."""
         counts = Counter(group.domain for group in groups)
         self._on_the_way.append(_BatchInTraining(frozenset(g.id for g in groups), counts, dict(self._fair.shares)))
         self._fair.take(counts)
@@ -105,7 +105,7 @@ class DomainShareTracker:
         self._told += 1
 
     def refused(self, groups: Sequence[Group]) -> None:
-        """The trainer will not train these: a batch with one of them is none, and what is left of it grows again."""
+        """The trainer refused these groups. A batch with one of them is returned, and its other groups grow again."""
         gone = {group.id: group.domain for group in groups}
         if self._on_the_way and self._on_the_way[-1].groups & gone.keys():
             batch = self._on_the_way.pop()
@@ -119,7 +119,7 @@ class DomainShareTracker:
         self._move()
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
-        """A batch is in the version: shares follow what it cost and taught."""
+        """The version contains a batch: shares follow its cost and its reward spread."""
         if self._on_the_way:
             del self._on_the_way[0]
             self._told = max(self._told - 1, 0)
@@ -128,12 +128,12 @@ class DomainShareTracker:
         self._report(version)
 
     def spent(self, domain: Domain, seconds: float) -> None:
-        """Engine seconds of an attempt, whatever became of it: what a domain loses makes its samples dearer."""
+        """Engine seconds of an attempt, whatever its outcome: lost attempts raise the cost of a domain's samples."""
         self._spent[domain.name] = self._spent.get(domain.name, 0.0) + seconds
 
     def next_domain(self, outstanding: Mapping[str, int], extra: Mapping[str, int]) -> str | None:
-        """The domain that should start a group now. `outstanding` and `extra` as the scheduler counts them, in samples
-        that hold a slot and in those of redundant groups."""
+        """The domain that should start a group now. `outstanding`: samples that hold a slot; `extra`: samples of
+        redundant groups."""
         waiting = len(self._on_the_way) - (self._told if self.apart else 0)
         return self._fair.next_domain(
             self._ahead(outstanding),
@@ -144,13 +144,13 @@ class DomainShareTracker:
         )
 
     def remaining(self, outstanding: Mapping[str, int]) -> dict[str, int]:
-        """Samples per domain that the run will still start, for all that is known now."""
+        """Samples per domain that the run is expected to start still."""
         plan, ahead = self._fair.planned(max(self.steps - self._batches, 0)), self._ahead(outstanding)
         return {n: max(plan[n] - ahead.get(n, 0), 0) * self._size for n in plan}
 
     def resume(self, step: int, served: Mapping[str, int]) -> None:
-        """Go on from what a journal says was trained (groups per domain). What was due then is known only while weights
-        stay as they are: debts that no run can have are forgiven."""
+        """Continue from the journal's count of trained groups per domain. The debt at that moment can be computed only
+        for constant weights, so impossible debts are forgiven."""
         fair, total = self._fair, sum(served.values())
         self._batches = step
         fair.served.update({n: served.get(n, 0) for n in fair.served})

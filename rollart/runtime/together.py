@@ -1,6 +1,6 @@
-"""Groups whose members stay together on one engine, as one unit of admission (`num_return_sequences`).
+"""Group colocation: the members of a group stay on one engine, as one unit of admission (`num_return_sequences`).
 
-What ROLL Flash's prompt replication (§2.1) is set against: there a prompt with n responses is n tasks, placed anywhere.
+The baseline of ROLL Flash's prompt replication (§2.1), which makes n independent tasks of a prompt with n responses.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ __all__ = ["GroupColocation", "ColocatedGroup"]
 
 @dataclass(slots=True)
 class ColocatedGroup:
-    """A group under way. `seats` were taken on its home; members are known by their number in the group."""
+    """A live group. `seats` = slots reserved on its engine; members are identified by their index in the group."""
 
     group: str
     members: set[str]
-    """Those that may still need an engine."""
+    """Members that may still need an engine."""
     home: RegisteredEngine | None = None
     preferred: bool = True
-    """Whether its domain prefers to be there."""
+    """True if the engine is in its domain's preferred pool."""
     wanted: int = 0
-    """Tokens that a member is expected to end with."""
+    """Expected final length of a member in tokens."""
     seats: int = 0
     here: set[str] = field(default_factory=set)
-    """Members that took their seats."""
+    """Members that occupy or occupied a slot."""
     over: set[str] = field(default_factory=set)
-    """Of those, the ones that are done; their seats are kept until all are."""
+    """Members of `here` that are done; their slots stay reserved until all are."""
     kept: int = 0
-    """Seats that its home knows to be taken and free."""
+    """Free reserved slots, as counted on the engine."""
     asking: asyncio.Event | None = None
-    """Set once the member that waits for room for all of them waits no more."""
+    """Set once the member that queues for the whole group stops waiting."""
     age: int | None = None
 
     @property
     def free(self) -> int:
-        """Seats that are taken and nobody sits on."""
+        """Reserved slots that no member occupies."""
         return max(self.seats - len(self.here) + len(self.over), 0)
 
     @property
     def needed(self) -> int:
-        """Seats that a home of its own would have to have."""
+        """Slots that a new engine for the group must have."""
         return max(len(self.members - self.here), 1)
 
 
@@ -60,14 +60,14 @@ class GroupColocation:
     def __init__(self) -> None:
         self._units: dict[str, ColocatedGroup] = {}
         self.on_room: Callable[[], None] = lambda: None
-        """Told when an engine has room that it had not."""
+        """Called when an engine gained free slots."""
 
     def open(self, group: str, members: Iterable[int]) -> None:
         """The group begins, with these members to run."""
         self._units[group] = ColocatedGroup(group, {str(m) for m in members})
 
     def left(self, group: str, member: int) -> None:
-        """The member needs no engine any more, however it ended."""
+        """The member no longer needs an engine, however it ended."""
         unit = self._units.get(group)
         if unit is not None:
             self._done(unit, str(member))
@@ -75,13 +75,13 @@ class GroupColocation:
             self._look(unit)
 
     def unit(self, session: str) -> ColocatedGroup | None:
-        """The group that this trajectory is held together with; None if it is placed by itself."""
+        """The colocated group of this trajectory; None if it is assigned individually."""
         group, member = _split(session)
         unit = self._units.get(group)
         return None if unit is None or member not in unit.members else unit
 
     def seat(self, session: str, serves: Callable[[RegisteredEngine], bool]) -> ColocatedGroup | None:
-        """The group whose home has a seat for the trajectory. A home that does not serve it is one no more."""
+        """The trajectory's group, if its engine has a free slot. An engine that cannot serve it is given up."""
         unit = self.unit(session)
         if unit is None or unit.home is None or _split(session)[1] in unit.here - unit.over:
             return None
@@ -91,12 +91,12 @@ class GroupColocation:
         return unit if unit.free else None
 
     def needed(self, session: str) -> int:
-        """Seats that an engine must have for the trajectory to be placed there: its group's, if it is the first."""
+        """Slots that an engine needs for the trajectory: those of the whole group for its first member."""
         unit = self.unit(session)
         return unit.needed if unit is not None and unit.home is None else 1
 
     def settled(self, session: str, member: RegisteredEngine, *, preferred: bool, wanted: int) -> None:
-        """The trajectory lives there from now on; it is expected to end with `wanted` tokens."""
+        """The trajectory was assigned to the engine; its expected final length is `wanted` tokens."""
         unit, number = self.unit(session), _split(session)[1]
         if unit is None:
             return
@@ -120,7 +120,7 @@ class GroupColocation:
             self._look(unit)
 
     def lost(self, member: RegisteredEngine) -> None:
-        """The engine has nothing of anybody any more: who lived there goes elsewhere, together."""
+        """The engine lost all KV: its groups move to other engines, each as a whole."""
         for unit in [u for u in self._units.values() if u.home is member]:
             unit.members -= unit.over
             unit.here.clear()
@@ -132,7 +132,7 @@ class GroupColocation:
             unit.over.add(number)
 
     def _look(self, unit: ColocatedGroup) -> None:
-        """Keep the seats that are free, or give all back if nobody comes any more."""
+        """Keep the free slots reserved, or release all if no member can come any more."""
         if unit.members <= unit.over:
             del self._units[unit.group]
             self._leave(unit)
@@ -141,7 +141,7 @@ class GroupColocation:
             self._keep(unit, unit.free)
 
     def _leave(self, unit: ColocatedGroup) -> None:
-        """It has no home; who lives there and goes on is placed by itself from now on."""
+        """Give up its engine; members that continue there are assigned individually from now on."""
         if unit.home is not None:
             self._keep(unit, 0)
         unit.members -= unit.here

@@ -1,10 +1,10 @@
 """The training loop: take a batch, train it, publish it. One step at a time, beside the rollouts.
 
-Where the trainer streams, the batch is taken group by group and its gradient accumulated while the rest of it is still
-rolled out; what is left when the last group comes is that group's share and the update.
+If the trainer streams, the batch is taken group by group and its gradient accumulated while the other groups are still
+rolled out. After the last group only its own gradient and the update remain.
 
-Where publishes overlap, a version is staged and then written, committed and moved to the engines behind the next step.
-A trainer that dies meanwhile may take two batches with it: the one on its way is trained again first.
+If publishes overlap, a version is staged and then written, committed and moved to the engines during the next step.
+A trainer that dies meanwhile may lose two batches: the unpublished one is trained again first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["StepDone", "Training"]
 
 
 MAX_REFUSED_BATCHES = 3
-"""Batches that a trainer may refuse whole in a row: one is bad luck, three are a setting."""
+"""Batches in a row that a trainer may refuse whole: one is bad luck, three are a wrong setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """One training step, for progress lines and reports. Times are loop seconds: `t0` is when its batch was whole,
-    after `waited_s`; what was accumulated before counts as waiting. `trained` is when the trainer was done, `t1` when
-    its version became current, which may be during the next step."""
+    after `waited_s`; accumulation before it counts as waiting. `trained` is when the trainer was done, `t1` when its
+    version became current, possibly during the next step."""
 
     step: int
     version: int
@@ -52,8 +52,8 @@ class StepDone:
 
 @dataclass(slots=True)
 class _StreamedBatch:
-    """A batch that grows: its groups so far, and how many of them the trainer has (None: no step is under way there).
-    `since` is when the last of them came."""
+    """A growing batch: its groups so far, and how many of them the trainer has (None: the trainer has no step open).
+    `since` is when the last group arrived."""
 
     groups: list[Group] = field(default_factory=list)
     given: int | None = None
@@ -64,8 +64,8 @@ class _StreamedBatch:
     empty: int = 0
 
     def refused(self, error: TrainerRefused) -> list[Group]:
-        """The groups that leave: those of the samples that the trainer names; if it names none, at the end all of them,
-        before that those which it was just given."""
+        """The groups that leave the batch: the groups of the samples that the trainer names. If it names none: all
+        groups at the end of the step, before that the groups that it was just given."""
         ending, self.finishing = self.finishing, False
         if ending:
             self.given = None
@@ -80,7 +80,7 @@ class _StreamedBatch:
 
 @dataclass(slots=True)
 class _PendingPublish:
-    """A trained step whose version is on its way to being current, beside the step after it."""
+    """A trained step whose version is being published during the next step."""
 
     done: StepDone
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,9 +89,9 @@ class _PendingPublish:
 
 class Training:
     """Consumes batches from the buffer, produces versions. Waits for a batch (unblocked by rollouts), for the trainer
-    and for the publish; with `overlap` for the publish before, so that one is under way at most. A trainer that dies is
-    restarted by `recover` and the same batch, or what there is of it, is trained again from the same version: nothing
-    of it was committed, so nothing is trained twice.
+    and for the publish; with `overlap` for the previous publish, so that at most one is running. A trainer that dies is
+    restarted by `recover` and the same batch, or its groups so far, is trained again from the same version: nothing of
+    it was committed, so nothing is trained twice.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Training:
         overlap: bool = False,
         samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples,
     ) -> None:
-        """`samples`: what of a batch is trained in which step."""
+        """`samples`: selects the samples of a batch to train in a step."""
         self._trainer = trainer
         self._buffer = buffer
         self._publisher = publisher
@@ -128,14 +128,14 @@ class Training:
         self._tasks: asyncio.TaskGroup | None = None
         self._behind: _PendingPublish | None = None
         self.lives = 1
-        """Of the trainer: how often it was started, as far as training knows."""
+        """Starts of the trainer, as far as training knows."""
         self._failed: TrainerError | None = None
-        """What somebody else's call said, of a trainer that is to be brought back."""
+        """The error of another component's call, if the trainer must be restarted for it."""
         self._wait: asyncio.Timeout | None = None
-        """For samples: a failure ends it."""
+        """The scope of the wait for samples: a failure ends it."""
         self._mended = asyncio.Event()
         self._later: Sequence[Group] = ()
-        """Taken while the version before was on its way: told when it is current."""
+        """Groups taken during a publish: reported once its version is current."""
         self._steps = 0
         self._waiting = 0.0
 
@@ -148,8 +148,8 @@ class Training:
             await self._run(first_step, version)
 
     async def mend(self, error: TrainerError, life: int) -> None:
-        """For whoever else asked the trainer, in that life (`lives` at the call), and was failed: returns when it was
-        brought back since, which training does between two steps, or in one that fails too."""
+        """For another component whose call to the trainer failed; `life` is `lives` at the call. Returns once the
+        trainer was restarted, which training does between two steps, or in a step that fails too."""
         if life == self.lives:
             self._failed = error
             self._wake()
@@ -192,7 +192,7 @@ class Training:
                 self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _batch(self, version: int, step: int, begun: tuple[Group, ...]) -> tuple[Group, ...]:
-        """The next batch, or what one that has `begun` and lost groups grows to."""
+        """The next batch, or the completion of one that has `begun` and lost groups."""
         while True:
             try:
                 with self._leases.note("training", f"a batch for step {step}"):
@@ -207,8 +207,8 @@ class Training:
                 self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _stream_some(self, version: int, step: int) -> None:
-        """The same group by group. Groups that the trainer refuses are dropped, and others take their place; what it
-        refuses at the end is the whole batch."""
+        """The same, group by group. Refused groups are dropped and replaced by others; a refusal at the end concerns
+        the whole batch."""
         state, failures = _StreamedBatch(), 0
         while True:
             try:
@@ -231,7 +231,7 @@ class Training:
                 await self._restart()
 
     async def _grow(self, state: _StreamedBatch, version: int, step: int) -> None:
-        """Wait for more groups; notes when there are all."""
+        """Wait for more groups; note when the batch is whole."""
         self._clock.enter(ResourceState.IDLE, "waits_for_samples")
         with self._leases.note("training", f"groups for step {step}"):
             async with self._unless_broken():
@@ -244,7 +244,7 @@ class Training:
             self._taken(state.groups)
 
     async def _feed(self, state: _StreamedBatch, version: int, step: int) -> None:
-        """Give the trainer what it has not got; all of it, if there is no step under way."""
+        """Give the trainer the groups that it lacks; all of them, if it has no step open."""
         if state.given is None:
             async with self._lease(step):
                 await self._trainer.begin(version)
@@ -282,7 +282,8 @@ class Training:
     async def _hand_over(
         self, version: int, step: int, groups: Sequence[Group], report: TrainReport, began: float
     ) -> None:
-        """The step is trained: publish its version, or stage it and let it go its way. The last one is waited for."""
+        """The step is trained: publish its version, or stage it and publish it in the background. The last publish is
+        awaited."""
         waited_s = began - self._waiting
         now = asyncio.get_running_loop().time
         trained = now()
@@ -311,7 +312,7 @@ class Training:
             behind.ended.set()
 
     def _published(self, done: StepDone) -> None:
-        """The version behind is current."""
+        """The version of the background publish is current."""
         self._behind = None
         self._on_step(dataclasses.replace(done, t1=asyncio.get_running_loop().time()))
         later, self._later = self._later, ()
@@ -319,7 +320,7 @@ class Training:
             self._on_taken(later)
 
     async def _settled(self) -> None:
-        """Returns when no version is on its way; raises what became of it if it is not current."""
+        """Returns when no publish is running; raises its error if it failed."""
         behind = self._behind
         if behind is not None:
             await behind.ended.wait()
@@ -328,8 +329,8 @@ class Training:
 
     @contextlib.asynccontextmanager
     async def _unless_broken(self) -> AsyncIterator[None]:
-        """The body waits for samples. They may never come if the version on its way fails, or the trainer when it is to
-        fill their columns: then that ends the wait."""
+        """The body waits for samples. They may never come if the running publish fails, or if the trainer fails to fill
+        their columns: such a failure ends the wait."""
         if (error := self._broken()) is not None:
             raise error
         self._wait = asyncio.timeout(None)
@@ -347,7 +348,7 @@ class Training:
         return self._failed or (None if self._behind is None else self._behind.error)
 
     def _taken(self, groups: Sequence[Group]) -> None:
-        """The next batch may start once the weights are current that it is to begin with."""
+        """The next batch may start once its initial weights are current."""
         if self._behind is None:
             self._on_taken(groups)
         else:
@@ -358,8 +359,8 @@ class Training:
         self._on_refused(groups, why)
 
     async def _restart(self) -> None:
-        """Bring the trainer back; a restart that fails is tried again. `recover` bounds how often in all. A version
-        that was on its way ends first: the trainer comes back at it, or it is trained again."""
+        """Restart the trainer; a failed restart is tried again. `recover` bounds the total. A running publish ends
+        first: the trainer resumes from its version, or the version is trained again."""
         if self._behind is not None:
             await self._behind.ended.wait()
         for attempt in range(1, self._attempts + 1):
@@ -378,7 +379,7 @@ class Training:
                     raise
 
     async def _again(self, done: StepDone) -> None:
-        """Train what was trained and went with the trainer, and publish it before anything else."""
+        """Train the step again that was lost with the trainer, and publish it before anything else."""
         try:
             async with self._lease(done.step):
                 report = await self._trainer.train(self._samples(done.groups, done.step), done.version - 1)
@@ -390,6 +391,6 @@ class Training:
 
 
 def _refused_groups(groups: Sequence[Group], error: TrainerRefused) -> list[Group]:
-    """Groups with a sample that the refusal names; all of them if it names none of theirs."""
+    """Groups with a sample that the refusal names; all groups if it names none of their samples."""
     samples = frozenset(error.samples)
     return [g for g in groups if any(s.id in samples for s in g.samples)] or list(groups)

@@ -1,4 +1,4 @@
-"""One turn as the gateway sees it, and for how long the gateway waits."""
+"""The gateway's state of one turn, and the gateway's time limits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class AttemptFailed(Exception):
 
 
 class RerouteTurn(Exception):
-    """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
+    """Nothing failed, but the route is invalid: weights changed or an engine drains. The turn is routed again, without
+    a limit on attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Seconds that the gateway waits, and how often a turn is tried on another engine. `engine_s` is for an engine
-    that may serve: as long as a restart and a weight update may take, however short a generation is.
+    """Seconds that the gateway waits, and the attempts per turn. `engine_s` bounds the wait for an eligible engine: the
+    longest restart plus a weight update, independent of the length of a generation.
 
-    `handoff_s` bounds what a prefill elsewhere may take, and for how long its KV may then be on the way: short, since
-    prefilling at home is always possible. `handoffs` may be under way to a decode engine: so many, what the look-ahead
-    rule says (None), or any number (0).
+    `handoff_s` bounds a remote prefill, and the transfer of its KV afterwards: short, since prefilling on the decode
+    engine is always possible. `handoffs` = concurrent hand-offs to a decode engine: a fixed number, the look-ahead rule
+    (None), or unbounded (0).
     """
 
     generate_s: float = 120.0
@@ -40,12 +41,12 @@ class GatewayLimits:
     handoff_s: float = 10.0
     handoffs: int | None = 0
     vocab: int | None = None
-    """Token ids of the model; None: ids are no token ids (simulations), and are not checked."""
+    """Size of the model's vocabulary; None: ids are not token ids (simulations), and are not checked."""
 
 
 @dataclass(slots=True)
 class TurnRequest:
-    """One call of `generate`: what was asked, and how far it got."""
+    """One call of `generate`: the request and its progress."""
 
     id: str
     session: str
@@ -56,42 +57,42 @@ class TurnRequest:
     domain: str = ""
     length: int = 0
     handing: bool = False
-    """It has a place in the queue of hand-offs before its home."""
+    """It holds a place in the hand-off queue of its sticky engine."""
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
     last: bool = False
     """No turn of its trajectory can follow."""
     prompt: str = ""
-    """Which prompt its trajectory answers, for what is learned of lengths."""
+    """The prompt of its trajectory, for length statistics."""
     long: bool = False
-    """Its trajectory is taken to be one of the long ones."""
+    """Its trajectory is predicted to be long."""
     begun: bool = False
-    """A turn of its trajectory was sent before: it is under way."""
+    """True if an earlier turn of its trajectory was sent."""
     sent_at: float = 0.0
     """When it was sent to the engine that generates."""
     sends: int = 0
     told: int | None = None
     spent: float = 0.0
     kept: Completion | None = None
-    """What an engine that was lent meanwhile, or that somebody heard, had generated of it."""
+    """Tokens of an earlier attempt that stay: generated on an engine that was then lent, or already streamed."""
     listener: Callable[[CompletionChunk], None] | None = None
     heard: list[CompletionChunk] = field(default_factory=list)
-    """Of the attempt that is under way."""
+    """Pieces that the current attempt has streamed."""
     unsure: bool = False
-    """Weights changed under the attempt, and its engine says only at its end what drew what."""
+    """Weights changed during the attempt, and its engine reports the version of each token only at the end."""
     avoided: set[str] = field(default_factory=set)
-    """Engines that gave a wrong answer to it: it goes elsewhere while another engine serves."""
+    """Engines that answered it wrongly: not used for it while another engine serves."""
     vocab: int | None = None
 
     def begins(self, version: int) -> None:
-        """Its first token is of this version, if nothing of it is kept that is older. Told once per version: the turn
-        is one turn, whichever attempt of it samples the first token."""
+        """Its first token is of this version, unless older tokens are kept. Reported once per version: all attempts
+        belong to one turn, whichever of them samples the first token."""
         if self.kept is None and self.told != version:
             self.told = version
             self.sent(version)
 
     def keep(self, part: Completion) -> None:
-        """It goes on elsewhere: what is there already becomes part of the prompt, which is prefilled again."""
+        """It continues on another engine: the tokens so far join the prompt, which is prefilled again."""
         if not part.sampled:
             return
         if self.kept is None and part.spans:
@@ -102,13 +103,13 @@ class TurnRequest:
         self.sampling = continuation_sampling(self.sampling, part.sampled)
 
     def whole(self, rest: Completion) -> Completion:
-        """The answer in one piece; what was prefilled anew counts."""
+        """The kept tokens and the rest as one completion; the repeated prefill counts."""
         return join_completions(self.kept, rest)
 
     def hear(self, piece: CompletionChunk) -> None:
-        """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them. Those whose
-        version nobody knows yet are not shown before it is over: they may have to be drawn anew. WrongAnswer for tokens
-        that cannot be used, which ends the attempt."""
+        """Stream tokens to the listener: whatever the outcome of the attempt, the completion begins with them. Tokens
+        of an unknown version are withheld until the attempt ends, since they may have to be sampled again. WrongAnswer
+        for invalid tokens, which ends the attempt."""
         if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self.vocab):
             raise WrongAnswer(wrong)
         self.unsure = self.unsure or piece.version is None
@@ -119,8 +120,8 @@ class TurnRequest:
             self.listener(piece)
 
     def go_on(self, part: Completion | None = None, *, lent: bool = False) -> None:
-        """The attempt is over and another follows: it goes on after what was heard. `part` is what its engine gave it
-        up with. Where nobody listens it begins anew, unless the engine was `lent`."""
+        """The attempt is over and another one continues after the streamed tokens. `part` is the engine's partial
+        completion. Without a listener the turn starts over, unless the engine was `lent`."""
         if self.listener is None:
             if part is not None and lent:
                 self.keep(part)

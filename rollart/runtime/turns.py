@@ -1,4 +1,4 @@
-"""A turn on its way: routed, prefilled here or there, generated, and tried again where that failed."""
+"""Execution of turns: routing, local or remote prefill, generation, and retries."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = ["GatewayLimits", "TurnRequest", "TurnExecutor"]
 MAX_LEASE_RENEWAL = 2.0
 """Times its lease that a prefill may wait in a queue that moves. Measured: at 1 (never renewed) 3.5 % of the 32B
 example's hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound turns wait for a prefill engine whose memory is full
-when they could be prefilled at home: one such split of a 32B model ran at 0.27 of engines that do both (0.90 at 1, 0.89
-at 2, 0.83 at 4)."""
+although their decode engine could prefill them: one such split of a 32B model ran at 0.27 of the throughput of combined
+engines (0.90 at 1, 0.89 at 2, 0.83 at 4)."""
 
 
 class TurnExecutor(TurnRouter):
-    """Owns the sessions, the gate and the turns under way; `Gateway` tells it what the engines do.
+    """Owns the sessions, the gate and the running turns; `Gateway` reports engine changes to it.
 
     Any number of trajectories call `generate`; each waits for the gate, an eligible engine and the answers of one or
     two engines, all under leases. Invariant: both legs of a hand-off are sent while the same version is current on both
@@ -73,7 +73,7 @@ class TurnExecutor(TurnRouter):
                 self.entrance.hold_together(together, self.follow_group)
 
     def notify(self) -> None:
-        """Something changed that a waiting turn may be unblocked by, or that routing depends on."""
+        """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""
         self._look()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -86,7 +86,7 @@ class TurnExecutor(TurnRouter):
         return self._changed
 
     async def quiet(self, member: RegisteredEngine) -> None:
-        """Returns when nothing runs on the engine that drains and nobody fetches KV from it, or it drains no more."""
+        """Returns when the draining engine has no running turn and no pending KV fetch, or no longer drains."""
         while member.draining and (member.running or member.lent):
             await self._changed.wait()
 
@@ -101,7 +101,7 @@ class TurnExecutor(TurnRouter):
                 return completion
             except AttemptFailed as failed:
                 last = str(failed)
-                # A hand-off that failed sends the turn home, and that is its first attempt.
+                # A failed hand-off is followed by a local prefill, which counts as the first attempt.
                 failures += at_home == turn.at_home
             except RerouteTurn:
                 continue
@@ -166,7 +166,7 @@ class TurnExecutor(TurnRouter):
         *,
         moved: bool,
     ) -> Exception:
-        """The leg that generates failed: what to raise. `moved`: the weights changed since the turn was routed."""
+        """The error to raise for a failed decode leg. `moved`: the weights changed since the turn was routed."""
         kv, home, source = way
         if isinstance(error, HandoffFailed):
             if source is None:
@@ -194,8 +194,8 @@ class TurnExecutor(TurnRouter):
         return AttemptFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
     def _answered_wrongly(self, turn: TurnRequest, home: RegisteredEngine, error: WrongAnswer) -> None:
-        """The turn is asked elsewhere. The engine goes on, or is restarted: after several such answers, or at once if
-        its weights are others than those published."""
+        """The turn is sent to another engine. The engine continues, or is restarted: after several such answers, or at
+        once if its weights are not the published ones."""
         turn.avoided.add(home.engine.id)
         self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
         if (home.trust.failed() or isinstance(error, ForeignWeights)) and home.healthy:
@@ -210,7 +210,7 @@ class TurnExecutor(TurnRouter):
         source: RegisteredEngine,
         home: RegisteredEngine,
     ) -> Mapping[str, object] | None:
-        """The first leg, once there is a place before the decode engine, which is kept until the second begins."""
+        """The prefill leg, once the decode engine's hand-off queue has a place, kept until the decode leg begins."""
         queue = self.handoffs
         if queue is None:
             return await self._prefill(turn, kv, request, source, home)
@@ -239,7 +239,7 @@ class TurnExecutor(TurnRouter):
         return params
 
     def _hands_over(self, turn: TurnRequest, home: RegisteredEngine) -> None:
-        """The decode engine has the turn, or nobody: its place is free."""
+        """The decode engine has the turn, or the turn was given up: free its place in the hand-off queue."""
         if turn.handing and self.handoffs is not None:
             turn.handing = False
             self.handoffs.leave(home)
@@ -256,8 +256,8 @@ class TurnExecutor(TurnRouter):
         `RerouteTurn` if it is to be routed anew."""
         version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
-        # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted. Where
-        # it moves more slowly than predicted, each answer renews the leases of those that wait.
+        # A queue that the router accepted is no failure, nor is work as long as predicted. If the queue moves more
+        # slowly than predicted, each answer renews the leases of the waiting prefills.
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
         limit = self._limits.handoff_s + waiting + work
         if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
@@ -302,7 +302,7 @@ class TurnExecutor(TurnRouter):
         return handoff_obstacle(version, source, home, self._roster.members)
 
     async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
-        """Nobody will pull what `source` keeps for this request."""
+        """Discard the KV that `source` keeps for this request."""
         if source.healthy:
             await discard_prefill_kv(source, request.request_id, self._leases, self._limits.handoff_s)
 
@@ -316,7 +316,7 @@ class TurnExecutor(TurnRouter):
         *,
         generates: bool,
     ) -> Completion:
-        """One request to one engine; what it took there is charged, however it ends."""
+        """One request to one engine; its engine time is charged, however it ends."""
         member.running += 1
         if generates:
             self._hands_over(turn, member)
@@ -331,7 +331,7 @@ class TurnExecutor(TurnRouter):
                 if not generates:
                     member.prefilling[request.request_id] = lease
                 answer = await member.engine.generate(request)
-            if not generates:  # the queue moves: a lease is for an engine that stands still, not for those behind
+            if not generates:  # the queue moves: leases are meant to catch an engine that stands still
                 for other in member.prefilling.values():
                     other.renew(MAX_LEASE_RENEWAL * other.seconds)
             else:
@@ -355,7 +355,7 @@ class TurnExecutor(TurnRouter):
                 self.notify()
 
     async def _route(self, turn: TurnRequest) -> TurnRoute:
-        """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
+        """The route of the turn; waits for the gate and for an eligible engine."""
         while True:
             if self.entrance is not None:
                 known = self._sessions.get(turn.session)
@@ -371,7 +371,7 @@ class TurnExecutor(TurnRouter):
     def _generated(
         self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
     ) -> None:
-        """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
+        """Record the KV that the engines hold. KV computed before a later update is useless."""
         version = home.version if self.lag else self.version
         if kv.version != version:
             kv.expire(version)

@@ -1,7 +1,7 @@
-"""Engines that take new weights one by one, each when the policy says so, while others serve the version before.
+"""Rolling updates: engines take new weights one by one, by a policy, while other engines serve the previous version.
 
-With one update of all at once (`Gateway`) a version is current when every engine has it. Here it is current once it is
-complete and committed; engines follow, never further behind than alpha, and turns go to those that may serve them.
+With one update of all engines (`Gateway`) a version is current when every engine has it. Here it is current once it is
+complete and committed; engines follow, at most alpha versions behind, and turns go to eligible engines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["UpdateRule", "RollingUpdater"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How engines follow, and how far behind they may be, in publishes."""
+    """The update policy, and the permitted lag of engines in publishes."""
 
     policy: UpdatePolicy
     alpha: int
@@ -47,7 +47,7 @@ class UpdateRule:
 
 @dataclass(slots=True)
 class _Iteration:
-    """What lived on each engine when the version became current: what a delayed update waits for."""
+    """The sessions of each engine when the version became current: a delayed update waits for their end."""
 
     homes: dict[str, str] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
@@ -62,10 +62,9 @@ class _Iteration:
 
 
 class RollingUpdater:
-    """Owns the updates of single engines. `publish` is called by the gateway and waits until somebody may serve the
-    version before or an engine has loaded it; `run` owns the tasks and waits for a change of the fleet, for the end of
-    an iteration, or for the time that an engine may put its update off. `settle` waits until every engine has the
-    current version.
+    """Owns the updates of single engines. `publish` is called by the gateway, after `ready` has waited for an engine
+    that may serve; `run` owns the tasks and waits for a change of the fleet, for the end of an iteration, or for the
+    longest delay of an update. `settle` waits until every engine has the current version.
 
     Invariants: no turn begins on an engine that is more than alpha publishes behind, nor on one that is older than the
     trajectory's first token; an engine is updated by one task at a time, and joins only when none is.
@@ -93,7 +92,7 @@ class RollingUpdater:
         self._suspect = suspect
         self._tell = tell
         self._measured = VersionProbe(-1, "", {})
-        """Of the version that is to be current next; the policy has that of the current one."""
+        """The probe of the next version; the policy has the probe of the current one."""
         self._weights: WeightsRef | None = None
         self._since = 0.0
         self._iteration = _Iteration()
@@ -115,17 +114,17 @@ class RollingUpdater:
 
     @property
     def probes(self) -> bool:
-        """Whether it matters how far a version is from those before."""
+        """True if the policy needs the divergence of a version from earlier ones."""
         return isinstance(self._policy, OnDivergence)
 
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
-        """How far the version that is about to be current is from earlier ones, mean KL in nats per token."""
+        """The divergence of the next version from earlier ones, mean KL in nats per token."""
         if self.probes:
             self._measured = VersionProbe(version, "", divergence)
             self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
-        """Returns when `version` may become current: somebody may serve then, or nobody will by waiting."""
+        """Returns when `version` may become current: an engine may serve then, or waiting would not bring one."""
         with self._leases.note("publish", f"an engine that serves beside v{version}"):
             while not may_publish(self._states(prefill=False), version=version, alpha=self._alpha):
                 await self._turns.changed.wait()
@@ -135,7 +134,7 @@ class RollingUpdater:
         self._weights, self._due = weights, None
         if isinstance(self._policy, OnDivergence):
             found = self._measured
-            if found.version != weights.version:  # not measured: as good as far away
+            if found.version != weights.version:  # not measured: treated as far away
                 found = VersionProbe(weights.version, "", {})
             self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
@@ -178,8 +177,8 @@ class RollingUpdater:
         return self._roster.members.values()
 
     def _states(self, *, prefill: bool) -> list[EngineState]:
-        """Engines that only prefill serve nobody alone: they are looked at apart. One that is being looked at or
-        drained is as good as down."""
+        """Prefill engines serve no turn alone, so they are planned separately. A suspected or draining engine counts as
+        down."""
         now = asyncio.get_running_loop().time()
         since = math.inf if self._due is not None and now >= self._due else now - self._since
         return [
@@ -196,7 +195,7 @@ class RollingUpdater:
         ]
 
     def _plan(self) -> None:
-        """Start what is to be updated now, and say what may serve meanwhile."""
+        """Start the updates that are due, and set the lag that may serve meanwhile."""
         if self._weights is None or self._tasks is None:
             return
         version, members = self._turns.version, self._roster.members
@@ -218,8 +217,8 @@ class RollingUpdater:
         self._turns.lag = self._alpha if behind else 0
 
     def _needed(self, version: int) -> RegisteredEngine | None:
-        """The engine that is to load at once, since trajectories began with a version that no engine has any more: the
-        one with the fewest sessions. One that is lost and comes back brings the current version, and is waited for."""
+        """The engine that must load at once, because trajectories began with a version that no engine has any more: the
+        engine with the fewest sessions. A lost engine returns with the current version, so it is waited for."""
         if any(not m.healthy for m in self._members()):
             return None
         able = [m for m in self._members() if m.seat.role is not EngineRole.PREFILL and not (m.draining or m.doubted)]
@@ -253,7 +252,7 @@ class RollingUpdater:
                 await member.engine.update_weights(weights)
                 member.version = weights.version
                 await member.engine.resume()
-            if member.healthy:  # one that was lost meanwhile is down, whatever it answers
+            if member.healthy:  # an engine that was lost meanwhile is down, whatever it answers
                 member.shares.release()
                 seconds = round(now() - began, 6)
                 told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}

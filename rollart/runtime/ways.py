@@ -1,4 +1,4 @@
-"""Where a turn goes: what is known of sessions, and the way of a turn by what is known now. Synchronous."""
+"""Routing of turns: session state, and the choice of engines for each turn. Synchronous."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollart.runtime.turn import GatewayLimits, TurnRequest
 __all__ = ["TurnRoute", "TurnRouter"]
 
 TurnRoute = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
-"""What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
+"""The session's KV state, the decode engine, and the prefill engine if it is a different one."""
 
 
 class TurnRouter:
@@ -36,10 +36,10 @@ class TurnRouter:
         self._roster = roster
         self.router = router
         self._special = False
-        """Whether routing needs more than load and version."""
+        """True if routing needs more than load and version."""
         self.version = version
         self.lag = 0
-        """How far engines may be behind it and serve, while some are."""
+        """Versions that a serving engine may be behind; 0 while none is behind."""
         self._tell = tell
         self._sessions: dict[str, SessionKv] = {}
         self._book = DomainRoutingStats(tell)
@@ -57,7 +57,7 @@ class TurnRouter:
             self._book.start_over()
 
     def unhome(self, member: RegisteredEngine) -> None:
-        """The engine's sessions have no home and no KV there any more."""
+        """Evict the engine's sessions: they lose their sticky engine and its KV."""
         for session in member.sessions:
             kv = self._sessions[session]
             kv.home = kv.returned = None
@@ -71,7 +71,7 @@ class TurnRouter:
                 kv.cached.pop(member.engine.id, None)
 
     def forget(self, session: str) -> list[RegisteredEngine]:
-        """The session is over: healthy engines that may hold KV of it."""
+        """End the session; returns the healthy engines that may hold its KV."""
         kv = self._sessions.pop(session, None)
         if kv is None:
             if self.entrance is not None:
@@ -90,11 +90,11 @@ class TurnRouter:
         return [m for m in members if m.healthy]
 
     def began_after(self, version: int) -> bool:
-        """Whether a trajectory is under way whose first token is of a later version."""
+        """True if any live trajectory started under a newer policy version."""
         return any(kv.begun is not None and kv.begun > version for kv in self._sessions.values())
 
     def finished(self, session: str) -> None:
-        """The trajectory ended by itself: its length is what such trajectories have."""
+        """The trajectory ended by itself: its length is representative."""
         kv = self._sessions.get(session)
         if kv is not None:
             kv.whole = True
@@ -127,7 +127,7 @@ class TurnRouter:
         return kv, decode, None if path.prefill is None else roster.members[path.prefill]
 
     def _known(self, session: str) -> SessionKv | None:
-        """Of the version that its next turn is to have; None while no engine may serve it."""
+        """The session's KV state at the version of its next turn; None while no engine may serve it."""
         kv, version = self._sessions.get(session), self.version
         if self.lag:
             serving = self._roster.serving(kv, version, self.lag, self._limits.slots)
@@ -141,7 +141,7 @@ class TurnRouter:
         return kv
 
     def _place(self, turn: TurnRequest) -> bool | None:
-        """Give the turn's trajectory a home where there is room for it. True: it has one; None: nobody could be one."""
+        """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
         if not self.gate.is_set():
             return False
         roster, kv = self._roster, self._known(turn.session)
@@ -163,7 +163,7 @@ class TurnRouter:
         return True
 
     def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
-        """Where the rest of the turn's group lives, which is its home from now on if there is a seat for it."""
+        """The engine of the turn's group, if it has a slot for the trajectory, which is then assigned to it."""
         assert self.together is not None
         unit = self.together.seat(
             turn.session, lambda home: self._roster.home(home.engine.id, kv.version) is home and home.serves
@@ -174,14 +174,14 @@ class TurnRouter:
         return unit.home
 
     def follow_group(self, turn: TurnRequest) -> bool:
-        """Whether the turn's trajectory has its home now, on a seat that its group took for it."""
+        """True if the turn's trajectory was assigned to a slot that its group reserved."""
         if self.together is None or not self.gate.is_set():
             return False
         kv = self._known(turn.session)
         return kv is not None and self._seated(turn, kv) is not None
 
     def _holds(self, member: RegisteredEngine, session: str, tokens: int) -> bool:
-        """Whether the engine still has so much of the session's KV, for all that is known."""
+        """True if the engine is expected to hold at least `tokens` of the session's KV still."""
         return self.entrance is None or member.kv.held(session) >= tokens
 
     def _choose(
@@ -191,7 +191,7 @@ class TurnRouter:
         home: RegisteredEngine | None,
         takes: Callable[[RegisteredEngine], bool] | None = None,
     ) -> TurnPath | None:
-        """`takes`: of the engines that generate, only those may be a home."""
+        """`takes`: the filter for decode engines."""
         roster = self._roster
         if not self._special:
             loads = _without_avoided(turn, kv, roster.loads(turn.session, kv.version))
@@ -223,7 +223,7 @@ class TurnRouter:
         return path
 
     def _settle(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
-        """The trajectory lives on this engine from now on."""
+        """Make this engine the trajectory's sticky engine."""
         old = None if kv.home is None else self._roster.members.get(kv.home)
         if old is not None:
             old.sessions.discard(turn.session)
@@ -242,7 +242,7 @@ class TurnRouter:
             self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
 
     def _visit(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
-        """This engine prefills for the trajectory's home from now on."""
+        """Make this engine the trajectory's remote prefill engine."""
         if kv.guest_of != source.engine.id:
             self._depart(session, kv)
             kv.guest_of = source.engine.id
@@ -263,7 +263,7 @@ class TurnRouter:
     def _work(
         self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool
     ) -> float:
-        """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
+        """Predicted engine seconds of the request there; 0 without a model, when load is measured by counts alone."""
         model = self.router.routes.model
         if model is None:
             return 0.0
@@ -280,7 +280,7 @@ class TurnRouter:
 
 
 def _without_avoided(turn: TurnRequest, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
-    """Without the engines that answered the turn wrongly, while others may generate it."""
+    """The candidates without engines that answered the turn wrongly, while other engines can generate it."""
     others = [v for v in views if v.id not in turn.avoided] if turn.avoided else views
     able = (v for v in others if v.healthy and v.version == kv.version and v.seat.role is not EngineRole.PREFILL)
     return others if any(able) else views
