@@ -8,10 +8,10 @@ __all__ = ["FreeRunning", "TurnBarrier"]
 
 
 class FreeRunning:
-    """Trajectory-level rollout: nobody waits for anybody."""
+    """Trajectory-level rollout: no trajectory waits for another."""
 
     lockstep = False
-    """Whether `turn` ever waits: who has a million of them asks first."""
+    """True if `turn` can wait; hot callers check it first."""
 
     def join(self) -> None:
         return None

@@ -21,7 +21,7 @@ from rollart.runtime.training import Training
 __all__ = ["ColumnFiller"]
 
 ATTEMPTS = 3
-"""Of the same rows, in as many lives of the trainer: then the run ends with what the last one said."""
+"""Attempts at the same rows, each after a restart of the trainer; then the run ends with the last error."""
 
 
 class ColumnFiller:
@@ -61,7 +61,7 @@ class ColumnFiller:
                 self._buffer.fill(column, sample.id, mine)
 
     async def _values(self, column: SampleColumn, samples: Sequence[TrainSample]) -> Sequence[tuple[float, ...]]:
-        """Nothing for what the trainer refuses: the step will find out which of its samples it cannot have."""
+        """Empty values for refused samples: the training step identifies them."""
         ask = self._trainer.reference if column is SampleColumn.REFERENCE else self._trainer.advantages
         attempt = 1
         while True:

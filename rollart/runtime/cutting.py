@@ -1,4 +1,4 @@
-"""What of a batch is trained: all of it, or exactly so many tokens (Ring-lite's C3PO, arXiv:2506.14731)."""
+"""The trained part of a batch: all of it, or a fixed number of tokens (Ring-lite's C3PO, arXiv:2506.14731)."""
 
 from __future__ import annotations
 

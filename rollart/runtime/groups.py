@@ -1,4 +1,4 @@
-"""The groups under way: who runs, who finished, what a fault or a publish does to them (invariants I2 and I6)."""
+"""Live groups: running and finished members, and the effect of faults and publishes (invariants I2 and I6)."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class GroupTable:
         run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
 
     def dismiss(self, run: GroupRun, reason: AbortReason) -> None:
-        """Nobody waits for it any more: its members end at once, with that reason. Its owner frees its slots."""
+        """The group is no longer wanted: its members end at once, with that reason. Its owner frees its slots."""
         self._leave(run, reason)
         run.cancel(list(run.live), reason)
 

@@ -1,7 +1,7 @@
 """Rollout engines lent to training while a rollout ends (RollPacker §3.4).
 
-What is left goes on, with the tokens it has, on fewer engines; the others' devices train on the groups that are
-finished, and are back before the next rollout.
+Unfinished trajectories continue, with the tokens they have, on fewer engines. The devices of the other engines train on
+finished groups, and return before the next rollout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeviceLender:
         settings: LendingSettings,
         behind: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`behind`: whether the trainer has work now; one that waits for samples has no use for more devices."""
+        """`behind`: True if the trainer has work now; a trainer that waits for samples cannot use more devices."""
         self._behind = behind
         self._gateway = gateway
         self._recorder = recorder
@@ -78,7 +78,7 @@ class DeviceLender:
         self._done = self._checked = 0
         self._stirred = asyncio.Event()
         self._epoch = 0
-        """Counts what makes a look, or a lending under way, out of date."""
+        """Counts changes that invalidate a running decision or loan."""
         self.lent: tuple[EngineId, ...] = ()
 
     def began(self, live: TrajectoryState) -> None:
@@ -94,11 +94,11 @@ class DeviceLender:
         self._stirred.set()
 
     def left(self, live: TrajectoryState) -> None:
-        """It ended, however."""
+        """The trajectory ended, whatever its outcome."""
         self._live.pop(live.id, None)
 
     def lost(self, engine: EngineId) -> None:
-        """An engine is gone or in doubt: what was to fit may not fit any more."""
+        """An engine is gone or suspected: the remaining trajectories may no longer fit."""
         self.give_back(f"{engine} is in doubt")
 
     def give_back(self, why: str = "the rollout is over") -> None:
@@ -112,7 +112,7 @@ class DeviceLender:
             self._event("engines_returned", why, engines=" ".join(lent))
 
     def published(self) -> None:
-        """The next rollout begins. What has ended by now is history: while a rollout goes on, those that ended are the
+        """The next rollout begins. Lengths enter the history only now: during a rollout, the ended trajectories are the
         short ones."""
         self._done = self._checked = 0
         for name, length in self._fresh:
@@ -157,8 +157,8 @@ class DeviceLender:
         self._tell(decision)
 
     def _requests(self, stats: dict[EngineId, EngineStats]) -> list[RolloutRequest]:
-        """Trajectories under way, where they live. How far a turn is nobody says: each is taken to hold the mean of its
-        engine, if that is more than it began with."""
+        """Live trajectories with their engines. The progress of a turn is unknown: each is assumed to hold the mean KV
+        of its engine's turns, if that is more than its context at the start."""
         homes = self._gateway.homes()
         mean = {e: s.kv_used * (s.kv_tokens or 0) / s.running for e, s in stats.items() if s.running}
         found = []

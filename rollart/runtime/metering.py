@@ -1,4 +1,4 @@
-"""What engines did, from their own counters, for the ledger: a row per engine and interval."""
+"""Engine activity from the engines' own counters, for the ledger: a row per engine and interval."""
 
 from __future__ import annotations
 

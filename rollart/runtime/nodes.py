@@ -1,4 +1,4 @@
-"""The nodes under a run's engines, as the rebalancer follows them: what a plan may count on, and who has to leave."""
+"""Availability of the nodes under a run's engines: the devices that a plan may use, and the engines that must leave."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NodeTracker:
         self._wakes: list[Callable[[], None]] = []
 
     def follow(self, wake: Callable[[], None]) -> None:
-        """It is called from now on when something happens, and at once."""
+        """Call `wake` at once, and at every change from now on."""
         self._wakes.append(wake)
         wake()
 
@@ -48,7 +48,7 @@ class NodeTracker:
             wake()
 
     def found(self, nodes: Iterable[tuple[str, Mapping[str, int]]]) -> None:
-        """The nodes that the run begins with, which count at once, and the devices by pool of each."""
+        """The initial nodes, which count at once, with the devices by pool of each."""
         for node, devices in nodes:
             self._presence.come(node, devices, _now(), trusted=True)
         self.wake()
@@ -60,7 +60,7 @@ class NodeTracker:
             self.wake()
 
     def leaving(self, node: str) -> None:
-        """The node is to go: preempted, or drained by whoever runs the cluster."""
+        """The node will leave: it is preempted, or drained by the cluster's operator."""
         self._presence.warn(node)
         self.wake()
 
@@ -69,24 +69,24 @@ class NodeTracker:
         self.wake()
 
     def devices(self) -> dict[str, int]:
-        """By pool, what a plan may count on now."""
+        """The devices by pool that a plan may use now."""
         counted = self._presence.counted(_now(), frozenset(self._where().values()))
         return {pool: min(most, counted.get(pool, 0)) for pool, most in self._most.items()}
 
     def wait(self) -> float:
-        """Seconds until there may be a reason though nothing happens."""
+        """Seconds until a reason to plan may arise without an event."""
         return self._presence.wait(_now())
 
     def settled(self) -> bool:
-        """Whether a plan may follow what there is."""
+        """True if a plan may follow the present nodes."""
         return self._presence.ready(_now())
 
     def doomed(self) -> frozenset[str]:
-        """Nodes that are to go."""
+        """Nodes that will leave."""
         return self._presence.leaving()
 
     def reason(self) -> str:
-        """Why the plan must be looked at, once for each change; '' if it need not."""
+        """The reason to revise the plan, once for each change; '' if there is none."""
         leaving, counted = self._presence.leaving(), self.devices()
         told = sorted(f"{node} is to go" for node in leaving - self._warned)
         self._warned = leaving
@@ -99,13 +99,12 @@ class NodeTracker:
         return ", ".join(told)
 
     def retry(self) -> None:
-        """What the last reason asked for could not be done: it is one again after a while."""
+        """The last change of the plan failed: its reason is reported again after a while."""
         self._failed = True
         self._presence.rest(_now())
 
     def load(self, gateway: Gateway) -> Mapping[EngineKind, KindLoad]:
-        """Engines to plan with, by kind: those that are on their way back serve as well, those that have to leave do
-        not."""
+        """Engines to plan with, by kind: restarting engines count as healthy, engines on leaving nodes do not count."""
         found = {kind: replace(load, healthy=load.engines) for kind, load in gateway.load().items()}
         for engine in self._doomed(gateway):
             seat = gateway.seat_of(engine)
@@ -115,7 +114,7 @@ class NodeTracker:
         return found
 
     def departures(self, gateway: Gateway) -> list[FleetMove]:
-        """Drains of engines on nodes that are to go, but for the last that serves: it stays as long as its node."""
+        """Drains of engines on leaving nodes, except the last serving engine: it stays as long as its node."""
         moves = []
         for engine in self._doomed(gateway):
             seat = gateway.seat_of(engine)

@@ -17,8 +17,8 @@ REMEMBERED_PROMPTS = 4096
 """Prompts whose images are remembered: those of a few batches."""
 
 MAX_CONCURRENT_QUERIES = 16
-"""Questions at a time of all hosts together. An environment says which images it needs on its host's loop, where its
-other episodes wait meanwhile."""
+"""Concurrent queries to all hosts together. An environment names its images on its host's loop, where the host's other
+episodes wait meanwhile."""
 
 
 class ImageResolver:
@@ -27,7 +27,7 @@ class ImageResolver:
     time, nor again while it is remembered."""
 
     def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
-        """`seen` is told what a host said, also of those that it has."""
+        """`seen` is called with each host and its answer, which includes the images that it has."""
         self._leases = leases
         self._pull_s = pull_s
         self._seen = seen

@@ -1,4 +1,4 @@
-"""Places on environment hosts: who holds one, who waits for one, and who gives one up."""
+"""Slots of episodes on environment hosts: assignment, waiting, and preemption of prefetched episodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeping the plan right while the run goes on: prices, flows, and now and then other instances.
 
 Three tempos (facts of queueing and of solvers set them): prices every few seconds, flows at fixed instances about every
-half minute, instances when the work has drifted, an engine is gone for good, a pool is down, or somebody says so.
+half minute, instances when the work has drifted, an engine is gone for good, a pool is down, or on request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Change:
 
 
 class _PlannerFailed(Exception):
-    """The planner failed: nothing is known, which is not the same as no better plan."""
+    """The planner failed, which differs from finding no better plan."""
 
 
 class Rebalancer:
@@ -109,7 +109,7 @@ class Rebalancer:
         self._flowed: frozenset[EngineKind] | None = None
         """Kinds of engine that served when flows were computed last."""
         self._failing: dict[str, str] = {}
-        """What the planner could not answer the last time, and why."""
+        """Requests that the planner failed last time, with the cause."""
 
     def move_by(self, fleet: Fleet) -> None:
         """From now on drains and starts are made, by this fleet."""

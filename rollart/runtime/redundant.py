@@ -1,4 +1,4 @@
-"""Redundant environments under way: how many more to start now, and what the cancelled ones looked like."""
+"""Redundant rollouts: the number of extra groups and members, and statistics of the cancelled ones."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ UNKNOWN_HOST = ""
 
 
 class RedundancyController:
-    """What redundancy launches. Synchronous; called by the scheduler alone.
+    """The extra groups and members to launch. Synchronous; called by the scheduler alone.
 
-    Health counts attempts that met an infrastructure fault. What redundancy cancelled itself is no evidence: it would
-    keep itself alive.
+    Health counts attempts that met an infrastructure fault. Attempts that redundancy itself cancelled do not count, or
+    redundancy would sustain itself.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RedundancyController:
 
 
 class SelectionBiasReport:
-    """What was cancelled as redundant, or filtered (`kind`: the event), beside what was kept, over the last of each."""
+    """Compares recent cancelled or filtered trajectories (`kind`: the event) with recent kept ones."""
 
     def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT, *, on: bool) -> None:
         self._recorder = recorder

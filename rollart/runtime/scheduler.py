@@ -40,7 +40,7 @@ FAULT_WINDOW_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """`rules` say how far rollout runs ahead and what becomes of what is too old; `steps` training steps in all;
+    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps` training steps in all;
     `max_attempts` per group before its prompt is given up; faults above `max_fault_rate` end the run once there are
     `min_faults`."""
 
@@ -174,7 +174,7 @@ class Scheduler:
         await self._write_drops()
 
     def close(self) -> None:
-        """Training is over: nothing more is admitted, and surplus groups end."""
+        """Training is over: admit no more groups, and end surplus ones."""
         self._attempts.closed = True
         self._end_surplus()
         self._freed.set()
@@ -185,7 +185,7 @@ class Scheduler:
             self._surplus(GroupId(group_id), self._domains[domain])
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
-        """A version is current: free the slots of what it consumed, abort what is now too old."""
+        """A version is current: free the slots of the consumed groups, and abort stale trajectories."""
         for group in consumed:
             self._admitting.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
@@ -204,7 +204,7 @@ class Scheduler:
         self._freed.set()
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
-        """The trainer will not train these: give them up, free their slots."""
+        """The trainer refused these groups: drop them and free their slots."""
         self._buffer.refused(groups)
         if self._shares is not None:
             self._shares.refused(groups)
@@ -225,8 +225,8 @@ class Scheduler:
             self._freed.set()
 
     async def drained(self) -> None:
-        """Returns when weights may change: at once, or when no trajectory is under way (whole batches end under the
-        weights that they began with)."""
+        """Returns when weights may change: at once, or when no trajectory is live (whole batches end under their
+        initial weights)."""
         while not self._rules.may_publish(running=self._groups.live()):
             self._attempts.quiet.clear()
             await self._attempts.quiet.wait()
@@ -327,7 +327,7 @@ class Scheduler:
         together.left(group, member)
 
     def _completed(self, run: GroupRun) -> None:
-        """A group has its samples. What is surplus by that ends, in a schedule of whole batches."""
+        """A group has its samples. In a schedule of whole batches, groups that became surplus end."""
         if self._pace is not None:
             seconds = asyncio.get_running_loop().time() - run.opened
             self._pace.completed(str(run.seed), run.domain.name, seconds)
@@ -397,7 +397,7 @@ class Scheduler:
         self._freed.set()
 
     async def _write_drops(self) -> None:
-        """What is put off is admitted anew before its old launch goes: a crash between the two loses nothing."""
+        """Admit deferred groups again before their old launches are dropped: a crash in between loses nothing."""
         drops, self._drops = self._drops, []
         again, self._again = self._again, []
         await asyncio.gather(*(self._journal.admit(*group) for group in again))

@@ -1,4 +1,4 @@
-"""Skew-aware dispatch while a run goes on: who is long, and which engines are for those (StreamRL §4.3).
+"""Skew-aware dispatch during a run: prediction of long trajectories, and engines reserved for them (StreamRL §4.3).
 
 Everything is learned from what finishes here: lengths by prompt and domain, seconds per token by kind of engine and
 batch. A resumed run starts anew, and knows as much again after a few dozen trajectories.
@@ -19,7 +19,7 @@ from rollart.runtime.turn import TurnRequest
 __all__ = ["SkewAwareDispatcher"]
 
 MIN_PREDICTIONS = 32
-"""Predictions before anybody is called long: a few groups."""
+"""Predictions before a trajectory may be classified as long: a few groups."""
 
 PREDICTION_WINDOW = 512
 """Predictions of late whose upper share is long: about what is in flight."""

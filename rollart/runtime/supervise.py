@@ -1,5 +1,5 @@
 """Keeping the parts alive: an engine that dies or stops answering is restarted with the current weights, a bounded
-number of times; a run without progress names who holds what and fails loudly."""
+number of times; a run without progress fails with the open leases and their owners."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ENGINE_RESTART = "engine_restart"
 """Why an engine starts once more: it was lost."""
 
 NO_NODE = "no_node"
-"""Why it does not: no node is there that could hold it, and nobody else serves."""
+"""The cause of the wait for a node: no node can hold the engine, and no other engine serves."""
 
 
 class EnginePart(Protocol):
@@ -142,7 +142,7 @@ class EngineSupervisor:
         self._watches[part.id] = self._tasks.create_task(self.watch(part), name=f"watch {part.id}")
 
     async def release(self, engine_id: EngineId) -> None:
-        """Its end is wanted: from now on nobody brings it back, and it is no failure that it goes."""
+        """Its end is intended: it is no longer restarted, and its exit is not a failure."""
         watch = self._watches.pop(engine_id, None)
         if watch is not None:
             watch.cancel()
@@ -152,7 +152,7 @@ class EngineSupervisor:
         self._waiting.pop(engine_id, None)
 
     async def give_up(self, engine_id: EngineId, cause: str) -> bool:
-        """Nobody brings it back any more. False, and nothing has changed, where no other engine serves."""
+        """Stop restarting the engine. False, without any change, if no other engine serves."""
         if not self._gateway.spare(engine_id):
             return False
         await self.release(engine_id)
@@ -224,7 +224,7 @@ class EngineSupervisor:
                     await asyncio.sleep(_back_off_s(restarts))
 
     def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
-        """Nobody serves. `PartDied` unless a node may still come for it."""
+        """No engine serves. `PartDied` unless a node may still come for this one."""
         if not homeless or not self._patience_s:
             raise PartDied(
                 engine_id,

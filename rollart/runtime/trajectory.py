@@ -258,7 +258,7 @@ class TrajectoryRunner:
 
     async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
         """An agent program's episode: it asks, as long as it likes or has turns left. What it makes of an answer is its
-        own matter, so staleness is judged before each is given out."""
+        own matter, so staleness is checked before each answer is given out."""
         self._barrier.join()
         episode: HarnessEpisode | None = None
         try:
@@ -337,7 +337,7 @@ class TrajectoryRunner:
         return self._tokenizer.decode(said)
 
     def _judge(self, live: TrajectoryState) -> None:
-        """I2 between two turns, and before anybody acts on an answer."""
+        """Enforce I2 between two turns, and before an answer takes effect."""
         if live.purpose is _TRAIN and self.stale(live.v0):
             raise TrajectoryAborted(AbortReason.STALE)
 
@@ -371,12 +371,12 @@ class TrajectoryRunner:
     async def _reset(
         self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
     ) -> Observation:
-        """The first observation, of a reset of its own or of one that was begun before it."""
+        """The first observation, of its own reset or of a prefetched one."""
         try:
             await (
                 prepare_environment(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared()
             )
-            self._barrier.join()  # not before: who waits for a place holds up nobody that has one
+            self._barrier.join()  # not before: waiting for a host slot must not delay running trajectories
             live.joined = True
             with (
                 self._leases.hold(
