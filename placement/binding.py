@@ -22,7 +22,7 @@ def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> t
     pools, t = p.problem.pools, p.tableau
     weight: dict[str, float] = {}
     used = dict.fromkeys(range(len(pools)), 0)
-    for g, column, size in p.used():
+    for g, column, size in p.device_columns():
         used[g] += round(float(x[column])) * size
 
     def count(what: str, value: float) -> None:
@@ -60,13 +60,13 @@ def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> t
 
 def _holding_shares(p: PlacementProgram, x: Floats, j: int, own: float) -> Iterator[tuple[str, float]]:
     """The shares of a slot's holding time that are training, if more devices would shorten it, and publishing."""
-    place = next(place for place in p.trainers if x[place.devices] > 0.5)
-    names, size = [pool.name for pool in p.problem.pools], round(float(x[place.devices]))
-    train_s = holding.training_step_s(p, place, size)
+    option = next(option for option in p.trainers if x[option.devices] > 0.5)
+    names, size = [pool.name for pool in p.problem.pools], round(float(x[option.devices]))
+    train_s = holding.training_step_s(p, option, size)
     serving = {names[unit.pool] for u, unit in enumerate(p.tableau.units) if x[p.units[u]] > 0.5}
-    publish_s = p.problem.publish_s(names[place.pool], serving)
-    rest = p.held[place.pool][0][j] * own * float(x[place.rate]) / (train_s + publish_s)
-    if size < place.most and holding.fixed_trainer_size(p, place) is None:
+    publish_s = p.problem.publish_s(names[option.pool], serving)
+    rest = p.held[option.pool][0][j] * own * float(x[option.rate]) / (train_s + publish_s)
+    if size < option.most and holding.fixed_trainer_size(p, option) is None:
         yield "the trainer", rest * train_s
     yield f"publishing: {publish_s:.3g} s", rest * publish_s
 

@@ -54,14 +54,14 @@ def solve_relaxation(
     """The optimum with fractional instances over all paths; adds the columns that it needs. Its bound is within `near`
     of its value, and above that of any solution (Farley, 1990)."""
     values: list[float] = []
-    shut = p.shut(fix)
+    unusable = p.unusable_paths(fix)
     for _ in range(MAX_ROUNDS):
-        answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed(fix), **(fix or {})})
+        answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed_columns(fix), **(fix or {})})
         if answer is None or len(p.path_at) == len(p.tableau.paths):
             return answer
-        gain = p.priced(answer.duals if fix else _raised_duals(p, answer))
+        gain = p.reduced_gains(answer.duals if fix else _raised_duals(p, answer))
         gain[p.path_at] = 0.0
-        gain[shut] = 0.0
+        gain[unusable] = 0.0
         better = np.nonzero(gain > GAIN_TOLERANCE)[0]
         most = np.zeros(len(p.tableau.weights))
         np.maximum.at(most, p.tableau.paths.domain, gain)

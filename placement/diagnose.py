@@ -83,20 +83,20 @@ def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
     """Relax inventory, budget, changes, replicas and the trainer's size by as little as possible."""
     m, problem = p.matrix, p.problem
     slack: dict[int, float] = {}
-    words: list[tuple[int, Callable[[float], str]]] = []
+    descriptions: list[tuple[int, Callable[[float], str]]] = []
 
-    def give(key: tuple[object, ...], sign: float, scale: float, say: Callable[[float], str]) -> None:
+    def relax(key: tuple[object, ...], sign: float, scale: float, describe: Callable[[float], str]) -> None:
         column = m.column(high=MAX_EXTRA_INSTANCES * scale)
         m.add(key, [column], [sign])
         slack[column] = -1.0 / scale
-        words.append((column, say))
+        descriptions.append((column, describe))
 
     for g, pool in enumerate(problem.pools):
-        give(("pool", g), -1.0, pool.count, functools.partial(_missing_devices, pool))
+        relax(("pool", g), -1.0, pool.count, functools.partial(_missing_devices, pool))
     if m.has(("budget",)):
         usd = problem.budget_usd_per_hour or 0.0
         everything = sum(q.count * q.usd_per_device_hour for q in problem.pools)
-        give(
+        relax(
             ("budget",),
             -1.0,
             max(1.0, everything / usd),
@@ -104,9 +104,9 @@ def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
         )
     if m.has(("changes",)) and problem.running is not None:
         most = problem.running.max_changed_devices or 0
-        give(("changes",), -1.0, max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")
+        relax(("changes",), -1.0, max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")
     for role, least in sorted(problem.min_replicas.items()):
-        give(("replicas", role), 1.0, least, functools.partial(_missing_replicas, role, least))
+        relax(("replicas", role), 1.0, least, functools.partial(_missing_replicas, role, least))
     for column in [*p.units, *p.reward_units.values(), *p.environments.values()]:
         if m.low[column] < m.high[column]:
             m.high[column] += MAX_EXTRA_INSTANCES
@@ -116,7 +116,7 @@ def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
     found = search.search_best(p, slack)
     if found is None:
         return Infeasible("no plan satisfies all constraints together", ("more than one cause",))
-    conflicts = tuple(say(float(found.x[column])) for column, say in words if found.x[column] > 1e-6)
+    conflicts = tuple(describe(float(found.x[column])) for column, describe in descriptions if found.x[column] > 1e-6)
     if not conflicts:
         return Infeasible("no plan was found within the limits of the search", ())
     return Infeasible("; ".join(conflicts), conflicts)

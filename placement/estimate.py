@@ -139,22 +139,22 @@ class ProfileEstimator:
         """Trajectories of a domain seen so far, whatever they still weigh."""
         return self._domains[domain].count if domain in self._domains else 0
 
-    def add(self, seen: ObservedTrajectory) -> None:
+    def add(self, observed: ObservedTrajectory) -> None:
         self._seen += 1
-        self._now = max(self._now, seen.t)
-        at = seen.t if self._by_time else float(self._seen)
-        known = self._domains.get(seen.domain)
+        self._now = max(self._now, observed.t)
+        at = observed.t if self._by_time else float(self._seen)
+        known = self._domains.get(observed.domain)
         if known is None:
-            known = _DomainEstimator(random.Random(f"{self._seed}/{seen.domain}"), at)
-            self._domains[seen.domain] = known
+            known = _DomainEstimator(random.Random(f"{self._seed}/{observed.domain}"), at)
+            self._domains[observed.domain] = known
         if at > known.age:
             self._decay(known, at)
         weight = self._share(known.age - at)
         known.count += 1
         known.weight += weight
-        for name, value in _figures(seen).items():
+        for name, value in _figures(observed).items():
             known.sums[name] += weight * value
-        self._keep(known, seen, at)
+        self._keep(known, observed, at)
 
     def profile(self, domain: str) -> DomainProfile:
         """The work of a trajectory of the domain. `weight` is the domain's share of the recent trajectories; shares sum
@@ -207,16 +207,16 @@ class ProfileEstimator:
         now = self._now if self._by_time else float(self._seen)
         return max(known.weight * self._share(now - known.age), 1e-300)
 
-    def _keep(self, known: _DomainEstimator, seen: ObservedTrajectory, at: float) -> None:
+    def _keep(self, known: _DomainEstimator, observed: ObservedTrajectory, at: float) -> None:
         """Keep the trajectories with the largest log(weight) + Gumbel noise: a sample without replacement in which the
         chances are those of the weights. Weights grow with `at` instead of decaying, so priorities never change."""
         grown = 0.0 if self._half_life is None else at * math.log(2.0) / self._half_life
         noise = -math.log(-math.log(known.random.uniform(1e-12, 1.0 - 1e-12)))
         figures = (
-            float(seen.turns),
-            seen.first_tokens,
-            seen.new_tokens / (seen.turns - 1) if seen.turns > 1 else math.nan,
-            seen.output_tokens / seen.turns,
+            float(observed.turns),
+            observed.first_tokens,
+            observed.new_tokens / (observed.turns - 1) if observed.turns > 1 else math.nan,
+            observed.output_tokens / observed.turns,
         )
         entry = (grown + noise, known.count, figures)
         if len(known.sample) < RESERVOIR:
@@ -265,10 +265,10 @@ def _change(x: float, y: float) -> float:
     return high / low - 1.0 if low > 0 else math.inf
 
 
-def _figures(seen: ObservedTrajectory) -> dict[str, float]:
-    figures = {name: float(getattr(seen, name)) for name in SUMMED if name not in ("later", "scored", "reward_s")}
-    known = seen.reward_s is not None
-    return figures | {"later": seen.turns - 1.0, "scored": float(known), "reward_s": seen.reward_s or 0.0}
+def _figures(observed: ObservedTrajectory) -> dict[str, float]:
+    figures = {name: float(getattr(observed, name)) for name in SUMMED if name not in ("later", "scored", "reward_s")}
+    known = observed.reward_s is not None
+    return figures | {"later": observed.turns - 1.0, "scored": float(known), "reward_s": observed.reward_s or 0.0}
 
 
 def _quantity(mean: float, drawn: Sequence[float]) -> Quantity:

@@ -48,28 +48,28 @@ def add_window_rows(p: PlacementProgram) -> None:
         return
     for j in range(len(p.tableau.weights)):
         m.row(("window", j))
-    for place in p.rewards:
-        if place.unit is None and problem.functions is not None:
-            waiting = problem.functions.overhead_s * p.scale / _slots_by_domain(p)[place.domain]
-            m.add(("window", place.domain), [place.column], [waiting])
+    for option in p.rewards:
+        if option.unit is None and problem.functions is not None:
+            waiting = problem.functions.overhead_s * p.scale / _slots_by_domain(p)[option.domain]
+            m.add(("window", option.domain), [option.column], [waiting])
 
 
 def _slots_by_domain(p: PlacementProgram) -> Floats:
     return p.problem.trajectories_in_flight * p.tableau.weights
 
 
-def fixed_trainer_size(p: PlacementProgram, place: TrainerOption) -> float | None:
+def fixed_trainer_size(p: PlacementProgram, option: TrainerOption) -> float | None:
     """The given number of devices of a trainer; None if it is free."""
-    train, low, high = p.problem.train, p.matrix.low[place.devices], p.matrix.high[place.devices]
+    train, low, high = p.problem.train, p.matrix.low[option.devices], p.matrix.high[option.devices]
     if low == high:
         return low
     return None if train is None or train.devices is None else float(train.devices)
 
 
-def training_step_s(p: PlacementProgram, place: TrainerOption, devices: float) -> float:
+def training_step_s(p: PlacementProgram, option: TrainerOption, devices: float) -> float:
     """Seconds of a training step on `devices` devices."""
     assert p.problem.train is not None, "there is a place to train"
-    return p.problem.train.batch * (place.work / devices + place.fixed)
+    return p.problem.train.batch * (option.work / devices + option.fixed)
 
 
 def mean_seconds_in_flight(p: PlacementProgram, x: Floats) -> Floats:
@@ -98,23 +98,23 @@ def set_holding_times(
     assert p.problem.train is not None, "there is a place to train"
     m, each = p.matrix, p.scale / p.problem.trajectories_in_flight
     owns = [max(slope.own, MIN_SLOPE) / slope.started for slope in at]  # flows count trajectories that start
-    for place in p.trainers:
-        size = fixed_trainer_size(p, place)
+    for option in p.trainers:
+        size = fixed_trainer_size(p, option)
         if size == 0:
             continue
-        rest_s, least = train_s + publish_s, float(place.least)
+        rest_s, least = train_s + publish_s, float(option.least)
         if size is not None:
-            rest_s = training_step_s(p, place, size) + publish_s
+            rest_s = training_step_s(p, option, size) + publish_s
         else:
-            left = (least_s or train_s) / p.problem.train.batch - place.fixed
-            least = max(least, place.work / left) if left > 0 else p.problem.pools[place.pool].count + 1.0
+            left = (least_s or train_s) / p.problem.train.batch - option.fixed
+            least = max(least, option.work / left) if left > 0 else p.problem.pools[option.pool].count + 1.0
         terms = [slope.rest / own * rest_s * each for slope, own in zip(at, owns, strict=True)]
-        before, fewest = p.held.get(place.pool, ([0.0] * len(terms), float(place.least)))
+        before, fewest = p.held.get(option.pool, ([0.0] * len(terms), float(option.least)))
         for j, term in enumerate(terms):
-            m.add(("window", j), [place.rate], [term - before[j]])
+            m.add(("window", j), [option.rate], [term - before[j]])
         if size is None:
-            m.add(("train least", place.pool), [place.chosen], [fewest - least])
-        p.held[place.pool] = (terms, least)
+            m.add(("train least", option.pool), [option.chosen], [fewest - least])
+        p.held[option.pool] = (terms, least)
     for j, (own, slope) in enumerate(zip(owns, at, strict=True)):
         m.limit(("window", j), high=1.0 / own)
         more = float(p.tableau.weights[j]) * (p.started[j] - slope.started)

@@ -70,22 +70,22 @@ class PlacementProgram:
             out[j] += v
         return out
 
-    def used(self) -> list[tuple[int, int, int]]:
+    def device_columns(self) -> list[tuple[int, int, int]]:
         """(pool, column, devices per unit of the column) of every column that takes devices."""
         t = self.tableau
         out = [(unit.pool, self.units[u], unit.tp) for u, unit in enumerate(t.units)]
-        out += [(place.pool, place.devices, 1) for place in self.trainers]
+        out += [(option.pool, option.devices, 1) for option in self.trainers]
         out += [(pool, column, devices) for (pool, devices, _), column in self.reward_units.items()]
         return out + [(pool, column, 1) for pool, column in self.environments.items()]
 
     def cost(self) -> dict[int, float]:
         """$/h of the resources in use, functions included."""
         out: dict[int, float] = {}
-        for pool, column, devices in self.used():
+        for pool, column, devices in self.device_columns():
             out[column] = self.problem.pools[pool].usd_per_device_hour * devices
-        for place in self.rewards:
-            if place.pool < 0:
-                out[place.column] = 3600.0 * place.usd * self.scale
+        for option in self.rewards:
+            if option.pool < 0:
+                out[option.column] = 3600.0 * option.usd * self.scale
         return out
 
     def terms(self, paths: Paths) -> Iterator[tuple[list[RowKey], Ints, Floats]]:
@@ -124,7 +124,7 @@ class PlacementProgram:
             self.matrix.scatter(keys, rows, first, values)
         self.path_at = np.concatenate([self.path_at, which])
 
-    def priced(self, duals: Mapping[RowKey, float]) -> Floats:
+    def reduced_gains(self, duals: Mapping[RowKey, float]) -> Floats:
         """The reduced gain of every path of the tableau: its addition to the objective per unit, at these dual
         prices."""
         gain = np.zeros(len(self.tableau.paths))
@@ -133,18 +133,18 @@ class PlacementProgram:
             gain -= price[rows] * values
         return gain
 
-    def shut(self, within: Mapping[int, float] | None = None) -> NDArray[np.bool_]:
+    def unusable_paths(self, within: Mapping[int, float] | None = None) -> NDArray[np.bool_]:
         """A mask of the tableau's paths that can carry nothing, because one of their units has no instance by its own
         bound or by the upper limit that `within` gives its column."""
         most = np.array([min(self.matrix.high[j], (within or {}).get(j, math.inf)) for j in self.units])
         closed = np.array([*(most <= 0), False])  # the last: paths of one unit have -1 for the other
         paths = self.tableau.paths
-        shut: NDArray[np.bool_] = closed[paths.unit] | closed[paths.first]
-        return shut
+        unusable: NDArray[np.bool_] = closed[paths.unit] | closed[paths.first]
+        return unusable
 
-    def closed(self, within: Mapping[int, float] | None = None) -> dict[int, float]:
-        """The columns of the paths in the mask of `shut`, fixed at 0."""
-        dead = np.nonzero(self.shut(within)[self.path_at])[0] + self.first_path
+    def closed_columns(self, within: Mapping[int, float] | None = None) -> dict[int, float]:
+        """The columns of the paths in the mask of `unusable_paths`, fixed at 0."""
+        dead = np.nonzero(self.unusable_paths(within)[self.path_at])[0] + self.first_path
         return dict.fromkeys(dead.tolist(), 0.0)
 
     @property
@@ -233,13 +233,13 @@ def _add_inventory_rows(p: PlacementProgram) -> None:
     m, pools = p.matrix, p.problem.pools
     for g, pool in enumerate(pools):
         m.row(("pool", g), high=float(pool.count))
-    for g, column, devices in p.used():
+    for g, column, devices in p.device_columns():
         m.add(("pool", g), [column], [float(devices)])
     p.fixed_usd = sum(q.count * q.usd_per_device_hour for q in pools if not q.rented)
     budget = p.problem.budget_usd_per_hour
     if budget is not None:
         cost = p.cost()
-        for g, column, _ in p.used():
+        for g, column, _ in p.device_columns():
             if not pools[g].rented:
                 cost.pop(column, None)
         m.row(("budget",), [(j, v / budget) for j, v in cost.items()], high=(budget - p.fixed_usd) / budget)
@@ -273,7 +273,7 @@ def _columns_of(p: PlacementProgram, role: Role) -> list[int]:
     if role in ROLLOUT_ROLES:
         return [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.role is role]
     if role is Role.TRAINER:
-        return [place.chosen for place in p.trainers]
+        return [option.chosen for option in p.trainers]
     return list(p.reward_units.values()) if role is Role.REWARD else list(p.environments.values())
 
 
@@ -287,11 +287,11 @@ def _fix_instances(p: PlacementProgram, fixed: tuple[Deployment, ...]) -> None:
     for u, unit in enumerate(p.tableau.units):
         count = given.pop((names[unit.pool], unit.role, unit.tp), 0)
         m.low[p.units[u]] = m.high[p.units[u]] = float(count)
-    for place in p.trainers:
+    for option in p.trainers:
         if Role.TRAINER in roles:
-            devices = sum(k[2] * given.pop(k) for k in list(given) if k[:2] == (names[place.pool], Role.TRAINER))
-            m.low[place.devices] = m.high[place.devices] = float(devices)
-            m.low[place.chosen] = m.high[place.chosen] = float(devices > 0)
+            devices = sum(k[2] * given.pop(k) for k in list(given) if k[:2] == (names[option.pool], Role.TRAINER))
+            m.low[option.devices] = m.high[option.devices] = float(devices)
+            m.low[option.chosen] = m.high[option.chosen] = float(devices > 0)
     for (g, tp, _), column in p.reward_units.items():
         if Role.REWARD in roles:
             m.low[column] = m.high[column] = float(given.pop((names[g], Role.REWARD, tp), 0))
@@ -315,9 +315,9 @@ def _add_change_rows(p: PlacementProgram) -> None:
         for u, unit in enumerate(p.tableau.units):
             if unit.pool == g:
                 now.setdefault((pool.name, "rollout", unit.tp), []).append((p.units[u], float(unit.tp)))
-        for place in p.trainers:
-            if place.pool == g:
-                now.setdefault((pool.name, "trainer", 1), []).append((place.devices, 1.0))
+        for option in p.trainers:
+            if option.pool == g:
+                now.setdefault((pool.name, "trainer", 1), []).append((option.devices, 1.0))
         if not now:
             continue
         changed = m.column()

@@ -172,11 +172,11 @@ def _deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
             names[unit.pool], unit.role, unit.tp, n, batch, min(1.0, busy / n), min(1.0, held / (n * unit.kv_gb))
         )
     rate = float(x[p.rate]) * p.scale
-    for place in p.trainers:
-        m = round(x[place.devices])
+    for option in p.trainers:
+        m = round(x[option.devices])
         if m >= 1:
-            share = rate * (place.work / m + place.fixed)
-            yield Deployment(names[place.pool], Role.TRAINER, m, 1, 1.0, min(1.0, share))
+            share = rate * (option.work / m + option.fixed)
+            yield Deployment(names[option.pool], Role.TRAINER, m, 1, 1.0, min(1.0, share))
     yield from _side_deployments(p, x)
 
 
@@ -234,7 +234,7 @@ def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
 def _idle_usd(p: PlacementProgram, x: Floats) -> float:
     """$/h of devices that are paid but unused."""
     used = [0.0] * len(p.problem.pools)
-    for g, column, devices in p.used():
+    for g, column, devices in p.device_columns():
         used[g] += round(x[column]) * devices
     return sum(
         (q.count - n) * q.usd_per_device_hour for q, n in zip(p.problem.pools, used, strict=True) if not q.rented

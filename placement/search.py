@@ -124,7 +124,7 @@ def _unused_units(p: PlacementProgram, near: MilpSolution, found: MilpSolution |
 
 def _column_limits(p: PlacementProgram, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
     """Column limits: at most `most` instances of these units, and no flow on paths of units without instances."""
-    return {column: (0.0, high) for column, high in {**p.closed(most), **most}.items()}
+    return {column: (0.0, high) for column, high in {**p.closed_columns(most), **most}.items()}
 
 
 def _value(p: PlacementProgram, objective: Mapping[int, float], answer: MilpSolution) -> float:

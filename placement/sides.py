@@ -83,7 +83,7 @@ def add_training(p: PlacementProgram) -> None:
         if pool.device.is_cpu and pool.memory_gb is None:
             p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
         devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
-        place = TrainerOption(
+        option = TrainerOption(
             g,
             devices,
             chosen,
@@ -93,28 +93,28 @@ def add_training(p: PlacementProgram) -> None:
             least,
             min(found.most, pool.count),
         )
-        p.trainers.append(place)
-        _add_trainer_rows(p, place, train)
+        p.trainers.append(option)
+        _add_trainer_rows(p, option, train)
     m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
     m.row(("one trainer",), [(t.chosen, 1.0) for t in p.trainers], low=1.0, high=1.0)
 
 
-def _add_trainer_rows(p: PlacementProgram, place: TrainerOption, train: TrainingWork) -> None:
-    m, g = p.matrix, place.pool
+def _add_trainer_rows(p: PlacementProgram, option: TrainerOption, train: TrainingWork) -> None:
+    m, g = p.matrix, option.pool
     if train.devices is not None:
-        m.row(("train size", g), [(place.devices, 1.0), (place.chosen, -float(train.devices))], low=0.0, high=0.0)
+        m.row(("train size", g), [(option.devices, 1.0), (option.chosen, -float(train.devices))], low=0.0, high=0.0)
     else:
-        m.row(("train most", g), [(place.devices, 1.0), (place.chosen, -float(place.most))], high=0.0)
-        m.row(("train least", g), [(place.devices, 1.0), (place.chosen, -float(place.least))], low=0.0)
-    points = [train.devices - 1, train.devices] if train.devices else _chord_points(place.most, place.fixed)
+        m.row(("train most", g), [(option.devices, 1.0), (option.chosen, -float(option.most))], high=0.0)
+        m.row(("train least", g), [(option.devices, 1.0), (option.chosen, -float(option.least))], low=0.0)
+    points = [train.devices - 1, train.devices] if train.devices else _chord_points(option.most, option.fixed)
 
     def rate(devices: int) -> float:
-        return devices / (place.work + place.fixed * devices)
+        return devices / (option.work + option.fixed * devices)
 
     for a, b in itertools.pairwise(points):
         slope = (rate(b) - rate(a)) / (b - a)
         base = rate(a) - slope * a
-        terms = [(place.rate, 1.0), (place.devices, -slope / p.scale), (place.chosen, -base / p.scale)]
+        terms = [(option.rate, 1.0), (option.devices, -slope / p.scale), (option.chosen, -base / p.scale)]
         m.row(("train", g, a), terms, high=0.0)
 
 
@@ -151,8 +151,8 @@ def add_rewards(p: PlacementProgram) -> None:
     for j, domain in enumerate(problem.domains):
         if domain.reward is None:
             continue
-        places = list(_reward_options(p, j, domain.reward))
-        if not places:
+        options = list(_reward_options(p, j, domain.reward))
+        if not options:
             why = _unplaced_reason(problem, domain.name, domain.reward)
             if domain.reward.latency_s is not None and domain.reward.seconds > domain.reward.latency_s:
                 m.row(("latency", j), low=1.0, high=1.0)  # infeasible on purpose
@@ -160,15 +160,15 @@ def add_rewards(p: PlacementProgram) -> None:
             else:
                 p.notes.append(why)
             continue
-        p.rewards += places
+        p.rewards += options
         share = float(p.tableau.weights[j])
-        m.row(("reward", j), [(p.rate, -share), *((q.column, 1.0) for q in places)], low=0.0, high=0.0)
-        for place in places:
-            if place.unit is not None:
-                m.add(("scoring", *place.unit), [place.column], [domain.reward.seconds * p.scale])
+        m.row(("reward", j), [(p.rate, -share), *((q.column, 1.0) for q in options)], low=0.0, high=0.0)
+        for option in options:
+            if option.unit is not None:
+                m.add(("scoring", *option.unit), [option.column], [domain.reward.seconds * p.scale])
             elif m.has(("in flight",)) and problem.functions is not None:
                 waiting = problem.functions.overhead_s * p.scale / problem.trajectories_in_flight
-                m.add(("in flight",), [place.column], [waiting])
+                m.add(("in flight",), [option.column], [waiting])
 
 
 def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:

@@ -234,10 +234,10 @@ def _cost_objective(p: PlacementProgram, *, sunk: bool = False) -> dict[int, flo
     """
     price = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
     terms = {j: -v for j, v in p.cost().items()}
-    for pool, column, _ in p.used():
+    for pool, column, _ in p.device_columns():
         if sunk and not p.problem.pools[pool].rented:
             terms[column] *= OWNED_DEVICE_WEIGHT
-    for _, column, devices in p.used():
+    for _, column, devices in p.device_columns():
         terms[column] = terms.get(column, 0.0) - 1e-3 * price * devices
     for column in p.changed:
         terms[column] = -1e-3 * price

@@ -61,7 +61,7 @@ class _TrainerCase:
     """A training pool and the pools that may serve with it: all that a version reaches in `publish_s`. `seconds` in
     flight by domain are those of the last solution; slopes are taken there."""
 
-    place: TrainerOption
+    option: TrainerOption
     publish_s: float
     serving: frozenset[int]
     seconds: Floats
@@ -82,14 +82,14 @@ class _TrainerCase:
 def fits_its_window(p: PlacementProgram, x: Floats) -> bool:
     """True if a plan that was solved without its window fits it. The window's rows are then set in `p` for further
     solutions."""
-    place = _trainer(p, x)
-    if p.problem.window is None or place is None or not p.matrix.has(("window", 0)):
+    option = _trainer(p, x)
+    if p.problem.window is None or option is None or not p.matrix.has(("window", 0)):
         return True
     serving = frozenset(t.pool for u, t in enumerate(p.tableau.units) if x[p.units[u]] > 0.5)
-    train_s, publish_s = holding.training_step_s(p, place, round(x[place.devices])), _publish_s(p, place, serving)
+    train_s, publish_s = holding.training_step_s(p, option, round(x[option.devices])), _publish_s(p, option, serving)
     if not holding.fits_window(p, x, train_s, publish_s):
         return False
-    _TrainerCase(place, publish_s, serving, holding.mean_seconds_in_flight(p, x)).hold(p, train_s)
+    _TrainerCase(option, publish_s, serving, holding.mean_seconds_in_flight(p, x)).hold(p, train_s)
     return True
 
 
@@ -100,13 +100,13 @@ def solve_within_window(
     in flight by domain."""
     found: WindowedPlan | None = None
     best = most = -math.inf
-    hopes = []
+    candidates = []
     for case in _cases(p, seconds):
         with _restrict_to_case(p, case):
-            low, high = _step_seconds_range(p, case.place)
-            hopes.append((_case_bound(p, case, worth, low, high), low, high, case))
-    for hope, low, high, case in sorted(hopes, key=lambda each: -each[0]):
-        if hope <= best:
+            low, high = _step_seconds_range(p, case.option)
+            candidates.append((_case_bound(p, case, worth, low, high), low, high, case))
+    for limit, low, high, case in sorted(candidates, key=lambda each: -each[0]):
+        if limit <= best:
             continue
         with _restrict_to_case(p, case):
             train_s, reached, bound = _peak_step_seconds(p, case, worth, low, high)
@@ -134,27 +134,27 @@ def _cases(p: PlacementProgram, seconds: Floats) -> Iterator[_TrainerCase]:
     """One case per trainer and publish time, with the pools that a version reaches in that time; the largest set
     first."""
     serving = frozenset(unit.pool for unit in p.tableau.units)
-    for place in p.trainers:
-        if p.matrix.high[place.devices] <= 0:
+    for option in p.trainers:
+        if p.matrix.high[option.devices] <= 0:
             continue
-        takes = {g: _publish_s(p, place, {g}) for g in serving}
+        takes = {g: _publish_s(p, option, {g}) for g in serving}
         shorter = math.inf
         for publish_s in sorted(set(takes.values()), reverse=True):
             if publish_s * PUBLISH_TIME_FACTOR <= shorter:
-                yield _TrainerCase(place, publish_s, frozenset(g for g in serving if takes[g] <= publish_s), seconds)
+                yield _TrainerCase(option, publish_s, frozenset(g for g in serving if takes[g] <= publish_s), seconds)
                 shorter = publish_s
 
 
-def _publish_s(p: PlacementProgram, place: TrainerOption, serving: Iterable[int]) -> float:
+def _publish_s(p: PlacementProgram, option: TrainerOption, serving: Iterable[int]) -> float:
     names = [pool.name for pool in p.problem.pools]
-    return p.problem.publish_s(names[place.pool], {names[g] for g in serving})
+    return p.problem.publish_s(names[option.pool], {names[g] for g in serving})
 
 
 @contextmanager
 def _restrict_to_case(p: PlacementProgram, case: _TrainerCase) -> Iterator[None]:
     """Within this context no other pool trains, and only the case's pools serve."""
     m = p.matrix
-    shut = [c for t in p.trainers if t is not case.place for c in (t.devices, t.chosen)]
+    shut = [c for t in p.trainers if t is not case.option for c in (t.devices, t.chosen)]
     shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool not in case.serving]
     before = [(c, m.high[c]) for c in shut]
     for c in shut:
@@ -166,11 +166,11 @@ def _restrict_to_case(p: PlacementProgram, case: _TrainerCase) -> Iterator[None]
             m.high[c] = high
 
 
-def _step_seconds_range(p: PlacementProgram, place: TrainerOption) -> tuple[float, float]:
+def _step_seconds_range(p: PlacementProgram, option: TrainerOption) -> tuple[float, float]:
     """Seconds of a step on the largest useful trainer and on the smallest."""
-    size = holding.fixed_trainer_size(p, place)
-    least, most = (place.least, place.most) if size is None else (size, size)
-    return holding.training_step_s(p, place, most), holding.training_step_s(p, place, least)
+    size = holding.fixed_trainer_size(p, option)
+    least, most = (option.least, option.most) if size is None else (size, size)
+    return holding.training_step_s(p, option, most), holding.training_step_s(p, option, least)
 
 
 def _peak_step_seconds(
@@ -208,30 +208,30 @@ def _integer_plan(
     """The best integer plan near this step duration, then with the trainer that this plan leaves room for and with the
     trajectory lengths that it has. Without a plan there, neighbouring trainer sizes are tried."""
     found: WindowedPlan | None = None
-    told, tried, missed = list[str](), dict[float, Floats](), 0
-    ahead = _trainer_sizes(p, case, train_s, worth)
-    while ahead and len(told) < MAX_SOLUTIONS and missed < MAX_MISSES:
-        hope, size = ahead.pop(0)
+    attempts, tried, missed = list[str](), dict[float, Floats](), 0
+    queue = _trainer_sizes(p, case, train_s, worth)
+    while queue and len(attempts) < MAX_SOLUTIONS and missed < MAX_MISSES:
+        limit, size = queue.pop(0)
         tried[size] = case.seconds
-        if found is not None and hope <= _required_value(p, found):
+        if found is not None and limit <= _required_value(p, found):
             continue
         answer = _plan_at_size(p, case, size, solve)
         if answer is None:
             missed += 1
-            beside = {size - 1, size + 1, *(s for _, s in ahead)}
-            again = found is None and holding.fixed_trainer_size(p, case.place) is None
-            ahead = [each for each in _ranked_sizes(p, case, beside, worth) if each[1] not in tried] if again else []
+            beside = {size - 1, size + 1, *(s for _, s in queue)}
+            again = found is None and holding.fixed_trainer_size(p, case.option) is None
+            queue = [each for each in _ranked_sizes(p, case, beside, worth) if each[1] not in tried] if again else []
             continue
-        devices = round(answer.x[case.place.devices])
-        told.append(f"{float(answer.x[p.rate]) * p.scale:.4g}/s with {devices} devices")
+        devices = round(answer.x[case.option.devices])
+        attempts.append(f"{float(answer.x[p.rate]) * p.scale:.4g}/s with {devices} devices")
         if found is not None and _plan_value(answer.p, answer.x) <= _required_value(p, found):
             continue
         found = answer
         room = float(_max_trainer_size(answer.p, case, answer.x))
         if room not in tried or not np.allclose(tried[room], case.seconds, rtol=STEP_TOLERANCE):
-            ahead.insert(0, (math.inf, room))
+            queue.insert(0, (math.inf, room))
     if found is not None:
-        found.p.notes.append(f"training chosen with the window in {case.solved} linear programs: {', '.join(told)}")
+        found.p.notes.append(f"training chosen with the window in {case.solved} linear programs: {', '.join(attempts)}")
     return found
 
 
@@ -244,7 +244,7 @@ def _required_value(p: PlacementProgram, found: WindowedPlan) -> float:
 def _plan_at_size(p: PlacementProgram, case: _TrainerCase, size: float, solve: ProgramSolver) -> WindowedPlan | None:
     """The best plan with a trainer of `size` devices, at slopes near its own. Slopes at which the requested rate is
     infeasible may be too far from those of any plan: they are taken once more at the plan with the best rate."""
-    train_s = holding.training_step_s(p, case.place, size)
+    train_s = holding.training_step_s(p, case.option, size)
     least_cost, last = p.problem.objective is Objective.MIN_COST, None
     once_more = least_cost
     for _ in range(SLOPE_ITERATIONS + 2):
@@ -253,7 +253,7 @@ def _plan_at_size(p: PlacementProgram, case: _TrainerCase, size: float, solve: P
         answer = solve(q)
         if answer is not None:
             x, bound = answer
-            own_s = holding.training_step_s(q, case.place, round(x[case.place.devices]))
+            own_s = holding.training_step_s(q, case.option, round(x[case.option.devices]))
             case.seconds = holding.mean_seconds_in_flight(q, x)
             case.hold(q, own_s)
             last = WindowedPlan(q, x, bound)
@@ -278,10 +278,10 @@ def _trainer_sizes(
 ) -> list[tuple[float, float]]:
     """Integer trainer sizes around the size that a step of `train_s` seconds takes, with their relaxed values, the best
     first."""
-    size, train = holding.fixed_trainer_size(p, case.place), p.problem.train
+    size, train = holding.fixed_trainer_size(p, case.option), p.problem.train
     if size is not None or train is None:
         return [] if size is None else [(math.inf, size)]
-    devices = case.place.work / (train_s / train.batch - case.place.fixed)
+    devices = case.option.work / (train_s / train.batch - case.option.fixed)
     about = {float(around(devices)) + more for around in (math.floor, math.ceil) for more in (-1, 0, 1)}
     return _ranked_sizes(p, case, about, worth)
 
@@ -290,10 +290,10 @@ def _ranked_sizes(
     p: PlacementProgram, case: _TrainerCase, sizes: Iterable[float], worth: RelaxedValuation
 ) -> list[tuple[float, float]]:
     """The values of the relaxed problem at these trainer sizes, and the sizes; the best first."""
-    least, most = case.place.least, case.place.most
+    least, most = case.option.least, case.option.most
 
     def at(size: float) -> float:
-        train_s = holding.training_step_s(p, case.place, size)
+        train_s = holding.training_step_s(p, case.option, size)
         return _case_bound(p, case, worth, train_s, train_s)
 
     possible = {float(max(least, min(most, size))) for size in sizes}
@@ -302,10 +302,10 @@ def _ranked_sizes(
 
 def _max_trainer_size(p: PlacementProgram, case: _TrainerCase, x: Floats) -> int:
     """The largest useful trainer: its devices plus the idle ones of its pool."""
-    g = case.place.pool
-    used = sum(round(float(x[column])) * devices for pool, column, devices in p.used() if pool == g)
-    room = round(float(x[case.place.devices])) + max(p.problem.pools[g].count - used, 0)
-    return min(room, case.place.most)
+    g = case.option.pool
+    used = sum(round(float(x[column])) * devices for pool, column, devices in p.device_columns() if pool == g)
+    room = round(float(x[case.option.devices])) + max(p.problem.pools[g].count - used, 0)
+    return min(room, case.option.most)
 
 
 def _plan_value(p: PlacementProgram, x: Floats) -> float:
@@ -321,4 +321,4 @@ def _plan_value(p: PlacementProgram, x: Floats) -> float:
 
 
 def _trainer(p: PlacementProgram, x: Floats) -> TrainerOption | None:
-    return next((place for place in p.trainers if x[place.devices] > 0.5), None)
+    return next((option for option in p.trainers if x[option.devices] > 0.5), None)

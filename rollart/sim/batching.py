@@ -255,15 +255,15 @@ class ContinuousBatch:
                 waiting.popleft()
                 continue
             need = job.tokens + job.done + 1
-            ahead = self._reserved.pop(job.request.request_id, None) if self._reserved else None
-            if ahead is None:
+            reservation = self._reserved.pop(job.request.request_id, None) if self._reserved else None
+            if reservation is None:
                 room = self.kv_tokens - self._pinned - self._context - self._held
                 if need + (self._spare if running or jobs else 0) > room:
                     break
                 kept = retained.claim(job.request.session, job.request.cache_salt)
             else:
-                self._pinned -= ahead.need
-                kept = ahead.kept
+                self._pinned -= reservation.need
+                kept = reservation.kept
             waiting.popleft()
             if kept > need - 2:
                 kept = need - 2
@@ -271,10 +271,10 @@ class ContinuousBatch:
             self._evict()
             new = need - 1 - kept
             job.phase, job.new = PREFILL, new
-            if job.seen:
+            if job.admitted:
                 self.recomputed_tokens += new
             else:
-                job.seen, job.cached = True, kept
+                job.admitted, job.cached = True, kept
                 self.prompt_tokens += job.tokens
                 self.cached_tokens += kept
             tokens += new

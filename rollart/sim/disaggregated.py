@@ -71,7 +71,7 @@ class DisaggregatedEngine(ModelledEngine):
         versioned: bool = True,
     ) -> None:
         self._exports: dict[str, _Export] = {}
-        self._entering: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
+        self._memory_waiters: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
         super().__init__(name, steps, version=version, limits=limits, load=load)
         self._fabric = fabric
         self._returns, self._versioned = returns, versioned
@@ -88,7 +88,7 @@ class DisaggregatedEngine(ModelledEngine):
         try:
             completion = await super().generate(request)
         finally:
-            self._give_room_back(request, self._version)
+            self._release_reservation(request, self._version)
         prefills = bool(params.get("do_remote_decode"))
         gives_back = pulls and self._returns and params.get("return_kv", True)
         if completion.finish is FinishReason.ABORT or not (prefills or gives_back):
@@ -100,12 +100,12 @@ class DisaggregatedEngine(ModelledEngine):
     async def abort(self, request_ids: Sequence[str]) -> None:
         await super().abort(request_ids)
         for request_id in request_ids:
-            self._forget(request_id)
+            self._drop_export(request_id)
 
     async def release(self, session: str) -> None:
         await super().release(session)
         for name in [n for n, e in self._exports.items() if e.session == session]:
-            self._forget(name)
+            self._drop_export(name)
 
     def _empty(self) -> None:
         super()._empty()
@@ -113,15 +113,15 @@ class DisaggregatedEngine(ModelledEngine):
             if export.expiry is not None:
                 export.expiry.cancel()
         self._exports.clear()
-        for _, room in self._entering:
+        for _, room in self._memory_waiters:
             if not room.done():
                 room.set_exception(EngineError(f"{self._id} died", retryable=True))
-        self._entering.clear()
+        self._memory_waiters.clear()
 
     def _go_on(self) -> None:
-        entering = self._entering
-        while entering and (entering[0][1].done() or self._has_room(entering[0][0])):
-            request, room = entering.popleft()
+        waiters = self._memory_waiters
+        while waiters and (waiters[0][1].done() or self._fits_memory(waiters[0][0])):
+            request, room = waiters.popleft()
             if not room.done():
                 self._reserve(request)
                 room.set_result(None)
@@ -133,7 +133,7 @@ class DisaggregatedEngine(ModelledEngine):
             super()._retain(job, tokens)
             return
         name = job.request.request_id
-        expiry = asyncio.get_running_loop().call_later(self._fabric.lease_s, self._forget, name)
+        expiry = asyncio.get_running_loop().call_later(self._fabric.lease_s, self._drop_export, name)
         self._pinned += tokens
         self._note(job.request, tokens, expiry)
 
@@ -158,7 +158,7 @@ class DisaggregatedEngine(ModelledEngine):
             value["weight_version"] = self._version
         return value
 
-    def _forget(self, name: str) -> None:
+    def _drop_export(self, name: str) -> None:
         """Drop an export that will not be pulled."""
         export = self._exports.pop(name, None)
         if export is not None:
@@ -173,7 +173,7 @@ class DisaggregatedEngine(ModelledEngine):
                 self._go_on()
                 self._arm()
 
-    def _has_room(self, request: GenerateRequest) -> bool:
+    def _fits_memory(self, request: GenerateRequest) -> bool:
         spare = self._spare if self._running or self._round else 0
         return sum(request.token_ids) + 1 + spare <= self.kv_tokens - self._pinned - self._context - self._held
 
@@ -184,7 +184,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._pinned += need
         self._evict()
 
-    def _give_room_back(self, request: GenerateRequest, version: int) -> None:
+    def _release_reservation(self, request: GenerateRequest, version: int) -> None:
         """Release the reservation of a request that will not run. The local part of its prefix is kept if it has the
         current weights."""
         room = self._reserved.pop(request.request_id, None)
@@ -198,14 +198,14 @@ class DisaggregatedEngine(ModelledEngine):
             self._go_on()
             self._arm()
 
-    async def _enter(self, request: GenerateRequest) -> None:
+    async def _wait_for_memory(self, request: GenerateRequest) -> None:
         """Returns when the request has its room."""
         self._catch_up()
-        if not self._entering and self._has_room(request):
+        if not self._memory_waiters and self._fits_memory(request):
             self._reserve(request)
             return
         room = asyncio.get_running_loop().create_future()
-        self._entering.append((request, room))
+        self._memory_waiters.append((request, room))
         await room
 
     async def _pull(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
@@ -214,10 +214,10 @@ class DisaggregatedEngine(ModelledEngine):
             return  # it is refused in a moment
         version = self._version
         try:
-            await self._enter(request)
+            await self._wait_for_memory(request)
             await self._fetch(request, params)
         except BaseException:
-            self._give_room_back(request, version)
+            self._release_reservation(request, version)
             raise
 
     async def _fetch(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
@@ -242,7 +242,7 @@ class DisaggregatedEngine(ModelledEngine):
                 fabric.moved_tokens += missing
         finally:
             if not source.fail and source._version == export.version:
-                source._handed_over(export)
+                source._complete_handoff(export)
             elif not source.fail:
                 source._unpin(export)
         self._check()
@@ -254,7 +254,7 @@ class DisaggregatedEngine(ModelledEngine):
             raise EngineError(f"{self._id} died and came back", retryable=True)
         self._reserved[request.request_id] = room._replace(kept=max(tokens, kept))
 
-    def _handed_over(self, export: _Export) -> None:
+    def _complete_handoff(self, export: _Export) -> None:
         """The pinned KV becomes the session's prefix, as long as memory is free."""
         if export.expiry is not None:
             if not export.ends:

@@ -80,7 +80,7 @@ class ModelledPart:
             self._up = False
             return self.engine
         machines = self._machines
-        if machines is not None and not machines.seat(self.id, self._seat.pool, self._seat.tp):
+        if machines is not None and not machines.place_engine(self.id, self._seat.pool, self._seat.tp):
             raise NoPlace(self.id, f"no machine of pool '{self._seat.pool}' has room for it")
         await asyncio.sleep(self._start_s)
         if machines is not None and not machines.holds(self.id):
@@ -125,7 +125,7 @@ class ModelledSite:
         self._machines = machines
         self._parts: dict[EngineId, ModelledPart] = {}
         if machines is not None:
-            machines.died = lambda engine: self._parts[engine].die()
+            machines.on_engine_lost = lambda engine: self._parts[engine].die()
         self._make = make
         self._ledger = ledger
         self._start_s = start_s
@@ -159,7 +159,7 @@ class ModelledSite:
         if free < kind.tp:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices (rule: {kind.tp} for a start)")
         place = self._make(kind)
-        if self._machines is not None and not self._machines.seat(place.engine.id, kind.pool, kind.tp):
+        if self._machines is not None and not self._machines.place_engine(place.engine.id, kind.pool, kind.tp):
             raise RunFailed(f"no machine of pool '{kind.pool}' has {kind.tp} free devices")
         part = self._hold(place, up=False)
         self._rebill(kind.pool)
@@ -188,7 +188,7 @@ class ModelledSite:
         self.places[engine_id] = place
         self.shares[engine_id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         if self._machines is not None:
-            self._machines.seat(engine_id, place.seat.pool, place.seat.tp)
+            self._machines.place_engine(engine_id, place.seat.pool, place.seat.tp)
         part = ModelledPart(place.engine, place.seat, start_s=self._start_s, up=up, machines=self._machines)
         self._parts[engine_id] = part
         return part

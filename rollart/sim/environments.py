@@ -58,19 +58,19 @@ class SimulatedHost:
     name: str
     work: SharedLink | None = None
     up: bool = True
-    live: int = 0
+    active: int = 0
     node: str = ""
     """The machine that fails with it; its own if not given."""
-    watch: Callable[[bool], None] | None = None
+    on_change: Callable[[bool], None] | None = None
     """Called with the new state when it goes down or comes back."""
-    falls: int = 0
+    failures: int = 0
     """Number of times that it went down."""
 
     def turn(self, *, up: bool) -> None:
-        self.falls += self.up and not up
+        self.failures += self.up and not up
         self.up = up
-        if self.watch is not None:
-            self.watch(up)
+        if self.on_change is not None:
+            self.on_change(up)
 
 
 @dataclass
@@ -172,7 +172,7 @@ class ModelledEnvironment:
         self._turn = 0
         if not self._live:
             self._live = True
-            host.live += 1
+            host.active += 1
         world.resets += 1
         fails, stalled = world.reset_trouble(seed, member, host, asyncio.get_running_loop().time())
         if stalled:
@@ -194,7 +194,7 @@ class ModelledEnvironment:
     async def close(self) -> None:
         if self._live:
             self._live = False
-            self._host.live -= 1
+            self._host.active -= 1
 
     def _observation(self) -> Observation:
         script, turn = self._script, self._turn
@@ -207,7 +207,7 @@ class ModelledEnvironment:
         elif seconds:
             await sleeping(seconds)
         if not host.up:
-            raise EnvironmentFault(host.name, "its host is down", incident=f"{host.name} down {host.falls}")
+            raise EnvironmentFault(host.name, "its host is down", incident=f"{host.name} down {host.failures}")
 
 
 _FINAL_OBSERVATION = Observation("1")

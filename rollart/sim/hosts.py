@@ -146,10 +146,10 @@ class ModelledHost:
         self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
         self.lives: list[ModelledHostInstance] = []
         self._changed = asyncio.Event()
-        host.watch = self._watch
+        host.on_change = self._watch
         self._room = room
         if room is not None:
-            room.told = self._watch
+            room.on_change = self._watch
 
     @property
     def id(self) -> str:
@@ -178,9 +178,9 @@ class ModelledHost:
         return await self.lives[-1].lost()
 
     async def close(self) -> None:
-        self.host.watch = None
+        self.host.on_change = None
         if self._room is not None:
-            self._room.told = lambda _: None
+            self._room.on_change = lambda _: None
             self._room.leave()
 
     def _there(self) -> bool:

@@ -32,6 +32,7 @@ class SimulatedJob:
     """
 
     __slots__ = (
+        "admitted",
         "arrival",
         "base",
         "cached",
@@ -44,7 +45,6 @@ class SimulatedJob:
         "phase",
         "pulled",
         "request",
-        "seen",
         "tokens",
     )
 
@@ -60,7 +60,7 @@ class SimulatedJob:
         self.done = 0
         self.base = self.end = 0.0
         self.new = self.cached = 0
-        self.seen = False
+        self.admitted = False
         """True if the request was admitted before, so that its prefill is a recomputation."""
         self.pulled = False
         self.marks: list[tuple[int, int]] | None = None

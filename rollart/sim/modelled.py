@@ -140,7 +140,7 @@ class ModelledRun:
     """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
     _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
-    _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
+    _health_checks: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: asyncio.TaskGroup | None = None
     _trainer_clock: ResourceClock = field(init=False)
 
@@ -176,7 +176,7 @@ class ModelledRun:
                     around.append(self._tasks.create_task(running, name="environment hosts"))
                 session = self.control.session(supervisor=self.supervisor, parts=parts)
                 await session.run(step=0, steps=self.settings.schedule.steps)
-                for task in (*self._looked_at.values(), *around):
+                for task in (*self._health_checks.values(), *around):
                     task.cancel()
         finally:
             self.ended = now()
@@ -250,11 +250,13 @@ class ModelledRun:
         if self.supervisor is not None:
             self.supervisor.suspect(engine_id)
             return
-        task = self._looked_at.get(engine_id)
+        task = self._health_checks.get(engine_id)
         if self._tasks is not None and (task is None or task.done()):
-            self._looked_at[engine_id] = self._tasks.create_task(self._look(engine_id), name=f"look at {engine_id}")
+            self._health_checks[engine_id] = self._tasks.create_task(
+                self._recover_engine(engine_id), name=f"look at {engine_id}"
+            )
 
-    async def _look(self, engine_id: EngineId) -> None:
+    async def _recover_engine(self, engine_id: EngineId) -> None:
         """Recover a suspected engine, as supervision does: a healthy engine is trusted again, and a restarted one joins
         with the current weights."""
         engine = next(p.engine for p in self.places if p.engine.id == engine_id)

@@ -107,25 +107,25 @@ class GeneratedWorkload:
 
     def script(self, prompt: int, member: int) -> Script:
         shape, a = self.shape, self.shape.answers
-        theirs, runs_away, first = self._prompts.get(prompt) or self._prompt(prompt)
+        prompt_level, runs_away, first = self._prompts.get(prompt) or self._prompt(prompt)
         rng = entity_generator(self._seed, self._name, prompt, member)
-        own = math.sqrt(1.0 - a.prompt_share)
+        member_share = math.sqrt(1.0 - a.prompt_share)
         count = min(max(1, round(shape.turns.draw(rng))), shape.most_turns)
         shown: list[int] = []
         answers: list[int] = []
         total = 0
         for turn in range(count):
-            seen = max(1, round(shape.observation.draw(rng))) if turn else min(first, shape.context - 1)
+            shown_tokens = max(1, round(shape.observation.draw(rng))) if turn else min(first, shape.context - 1)
             if runs_away and rng.random() < a.likely:
-                said = a.median * rng.uniform(*a.farthest)
+                answer = a.median * rng.uniform(*a.farthest)
             else:
-                said = a.median * math.exp(a.sigma * (theirs + own * rng.gauss(0.0, 1.0)))
-            room = shape.context - total - seen
+                answer = a.median * math.exp(a.sigma * (prompt_level + member_share * rng.gauss(0.0, 1.0)))
+            room = shape.context - total - shown_tokens
             if room < 1:
                 break
-            shown.append(seen)
-            answers.append(max(1, min(round(said), a.cap, room)))
-            total += seen + answers[-1]
+            shown.append(shown_tokens)
+            answers.append(max(1, min(round(answer), a.cap, room)))
+            total += shown_tokens + answers[-1]
         steps = tuple(shape.step_s.draw(rng) for _ in answers)
         payload = round(shape.payload_bytes.draw(rng))
         return Script(tuple(shown), tuple(answers), shape.reset_s.draw(rng), steps, payload)
@@ -137,8 +137,8 @@ class GeneratedWorkload:
             self._prompts.clear()
         shape, a = self.shape, self.shape.answers
         rng = entity_generator(self._seed, self._name, prompt)
-        theirs = math.sqrt(a.prompt_share) * rng.gauss(0.0, 1.0)
-        found = theirs, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
+        prompt_level = math.sqrt(a.prompt_share) * rng.gauss(0.0, 1.0)
+        found = prompt_level, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
         self._prompts[prompt] = found
         return found
 
@@ -183,7 +183,8 @@ def replayed_workloads(
 ) -> Mapping[str, ReplayedWorkload]:
     """Workloads by domain from a run's ledger (`Reader.finished`)."""
     return {
-        domain: ReplayedWorkload(own, seed=seed, resample=resample) for domain, own in scripts_by_group(rows).items()
+        domain: ReplayedWorkload(groups, seed=seed, resample=resample)
+        for domain, groups in scripts_by_group(rows).items()
     }
 
 

@@ -84,7 +84,7 @@ class Watched(MemoryRecorder):
             held = len(self.hosts.parts[known.id].lives[-1].episodes) if known.link is not None else 0
             assert held <= known.live <= self.hosts.limits.per_host
         held_of = Counter[str]()
-        for room in self.machines._rooms:
+        for room in self.machines._reservations:
             assert not room.machine or self.machines.machines[room.machine].up
             held_of[room.machine] += room.devices if room.machine else 0
         assert max(held_of.values(), default=0) <= SIZE
@@ -135,7 +135,7 @@ def settled(world: World, story: Callable[[], Awaitable[None]]) -> None:
             fleet = world.hosts.fleet
             await asyncio.sleep(3000.0)
             machines = world.machines.machines
-            staying = [name for name in MACHINES if machines[name].up and not machines[name].leaves]
+            staying = [name for name in MACHINES if machines[name].up and not machines[name].leaving]
             if staying:
                 assert fleet.size == len(staying) * SIZE
                 assert fleet.up() == fleet.where().keys()
@@ -143,7 +143,7 @@ def settled(world: World, story: Callable[[], Awaitable[None]]) -> None:
             keeping.cancel()
 
     loop.run(main())
-    assert not any(room.machine for room in world.machines._rooms), "all rooms are given back"
+    assert not any(room.machine for room in world.machines._reservations), "all rooms are given back"
     assert find_tiling_errors(world.recorder.intervals) == []
 
 

@@ -48,7 +48,7 @@ def test_an_episode_shows_and_asks_for_what_its_script_says() -> None:
             seen = step.observation
         assert step.metadata["payload_bytes"] == script.payload_bytes
         await environment.close()
-        assert w.hosts[0].live == 0
+        assert w.hosts[0].active == 0
         return now() - script.turns
 
     assert run(main()) == pytest.approx(10.0)
@@ -138,7 +138,7 @@ def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> N
             incidents.add(fault.value.incident)
         assert len(incidents) == 1, "what one host takes with it is one incident"
         await asyncio.gather(*(w.make().reset(i) for i in range(4)))
-        assert (hosts[0].live, hosts[1].live) == (2, 4)
+        assert (hosts[0].active, hosts[1].active) == (2, 4)
         faults.host_target(hosts[1]).down()
         with pytest.raises(ConnectionError):
             w.make()

@@ -64,7 +64,7 @@ def test_the_product_runs_on_modelled_parts() -> None:
         assert e.version == 3
         assert e.busy_s <= seconds
         assert e.recomputed_tokens > 0, "updates find requests in flight"
-    assert world.hosts[0].live == 0
+    assert world.hosts[0].active == 0
     again, _ = modelled("gem_math", quota=16, engines=2)
     assert run(played(again)) == seconds
 
