@@ -88,7 +88,7 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the control plane tells its owner, on the loop. None of them may wait, except `recover_trainer`."""
+    """Callbacks of the control plane to its owner, on the loop. None of them may wait, except `recover_trainer`."""
 
     recover_trainer: Callable[[], Awaitable[None]]
     suspect: Callable[[EngineId], None]

@@ -129,7 +129,7 @@ class EngineFleet:
             self._gateway.retire(engine_id)
         began, late = asyncio.get_running_loop().time(), False
         try:
-            # It may die now: nobody would bring it back, and its turns are routed anew.
+            # It may die from now on: it would not be restarted, and its turns are routed again.
             await self._supervisor.release(engine_id)
             await self._gateway.drain(engine_id, seconds=self._drain_s)
         except LeaseExpired:

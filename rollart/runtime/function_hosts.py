@@ -97,7 +97,7 @@ class FunctionHostSupervisor:
         """Called when a host comes up or goes."""
 
     async def run(self) -> None:
-        """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
+        """Start the hosts and keep them alive, for ever. Raises the error of a host that cannot be kept alive."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks

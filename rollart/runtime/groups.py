@@ -85,7 +85,7 @@ class GroupRun:
 
 
 class RolloutObserver(Protocol):
-    """Told of trajectories as they begin, end their last turn, and leave, however they ended. None of it waits."""
+    """Callbacks for trajectories that begin, end their last turn, or leave, whatever the outcome. None may wait."""
 
     def began(self, live: TrajectoryState) -> None: ...
 
@@ -138,8 +138,8 @@ class ActiveRollouts:
 class GroupTable:
     """Owns the incomplete groups. Everything here is synchronous: decisions take effect between two awaits.
 
-    `on_drop` is told of each dropped group, `on_complete` of each complete one, `on_sample` before of each sample,
-    `on_retry` of each attempt that starts over.
+    `on_drop` is called with each dropped group, `on_complete` with each complete one, `on_sample` before with each
+    sample, `on_retry` of each attempt that starts over.
     """
 
     def __init__(

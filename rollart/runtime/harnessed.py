@@ -1,4 +1,4 @@
-"""An agent program's episode in the terms of every other: how its answers are sampled, and what was said as text."""
+"""Adapts an agent program's episode to the common form: sampling of its answers, and its turns as text."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def final_harness_step(episode: HarnessEpisode) -> Step:
 
 
 def harness_fault(error: Exception) -> str:
-    """One line about what it raised, or for how long it said nothing."""
+    """One line about the exception, or about the duration of its silence."""
     return error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"

@@ -19,7 +19,7 @@ __all__ = ["HostedEnvironment", "host_of"]
 T = TypeVar("T")
 
 DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
-"""Of an environment that nobody prepared."""
+"""The request of an environment that is reset without `prepare`."""
 
 
 class HostedEnvironment:

@@ -88,7 +88,7 @@ class EnvironmentHostSupervisor:
         """Called when a host comes up, goes, or an episode ends."""
 
     async def run(self) -> None:
-        """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
+        """Start the hosts and keep them alive, for ever. Raises the error of a host that cannot be kept alive."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -196,7 +196,7 @@ class EnvironmentHostSupervisor:
         return result
 
     def made(self, host: EnvironmentHostState, domain: str, made: EnvironmentOrigin) -> None:
-        """An episode has its environment: told in sums, at the 1st, 2nd, 4th ... and when the host ends."""
+        """An episode has its environment: events have sums, at the 1st, 2nd, 4th ... and when the host ends."""
         making = host.making.setdefault(domain, EnvironmentCreation())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):

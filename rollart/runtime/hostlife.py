@@ -32,7 +32,7 @@ class EnvironmentHostState:
     leaving: bool = False
     """It gets no more episodes."""
     kept: bool = False
-    """Whoever keeps it has begun: a task that is cancelled before would not end it."""
+    """True once its supervising task has begun: a task that is cancelled before would not end it."""
     restarts: int = 0
     faults: int = 0
     episodes: int = 0

@@ -133,7 +133,7 @@ class HeldLease(Lease):
     ) -> None:
         self.ended = True
         del self._leases.book.open[self.id]
-        # Somebody else's cancellation that came in the same instant stays a cancellation.
+        # A foreign cancellation that came in the same instant stays a cancellation.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise LeaseExpired(self.owner, self.waiting_for, asyncio.get_running_loop().time() - self.granted) from None
 

@@ -51,7 +51,7 @@ class DeviceLender:
     """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
     counters of engines, and for turns to leave an engine that is lent. `give_back` may be called by anybody at any time
     and takes effect at once: by a publish before weights move, and when an engine is lost, since those that stay are
-    then too few. `borrow` is told which engines' devices train, all of them each time; it never waits.
+    then too few. `borrow` is called with all engines whose devices train; it never waits.
 
     Invariant: an engine is lent only where what is left fits on those that stay, and none while weights move.
     """

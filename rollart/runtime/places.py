@@ -155,7 +155,7 @@ class HostSlotPool:
         place.give_up()
 
     def _count(self, claim: PlacementPriority, seconds: float | None) -> None:
-        """Told at the 1st, 2nd, 4th ... that waited, and at the end. None: it did not."""
+        """Emit an event at the 1st, 2nd, 4th ... wait, and at the end. None: no wait."""
         own = self.sums.setdefault(claim, _WaitTotals())
         own.places += 1
         if seconds is not None:

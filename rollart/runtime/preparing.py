@@ -31,6 +31,6 @@ def has_host_slot(environment: Environment) -> bool:
 
 
 def mark_in_use(environment: Environment) -> None:
-    """It is its trajectory's from now on: nobody else gets its place."""
+    """Its trajectory runs: its host slot is no longer given to other episodes."""
     if isinstance(environment, HostedEnvironment):
         environment.keep()

@@ -50,8 +50,8 @@ class Publisher:
         self._in_use = in_use
 
     async def probe(self, version: int, samples: Callable[[], Sequence[TrainSample]]) -> None:
-        """Where engines ask how far they are behind before they load: the trainer, which has just made `version`, says
-        so, on what was sampled of late."""
+        """Measure the divergence of `version` from earlier versions with the trainer, on samples of the batch, if the
+        update policy of the engines needs it."""
         updates = self._gateway.updates
         if updates is None or not updates.probes:
             return

@@ -34,7 +34,7 @@ class _Reserved:
 
 
 class SkewAwareDispatcher:
-    """Synchronous; fed and asked by `Entrance`. Without anything learned nobody is long and no engine is reserved."""
+    """Synchronous; used by `KvAdmission`. Before lengths are learned, no trajectory is long and no engine reserved."""
 
     def __init__(self) -> None:
         self.ranker = LengthRanker()

@@ -252,7 +252,7 @@ class EngineSupervisor:
     async def _trouble(self, part: EnginePart) -> str | None:
         """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again.
 
-        A broken connection may be noticed before the death that broke it: the process's own end says more.
+        A broken connection may be noticed before the death that broke it: the end of the process has the better cause.
         """
         suspicion = self._suspicion[part.id]
         died = asyncio.Event()

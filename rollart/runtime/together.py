@@ -49,7 +49,7 @@ class ColocatedGroup:
 
 
 class GroupColocation:
-    """Owns the units. Synchronous; told by the scheduler of groups, by `Ways` of homes.
+    """Owns the colocated groups. Synchronous; the scheduler reports groups, `TurnRouter` reports assignments.
 
     A group's first member that is placed chooses the engine, with seats for all that have not ended; the others take
     theirs whenever they come, at once. The room is free when the last of them is done. Where the home is lost, the next

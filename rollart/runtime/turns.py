@@ -252,8 +252,8 @@ class TurnExecutor(TurnRouter):
         source: RegisteredEngine,
         home: RegisteredEngine,
     ) -> Mapping[str, object] | None:
-        """The first leg: what the decode engine is to be told; None if the turn has to prefill at home after all.
-        `RerouteTurn` if it is to be routed anew."""
+        """The prefill leg: the transfer parameters for the decode engine; None if that engine must prefill itself.
+        `RerouteTurn` if the turn is to be routed again."""
         version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
         # A queue that the router accepted is no failure, nor is work as long as predicted. If the queue moves more
