@@ -1,4 +1,4 @@
-"""Which prompts start next: slots of the window, rounds of tail batching, and what is redundant beyond them."""
+"""The choice of the next prompts: slots of the window, rounds of tail batching, and redundant groups."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class PromptAdmission:
         return domain.group_size + self.redundant.extra(domain).members
 
     def full(self, domain: Domain) -> Sequence[Domain]:
-        """Of which domains a whole batch needs no more, now that a group of this one is complete. In a window of groups
-        nothing is ever surplus."""
+        """Domains of which a whole batch needs no more groups, now that a group of this one is complete. In a window of
+        groups there is no surplus."""
         if self._rules.windowed:
             return ()
         if self._shares is not None:

@@ -27,7 +27,7 @@ COUNTERS = (
     "latencies",
     "latency_seconds",
 )
-"""Of `EngineStats`: what grows since an engine started."""
+"""Counters of `EngineStats` that grow from the start of an engine."""
 
 
 class EngineMeter:

@@ -41,7 +41,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _WaitTotals:
-    """What one claim waited."""
+    """Wait totals of one claim."""
 
     places: int = 0
     waited: int = 0
@@ -114,7 +114,7 @@ class HostSlotPool:
         self.look()
 
     def look(self) -> None:
-        """Something may be free: give out what is, and ask for what is not."""
+        """Slots may be free: assign free slots, and preempt prefetched episodes for urgent waiters."""
         while (first := self.line.first()) is not None:
             host = None if first.got.cancelled() else self.choose(first.wanted)
             if host is None and not first.got.cancelled():
@@ -136,7 +136,7 @@ class HostSlotPool:
                 self._give_up(place)
 
     def lost(self, host: EnvironmentHostState) -> None:
-        """The host's life is over, or it takes no more episodes: what is ahead of need there is of no use."""
+        """The host's life is over, or it takes no more episodes: its prefetched episodes are useless."""
         for place in [place for place in self.ahead if place.host is host]:
             self._give_up(place, free=False)
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism that follows preemption while a run goes on (RollPacker §3.2): decided after each step, from what
-the engines counted, and carried out by the fleet."""
+"""Tensor parallelism that follows preemption during a run (RollPacker §3.2): decided after each step, from the engines'
+counters, and carried out by the fleet."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Resharder:
             if engine in seats:
                 by_kind.setdefault(seats[engine].kind, []).append(engine)
         groups: dict[EngineGroup, EngineKind] = {}
-        for kind in sorted(by_kind, key=lambda k: (-len(by_kind[k]), k)):  # an odd one out is not what its group is
+        for kind in sorted(by_kind, key=lambda k: (-len(by_kind[k]), k)):  # most engines define the kind
             groups.setdefault((kind.pool, kind.role), kind)
         for group, kind in groups.items():
             engines = by_kind[kind]
@@ -201,8 +201,8 @@ class Resharder:
         return True
 
     async def _bring_back(self, drained: list[FleetMove], left: tuple[int, int]) -> None:
-        """Start again what was drained for the move that failed, as far as its devices are free. Where nothing serves,
-        the run waits for that: its last error ends the run."""
+        """Restart the engines drained for the failed move, as far as their devices are free. If no engine serves, the
+        run waits for the restart: its last error ends the run."""
         assert self._fleet is not None
         for move in drained:
             if move.tp > self._fleet.free().get(move.pool, 0):
@@ -239,7 +239,7 @@ class Resharder:
         self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
 
     async def _count(self) -> dict[EngineId, EngineCounters]:
-        """What each engine did since it was asked last; of those that answer."""
+        """The counters of each answering engine since it was asked last."""
         found: dict[EngineId, EngineCounters] = {}
         for engine, stats in (await self._gateway.stats()).items():
             computed = stats.prompt_tokens - stats.cached_tokens

@@ -1,4 +1,4 @@
-"""Tail batching under way: which prompts a round starts, and what becomes of those that are put off."""
+"""Rounds of tail batching: the prompts that a round starts, and the deferred prompts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TailBatchRounds:
         self._tail = self._fresh()
 
     def deferred(self) -> int:
-        """Prompts that are put off now."""
+        """The number of deferred prompts."""
         return sum(map(len, self._tail.deferred().values()))
 
     def begin(self, left: Mapping[str, int]) -> list[GroupLaunch]:
@@ -83,7 +83,7 @@ class TailBatchRounds:
         return self._launches(started.launch)
 
     def completed(self, prompt: PendingPrompt) -> list[PendingPrompt]:
-        """A prompt has its samples. Returns those that are put off with it, for a later launch."""
+        """A prompt has its samples. Returns the prompts that are deferred with it, for a later launch."""
         effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
         for index in range(prompt.domain.group_size):
             effect = self._tail.finished(Response(prompt.name, launch, index))
