@@ -1,4 +1,4 @@
-"""The cluster spec: which devices there are, what they cost, how they are joined, and how parts are cut."""
+"""The cluster spec: devices with their prices and links, and how the parts of a run are laid out on them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def http_url(value: str) -> str:
 
 
 class DeviceSpec(SpecEntry):
-    """A device type that the catalogue lacks, or figures that replace the catalogue's. What is left out stays as it is
-    there, or unknown."""
+    """A device type that the catalogue lacks, or figures that replace the catalogue's. Omitted figures keep the
+    catalogue's value, or stay unknown."""
 
     name: Name = Field(description="Name that pools use. A name of the catalogue: its figures are the base.")
     base: str | None = Field(default=None, description="Device type of the catalogue whose figures are the base.")
-    source: str = Field(min_length=1, description="Who states these figures.")
+    source: str = Field(min_length=1, description="Source of these figures.")
     tflops_bf16: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense bf16 TFLOP/s.")
     tflops_fp8: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense fp8 TFLOP/s.")
     memory_gb: float | None = Field(default=None, ge=1e-6, le=1e6, description="Memory of one device, GB of 1e9 bytes.")
@@ -63,7 +63,7 @@ class DeviceSpec(SpecEntry):
 
 
 class PoolSpec(SpecEntry):
-    """Devices of one type in one place."""
+    """Devices of one type at one site."""
 
     name: Name = Field(description="Name of the pool.")
     device: str = Field(default="cpu", min_length=1, description="`cpu` (a device is a core) or a GPU type like H800.")
@@ -72,8 +72,8 @@ class PoolSpec(SpecEntry):
         default=None,
         ge=0,
         le=1_000_000,
-        description="With `runtime.elastic`: devices that must be there for the run to begin, instead of all that its "
-        "plan uses. `count` is the most that are used.",
+        description="With `runtime.elastic`: devices that must be present for the run to begin, instead of all that "
+        "its plan uses. `count` is the upper bound.",
     )
     labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pool.")
     memory_gb: float | None = Field(
@@ -111,8 +111,8 @@ class PoolSpec(SpecEntry):
 
 
 class LinkSpec(SpecEntry):
-    """The connection of two pools, of a pool with itself, or of a pool with `store`: where versions of the weights lie
-    (the run's directory, or `weights.store`)."""
+    """The connection of two pools, of a pool with itself, or of a pool with `store`: the location of the weight
+    versions (the run's directory, or `weights.store`)."""
 
     a: Name = Field(description="Name of a pool, or `store`.")
     b: Name = Field(description="Name of a pool, or `store`; the same as `a` for a pool's own network.")
@@ -121,11 +121,11 @@ class LinkSpec(SpecEntry):
 
 
 class PublishSpec(SpecEntry):
-    """Measured speeds of new weights. Without them plans and simulations take what the links carry."""
+    """Measured speeds of publishing weights. Without them plans and simulations assume the bandwidth of the links."""
 
     preset: Literal["rollart"] | None = Field(
         default=None,
-        description="Speeds that were published of a system: `rollart` (arXiv 2512.22560) pushed 0.45 GB/s, pulled "
+        description="Published speeds of a system: `rollart` (arXiv 2512.22560) pushed 0.45 GB/s, pulled "
         "2.6 GB/s and loaded 6.5 GB/s. The other keys replace them one by one.",
     )
     push_gb_per_s: float | None = Field(
@@ -146,7 +146,7 @@ class PublishSpec(SpecEntry):
 
 
 class EnginesSpec(SpecEntry):
-    """Inference engines. Without `count`, `prefill` and `decode` the placer computes how many, of which kind, where."""
+    """Inference engines. Without `count`, `prefill` and `decode` the placer computes their number, kinds and pools."""
 
     count: int | None = Field(
         default=None,
@@ -163,12 +163,12 @@ class EnginesSpec(SpecEntry):
     max_slots: int = Field(default=64, ge=1, le=2**31 - 1, description="Requests that one engine decodes at a time.")
     dtype: Dtype = Field(
         default="auto",
-        description="What engines compute with and keep weights and KV in; `auto`: bfloat16 on GPUs, float32 on cores. "
-        "vLLM's is `vllm.dtype` where that is not `auto`.",
+        description="Precision of the engines' arithmetic, weights and KV; `auto`: bfloat16 on GPUs, float32 on cores. "
+        "For vLLM, `vllm.dtype` where that is not `auto`.",
     )
     kind: Literal["embedded", "vllm"] = Field(
         default="embedded",
-        description="What serves: the engine that comes with rollart, or vLLM in an environment of its own.",
+        description="The inference engine: the embedded one, or vLLM in a separate environment.",
     )
     attach: list[str] = Field(
         default_factory=list,
@@ -194,7 +194,7 @@ class EnginesSpec(SpecEntry):
 
     @property
     def fixed(self) -> bool:
-        """Whether the user gave the numbers, so that nothing is computed."""
+        """True if the user gave the engine counts, so that no plan is computed."""
         return not (self.count is None and self.prefill is None and self.decode is None)
 
 
@@ -217,7 +217,7 @@ class TrainerSpec(SpecEntry):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="What passes through the model are computed with; weights and optimizer stay in float32. `auto`: "
+        description="Precision of forward and backward passes; weights and optimizer stay in float32. `auto`: "
         "bfloat16 on GPUs, but float32 on cores and for `training.stream`.",
     )
     activation_checkpointing: bool = Field(
@@ -233,8 +233,8 @@ class TrainerSpec(SpecEntry):
 
     external: str | None = Field(
         default=None,
-        description="HOST:PORT where a trainer of your own takes the run's batches and announces versions, in the "
-        "place of the embedded one (docs/service.md).",
+        description="HOST:PORT where a trainer of your own takes the run's batches and announces versions, instead "
+        "of the embedded one (docs/service.md).",
     )
     external_token: str | None = Field(
         default=None,
@@ -262,7 +262,7 @@ class TrainerSpec(SpecEntry):
 
     @property
     def sharded(self) -> bool:
-        """Whether the spec itself asks for FSDP2."""
+        """True if the spec itself asks for FSDP2."""
         return (self.ranks or 1) > 1 or self.dtype == "bfloat16"
 
 
@@ -270,8 +270,8 @@ FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 
 
 class LocalFunctions(SpecEntry):
-    """Workers of the run's own: on the controller's machine, or on hosts that the runtime starts; and how they may play
-    a provider before that is paid."""
+    """The run's own function workers: on the controller's machine, or on hosts that the runtime starts; they can also
+    rehearse a provider's behaviour without paying for it."""
 
     hosts: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
         default="auto",
@@ -281,25 +281,26 @@ class LocalFunctions(SpecEntry):
     )
     pool: Name | None = Field(
         default=None,
-        description="Pool whose machines hosts run on, beside what the plan put there; the first of cores if not "
-        "given. Cores that the plan gave to rewards go to hosts first, whatever their pool.",
+        description="Pool whose machines hosts run on, beside the parts that the plan put there; by default the first "
+        "pool of cores. Cores that the plan gave to rewards go to hosts first, whatever their pool.",
     )
     health_s: float = Field(
-        default=15.0, ge=0.5, le=3600, description="A host that is silent for so long is started again."
+        default=15.0, ge=0.5, le=3600, description="A host that is silent for this long is restarted."
     )
     start_s: float = Field(
         default=60.0, ge=1, le=86400, description="Longest start of a host, the functions' `preload` included."
     )
     runtime: Literal["rollart", "awslambdaric"] = Field(
         default="rollart",
-        description="What runs the handler in a worker: our own loop, or AWS's runtime client (extra `providers`).",
+        description="The loop that runs the handler in a worker: rollart's, or AWS's runtime client (extra "
+        "`providers`).",
     )
     rehearse: Literal["aws_lambda", "modal"] | None = Field(
         default=None,
         description="Behave as this provider: its cold starts, overhead of a call, and throttles, drawn from the "
         "figures and sources in serverless/backends/rehearsal.py. Bills stay those of `local`.",
     )
-    seed: int = Field(default=0, ge=0, description="Seed of what a rehearsal draws.")
+    seed: int = Field(default=0, ge=0, description="Seed of a rehearsal's random draws.")
 
     @field_validator("rehearse", mode="before")
     @classmethod
@@ -316,8 +317,8 @@ class HttpFunction(SpecEntry):
     key: str = Field(default="rollart", min_length=1, description="Key id of the signing secret.")
     idempotent: bool | None = Field(
         default=None,
-        description="Whether the host executes calls of one Idempotency-Key once, so that a lost one may be sent "
-        "again; what the host says of itself if not given.",
+        description="true: the host executes calls with the same Idempotency-Key once, so that a lost call may be sent "
+        "again; by default, as the host declares.",
     )
 
     @field_validator("url")
@@ -337,18 +338,18 @@ class ClusterFunctions(SpecEntry):
 
     backend: FunctionProvider | list[FunctionProvider] = Field(
         default="local",
-        description="local: warm worker processes of the run's own; `aws_lambda`; `modal`; `http`: hosts that have the "
-        "functions. A list is a chain: a call goes to the first that works.",
+        description="local: the run's own warm worker processes; `aws_lambda`; `modal`; `http`: hosts that have the "
+        "functions. A list is a fallback order: a call goes to the first backend that works.",
     )
     price: str | None = Field(
         default=None,
-        description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); that of "
-        "the (first) backend if not given.",
+        description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); by "
+        "default the (first) backend's.",
     )
     allow_unsafe: bool = Field(
         default=False,
-        description="Let `local` run functions declared untrusted that never use the sandbox. Nothing then keeps "
-        "what the policy wrote from this machine.",
+        description="Let `local` run functions declared untrusted that never use the sandbox. Nothing then isolates "
+        "this machine from code that the policy wrote.",
     )
     aws_lambda: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -361,7 +362,7 @@ class ClusterFunctions(SpecEntry):
     http: dict[str, HttpFunction] = Field(
         default_factory=dict, description="By function its URL, or a mapping with it."
     )
-    local: LocalFunctions = Field(default_factory=LocalFunctions, description="Workers of the run's own.")
+    local: LocalFunctions = Field(default_factory=LocalFunctions, description="The run's own workers.")
     pipeline: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, "
@@ -386,7 +387,7 @@ class ClusterFunctions(SpecEntry):
         return tuple(self.backend) if isinstance(self.backend, list) else (self.backend,)
 
     def settings(self, provider: str) -> dict[str, JsonValue]:
-        """Of one provider."""
+        """The settings of one provider."""
         if provider == "http":
             return {name: one.model_dump(exclude_none=True) for name, one in self.http.items()}
         if provider == "local":
@@ -401,7 +402,7 @@ class ClusterSpec(SpecEntry):
     devices: list[DeviceSpec] = Field(
         default_factory=list, description="Device types that add to or replace those of the catalogue."
     )
-    pools: list[PoolSpec] = Field(min_length=1, description="Devices by type and place.")
+    pools: list[PoolSpec] = Field(min_length=1, description="Devices by type and site.")
     links: list[LinkSpec] = Field(
         default_factory=list, description="Connections between pools, and of a pool with itself."
     )
@@ -410,7 +411,7 @@ class ClusterSpec(SpecEntry):
     trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
     environments: EnvironmentsSpec = Field(default_factory=EnvironmentsSpec, description="Where environments live.")
     functions: ClusterFunctions = Field(default_factory=ClusterFunctions, description="Where reward functions run.")
-    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="What starts the parts.")
+    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="The runtime that starts the parts.")
     calibration: list[str] = Field(
         default_factory=list,
         description="Files that `rollart calibrate` wrote, relative to the cluster file: measured constants.",

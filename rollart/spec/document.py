@@ -1,4 +1,4 @@
-"""YAML text with places: plain values, and for every path in them the line and column it came from.
+"""YAML text with source positions: plain values, and for every path in them its line and column in the file.
 
 The dialect is YAML 1.2's core schema where it matters: `no` and `on` are texts, `1e-3` is a number, a date is a text.
 """
@@ -21,7 +21,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """A path into a document: keys and indices."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-"""Specs that rollart brings."""
+"""Specs that ship with rollart."""
 
 MAX_NODES = 20_000
 """Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
@@ -32,7 +32,7 @@ MAX_BYTES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """Where something stands: a file's line and column (from 1), or the override that set it."""
+    """The source of a value: a file's line and column (from 1), or the override that set it."""
 
     source: str
     line: int = 0
@@ -44,7 +44,7 @@ class SourcePosition:
 
 @dataclass(slots=True)
 class Document:
-    """Values, and the places of keys and values."""
+    """Values, and the source positions of keys and values."""
 
     name: str
     values: dict[str, Any]
@@ -52,7 +52,7 @@ class Document:
     places: dict[KeyPath, SourcePosition] = field(default_factory=dict)
 
     def place(self, loc: KeyPath, *, key: bool = False) -> SourcePosition:
-        """Place of a value (or of its key), or of the nearest thing around it that stands in the text."""
+        """Position of a value (or of its key), or of the nearest enclosing value that is in the text."""
         if key and loc in self.keys:
             return self.keys[loc]
         for end in range(len(loc), -1, -1):
@@ -61,7 +61,7 @@ class Document:
         return SourcePosition(self.name)
 
     def forget(self, loc: KeyPath, place: SourcePosition) -> None:
-        """Everything at and below `loc` now comes from `place`."""
+        """Replace the positions of everything at and below `loc` by `place`."""
         for table in (self.keys, self.places):
             for known in [k for k in table if k[: len(loc)] == loc]:
                 del table[known]
@@ -90,7 +90,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(path: str | Path) -> Document:
-    """Parse a YAML file whose top is a mapping. SpecError for everything that is wrong with it as text."""
+    """Parse a YAML file whose top is a mapping. SpecError if it cannot be read or is not such a file."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -117,7 +117,7 @@ def read_document(path: str | Path) -> Document:
 
 
 def parse_document(text: str, *, name: str) -> Document:
-    """Parse YAML text whose top is a mapping; `name` is what places call the file."""
+    """Parse YAML text whose top is a mapping; `name` is the file's name in source positions."""
     node = _compose(text, name)
     if node is None:
         raise SpecError("the file is empty (rule: a spec is a mapping of keys to values)", where=f"{name}:1:1")
@@ -157,7 +157,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 class _DocumentBuilder:
-    """Turns nodes into values and notes where each stood."""
+    """Converts YAML nodes into values and records their source positions."""
 
     def __init__(self, document: Document) -> None:
         self._document = document

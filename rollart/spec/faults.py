@@ -1,4 +1,4 @@
-"""The fault plan of a simulation: what dies and comes back, on a schedule or at a rate, and how functions misbehave."""
+"""The fault plan of a simulation: outages of parts, on a schedule or at a rate, and failures of functions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Patterns = Annotated[list[str], Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 LINK = "link-"
-"""What the names of links begin with."""
+"""Prefix of the names of links."""
 
 
 class OutageSpec(SpecEntry):
-    """Parts that are down at a moment."""
+    """An outage of parts at a given time."""
 
     parts: Patterns = Field(
         description="Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` "
@@ -52,7 +52,7 @@ class OutageSpec(SpecEntry):
 
 
 class RateSpec(SpecEntry):
-    """Parts that die at random. Each dies on its own; times are exponential."""
+    """Parts that die at random, independently of each other; times are exponential."""
 
     parts: Patterns = Field(description="Names or patterns, as in `outages`.")
     every_s: float = Field(gt=0, description="Mean seconds from a return to the next death, of each part.")
@@ -76,7 +76,7 @@ class ResetTroubleSpec(SpecEntry):
 
 
 class FunctionTroubleSpec(SpecEntry):
-    """Functions whose workers start slowly, are few, or fail. Probabilities are of a call and add up to at most 1."""
+    """Functions whose workers start slowly, are few, or fail. Probabilities are per call and add up to at most 1."""
 
     functions: Patterns = Field(
         default=["*"],
@@ -94,9 +94,9 @@ class FunctionTroubleSpec(SpecEntry):
 
 
 class FaultPlanSpec(SpecEntry):
-    """What goes wrong in a simulation (`rollart simulate --faults FILE`)."""
+    """The faults of a simulation (`rollart simulate --faults FILE`)."""
 
-    seed: int = Field(default=0, ge=0, description="Of all that is drawn, with the simulation's own.")
+    seed: int = Field(default=0, ge=0, description="Seed of all random draws, combined with the simulation's seed.")
     hosts: int = Field(
         default=1,
         ge=1,
@@ -104,11 +104,11 @@ class FaultPlanSpec(SpecEntry):
         description="Hosts of environments, `host-0` and so on, where the cluster has none of its own "
         "(`environments.workers`).",
     )
-    outages: list[OutageSpec] = Field(default_factory=list, description="What is down when.")
-    rates: list[RateSpec] = Field(default_factory=list, description="What dies how often.")
-    resets: ResetTroubleSpec | None = Field(default=None, description="What goes wrong with resets.")
+    outages: list[OutageSpec] = Field(default_factory=list, description="Scheduled outages.")
+    rates: list[RateSpec] = Field(default_factory=list, description="Random outages.")
+    resets: ResetTroubleSpec | None = Field(default=None, description="Faults of resets.")
     functions: list[FunctionTroubleSpec] = Field(
-        default_factory=list, description="What goes wrong with functions; of several that name one, the first."
+        default_factory=list, description="Faults of functions; of several entries that match one, the first applies."
     )
 
 
@@ -118,7 +118,7 @@ def fault_problems(
     parts: Iterable[str] | None = None,
     functions: Sequence[str] = (),
 ) -> list[RuleViolation]:
-    """What is wrong with a plan beyond its types; `parts` and `functions` are what there is, None where no run is
+    """The problems of a plan beyond its types. `parts` and `functions` are the names in the run; None where no run is
     known."""
     found: list[RuleViolation] = []
     known = None if parts is None else list(parts)
@@ -160,7 +160,7 @@ def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], R
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern means, in their order."""
+    """The names that a pattern matches, in their order."""
     return [name for name in names if fnmatchcase(name, pattern)]
 
 

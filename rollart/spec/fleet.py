@@ -1,4 +1,4 @@
-"""The cluster spec in the placer's values: pools with devices and prices, links, and what functions bill."""
+"""The cluster spec as values of `placement`: pools with devices and prices, links, and prices of functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB_IN_GB = 1.073741824
 
 
 def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
-    """Every pool. SpecError for one without a price, or with figures that no device has."""
+    """Every pool. SpecError for a pool without a price, or with figures that no device has."""
     own = {device.name: device for device in cluster.devices}
     return tuple(_pool(pool, own.get(pool.device), prices) for pool in cluster.pools)
 
@@ -31,12 +31,12 @@ def pool_labels(pool: PoolSpec) -> dict[str, str]:
 
 
 def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
-    """Links between pools: those that KV crosses."""
+    """Links between pools, which KV crosses."""
     return tuple(link for link in _links(cluster) if not _to_store(cluster, link))
 
 
 def store_links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
-    """Links to where versions lie: those that only weights cross."""
+    """Links to the store of weight versions, which only weights cross."""
     return tuple(link for link in _links(cluster) if _to_store(cluster, link))
 
 
@@ -45,7 +45,7 @@ def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
 
 
 def _to_store(cluster: ClusterSpec, link: Link) -> bool:
-    """A pool that is called like the end of such links is a pool."""
+    """True if the link ends at the store. A pool of the same name takes precedence."""
     return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
 
 
@@ -56,7 +56,7 @@ def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
 
 
 def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | None:
-    """What functions bill, or None where the list knows nothing of the backend. SpecError for an unknown provider."""
+    """Prices of functions; None where the list has none for the backend. SpecError for an unknown provider."""
     provider = cluster.functions.price or cluster.functions.chain[0]
     units = {p.unit: p.usd for p in prices.prices if p.name == provider and p.unit != "device-hour"}
     if not units:
@@ -90,7 +90,7 @@ def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
 
 
 def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
-    """The type's figures: the cluster's own, else the catalogue's, else none; what the pool says replaces them."""
+    """The type's figures: the cluster's, else the catalogue's, else none; the pool's own figures replace them."""
     try:
         if own is not None:
             figures = own.model_dump(exclude_none=True, exclude={"name", "base", "source"})
@@ -107,7 +107,7 @@ def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
 
 
 def device_name(name: str) -> str:
-    """The catalogue's name for a type that it knows under several; any other as it is."""
+    """The catalogue's canonical name of a device type; an unknown name is returned unchanged."""
     try:
         return canonical(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rules of what flows to the trainer and back: batches and weights. Pure."""
+"""Rules of the data flow to the trainer and back: batches and weights. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def flow_problems(run: RunSpec) -> list[RuleViolation]:
 
 
 def _columns(run: RunSpec) -> Iterable[RuleViolation]:
-    """A column is filled once, from what is known before the batch is whole."""
+    """A column is filled once, from data that is available before the batch is complete."""
     columns, place = run.training.columns, ("training", "columns")
     if len(set(columns)) < len(columns):
         yield RuleViolation(place, f"training.columns is {', '.join(columns)} (rule: each at most once)")
@@ -81,7 +81,7 @@ def _weights(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _sampler(run: RunSpec) -> Iterable[RuleViolation]:
-    """Each sampler has what it needs, and nothing of another's."""
+    """Each sampler has the settings that it needs, and none of another's."""
     batch, place = run.batch, ("batch", "sampler")
     needed = {"token_budget": "tokens", "deadline": "deadline_s"}.get(batch.sampler)
     if needed is not None and getattr(batch, needed) is None:
@@ -104,7 +104,7 @@ def _sampler(run: RunSpec) -> Iterable[RuleViolation]:
         yield RuleViolation(
             ("batch", "tokens"),
             f"batch.tokens is {batch.tokens} under `schedule: {run.schedule}` (rule: a schedule of whole batches "
-            "trains the batch that it admitted; what a budget leaves of it would be trained too late, or lost for "
+            "trains the batch that it admitted; the part beyond a budget would be trained too late, or lost for "
             "ending last). For even steps: batch.sampler: token_budget; for smaller batches: batch.trajectories; or a "
             "schedule with a window of groups",
         )

@@ -1,7 +1,7 @@
-"""A run's function entries and the `@rollart.reward` of their sources: what each function runs with.
+"""Effective settings of each function: from the run's function entries and the `@rollart.reward` of their sources.
 
-A resolved run keeps the entries as they were written and shows this beside them. A resume reads the sources again: an
-edit of a decorator counts there as an edit of the reward's code does.
+A resolved run keeps the entries as written and shows the effective settings beside them. A resume reads the sources
+again: an edit of a decorator counts there as an edit of the reward's code does.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def function_spec(entry: FunctionEntry, artefacts: Sequence[str] = ()) -> Functi
 
 
 def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
-    """What a function runs with. Its source is read, not run; where there is none to be read (a spec that is only
-    planned), the decorator says nothing. SpecError for settings that do not fit together."""
+    """The effective settings of a function. Its source is read, not run; where there is no source (a spec that is only
+    planned), the decorator's settings are missing. SpecError for settings that do not fit together."""
     spec = function_spec(entry)
     try:
         with run_modules_importable(base):
@@ -73,13 +73,13 @@ def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
 
 
 def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
-    """For a resolved run: without what the entry says already, and without paths of this machine."""
+    """For a resolved run: without the keys that the entry has already, and without paths of this machine."""
     return spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
 
 
 @contextlib.contextmanager
 def run_modules_importable(base: str | Path) -> Iterator[None]:
-    """Modules that lie beside the run file are found, as they are while it runs."""
+    """Make modules beside the run file importable, as they are during a run."""
     path = str(base)
     added = path not in sys.path
     if added:
@@ -93,7 +93,7 @@ def run_modules_importable(base: str | Path) -> Iterator[None]:
 
 
 def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:
-    """A dotted module as its file: looking one up the usual way would import the packages around it."""
+    """A dotted module as its file, found without importing the packages around it."""
     dotted, _, attribute = spec.source.partition(":")
     if spec.handler or "." not in dotted or "/" in dotted or dotted.endswith(".py"):
         return spec

@@ -1,6 +1,6 @@
 """Specs from files: YAML, then overrides, then validation. Nothing is looked up and nothing is started here.
 
-A wrong spec is one SpecError that lists every problem, one per line, as `file:line:column: what (rule: …)`.
+An invalid spec raises one SpecError that lists every problem, one per line, as `file:line:column: problem (rule: …)`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def load_prices(path: str | Path) -> PriceList:
 
 
 def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
-    """Read a fault plan; with the `parts` and `functions` of a run, also what it names."""
+    """Read a fault plan. With the `parts` and `functions` of a run, the names in the plan are checked too."""
     return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, RuleViolation, parts, functions))
 
 
@@ -83,7 +83,7 @@ def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
 
 
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
-    """Read any spec; what it is shows in its keys."""
+    """Read any spec; its kind is inferred from its keys."""
     loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList | FaultPlanSpec]] = {
         "run": load_run,
         "cluster": load_cluster,
@@ -94,7 +94,7 @@ def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlan
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
-    """`run`, `cluster`, `prices` or `faults`, by the keys that only one of them has."""
+    """`run`, `cluster`, `prices` or `faults`: the kind that shares most keys with the values."""
     scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KIND_MODELS.items()}
     if "pools" in values:
         return "cluster"
@@ -153,7 +153,7 @@ def _validate(
 
 
 def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_LocatedProblem]:
-    """What the function layer refuses of its own settings."""
+    """Problems that the function layer finds in its own settings."""
     for at, model, values in settings_parts(cluster):
         try:
             model.model_validate(values)
@@ -162,7 +162,7 @@ def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Lo
 
 
 def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:
-    """`functions.price` is in the list that this cluster is priced with."""
+    """The price file exists, and `functions.price` is in the list that this cluster is priced with."""
     wanted = cluster.functions.price
     path = builtin("prices.yaml") if cluster.prices is None else base / cluster.prices
     if not path.is_file():
@@ -182,7 +182,7 @@ class _LocatedProblem:
 
 
 def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
-    """One error for all problems, in file order; the first one's place is the error's."""
+    """One error for all problems, in file order, at the position of the first."""
     unique = sorted(dict.fromkeys(lines), key=lambda line: (line.where.line, line.where.column))
     first, rest = unique[0], unique[1:MAX_LINES]
     more = [f"and {len(unique) - MAX_LINES:,} more problems"] if len(unique) > MAX_LINES else []
@@ -193,7 +193,7 @@ def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
 def _problems(
     error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()
 ) -> Iterator[_LocatedProblem]:
-    """One line for each value: what no member of a union takes breaks the rule of every one of them."""
+    """One line per value: the errors of all members of a union are joined into one rule."""
     same: dict[tuple[KeyPath, str], list[Any]] = {}
     for each in error.errors(include_url=False):
         loc: KeyPath = (*at, *each["loc"])
@@ -210,7 +210,7 @@ def _problems(
 
 
 def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()) -> _LocatedProblem:
-    """A pydantic error in our words: place, value, rule. `model` describes what stands at `at`."""
+    """A pydantic error as position, value and rule. `model` describes the value at `at`."""
     loc: KeyPath = (*at, *error["loc"])
     if error["type"] == "extra_forbidden":
         parent = _model_at(model, loc[len(at) : -1])
@@ -230,7 +230,7 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *
 
 
 def value_problem(error: Any, name: str) -> str:
-    """What is wrong with the value called `name`, and the rule that it breaks."""
+    """The value called `name`, and the rule that it breaks."""
     return f"{name} is {abbreviated(error['input'])} (rule: {_rule(error['type'], _rule_text(error))})"
 
 
@@ -240,7 +240,7 @@ def _rule_text(error: Any) -> str:
 
 
 def _rule(kind: str, message: str) -> str:
-    """Pydantic's message, with the regular expressions that people meet put into words."""
+    """Pydantic's message; common regular expressions are described in words."""
     if kind == "string_pattern_mismatch" and "env:" in message:
         return "file, or env:VAR"
     if kind == "string_pattern_mismatch":
@@ -255,13 +255,13 @@ def _rule(kind: str, message: str) -> str:
 
 
 def abbreviated(value: object) -> str:
-    """A value as it is told to people: no page of digits."""
+    """A value's `repr`, of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _document_path(loc: KeyPath, values: Any) -> KeyPath:
-    """The part of a path that is in the document: pydantic adds the names of union members."""
+    """The part of a path that is in the document, without the names of union members that pydantic adds."""
     for i, part in enumerate(loc):
         try:
             values = values[part]

@@ -1,4 +1,4 @@
-"""A run under another schedule than its own: what of its spec that schedule does not have. Pure."""
+"""A run under another schedule than its own, without the settings that the other schedule lacks. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["adapt_to_schedule"]
 
 
 def adapt_to_schedule(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
-    """The run without the rules that its spec could not give under `schedule`, and their names. Its `schedule` and
-    `staleness` stay: who simulates says which."""
+    """The run without the settings that its spec could not have under `schedule`, and the names of those settings. Its
+    `schedule` and `staleness` are unchanged: the caller of the simulation chooses them."""
     if schedule == run.schedule or {schedule, run.schedule} == {"rollart", "async"}:
         return run, ()
     batches, left = schedule in LAG, []

@@ -46,7 +46,7 @@ def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> Non
 
 
 def _step(at: Any, part: str, path: str, place: SourcePosition) -> str | int:
-    """The key or index that `part` means in the container `at`."""
+    """The key or index that `part` selects in the container `at`."""
     if isinstance(at, dict):
         if not part:
             raise SpecError("a part of the path is empty (rule: key.key=value)", where=str(place))

@@ -1,4 +1,4 @@
-"""The `placement` section of a run spec: what the plan is to reach, and what it may not do."""
+"""The `placement` section of a run spec: objective and constraints of the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PlacementSpec", "RebalanceSpec", "TrainPlacement"]
 
 
 class TrainPlacement(SpecEntry):
-    """Where training runs and how fast it is predicted to be."""
+    """Where training runs, and the parameters that predict its speed."""
 
     pool: str | None = Field(default=None, description="Pool or device type; computed if not given.")
     devices: int | None = Field(default=None, ge=1, le=1_000_000, description="Devices; computed if not given.")
@@ -32,7 +32,7 @@ class TrainPlacement(SpecEntry):
         default=4.0,
         ge=0.01,
         le=1e3,
-        description="Weights that `training.lora` leaves as they are: 4 (float32) with the embedded trainer.",
+        description="Weights that `training.lora` freezes: 4 (float32) with the embedded trainer.",
     )
     sequence: int | None = Field(
         default=None,
@@ -42,7 +42,7 @@ class TrainPlacement(SpecEntry):
     )
     recompute: bool | None = Field(
         default=None,
-        description="Whether activations are computed again in the backward pass; computed if not given, unless "
+        description="true: activations are recomputed in the backward pass. If not given, the placer decides, unless "
         "`trainer.activation_checkpointing` asks for it.",
     )
     split: int | None = Field(
@@ -60,19 +60,19 @@ class TrainPlacement(SpecEntry):
 
 
 class RebalanceSpec(SpecEntry):
-    """How the plan is kept right while the run goes on. 0 turns a part off."""
+    """How the plan is kept up to date during the run. 0 turns a part off."""
 
     reprice_s: float = Field(default=5.0, ge=0, le=1e9, description="Seconds between corrections of prices by backlog.")
     flows_s: float = Field(default=30.0, ge=0, le=1e9, description="Seconds between computations of the flows.")
     drift: float = Field(
-        default=0.15, gt=0, le=1e6, description="Change of the work (a share) after which instances are computed again."
+        default=0.15, gt=0, le=1e6, description="Relative change of the work after which instances are recomputed."
     )
     horizon_s: float = Field(default=3600.0, gt=0, le=1e9, description="Time over which a move must pay for itself.")
     restart_s: float = Field(default=120.0, ge=0, le=1e9, description="Seconds that a moved device earns nothing.")
     moves: bool = Field(
         default=True,
-        description="Whether engines may be stopped and others started while the run goes on; false: such plans are "
-        "only written down. Never where `engines` gives the numbers.",
+        description="true: engines may be stopped and others started during the run; false: such plans are only "
+        "recorded. Engines never move where `engines` gives their counts.",
     )
     max_changed_devices: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Devices that one change may move; any number if not given."
@@ -80,10 +80,10 @@ class RebalanceSpec(SpecEntry):
 
 
 class PlacementSpec(SpecEntry):
-    """What the plan is to reach. With its defaults: the highest rate, whatever it takes."""
+    """Objective and constraints of the plan. By default: the highest rate, without a budget."""
 
     objective: Literal["max_throughput", "min_cost", "max_throughput_per_dollar"] = Field(
-        default="max_throughput", description="What is best: the rate, the cost of a given `rate`, or their ratio."
+        default="max_throughput", description="The objective: the rate, the cost of a given `rate`, or their ratio."
     )
     rate: float | None = Field(default=None, ge=1e-9, le=1e9, description="Trajectories/s that `min_cost` must reach.")
     budget_usd_per_hour: float | None = Field(
@@ -96,7 +96,7 @@ class PlacementSpec(SpecEntry):
         default=None,
         ge=1,
         le=10_000_000,
-        description="Trajectories under way at most; (staleness + 1) × batch if not given.",
+        description="Largest number of live trajectories; (staleness + 1) × batch if not given.",
     )
     tensor_parallel: list[Annotated[int, Field(ge=1, le=100_000)]] | None = Field(
         default=None,
@@ -123,7 +123,7 @@ class PlacementSpec(SpecEntry):
     )
     arithmetic: Literal["auto", "bf16", "fp8"] = Field(
         default="auto",
-        description="What engines are planned to compute in. auto: fp8 where weights have 1 byte and the device states "
+        description="Planned arithmetic of the engines. auto: fp8 where weights have 1 byte and the device states "
         "tflops_fp8, else bf16, also with quantized weights (W8A16, W4A16).",
     )
     weight_bytes: float | None = Field(
@@ -138,7 +138,8 @@ class PlacementSpec(SpecEntry):
     )
     profile: str | None = Field(
         default=None,
-        description="Directory of a finished run, relative to the run file: domains without a `profile` are as there.",
+        description="Directory of a finished run, relative to the run file, from which domains without a `profile` "
+        "take theirs.",
     )
     train: TrainPlacement = Field(default_factory=TrainPlacement, description="Training.")
-    rebalance: RebalanceSpec = Field(default_factory=RebalanceSpec, description="Changes while the run goes on.")
+    rebalance: RebalanceSpec = Field(default_factory=RebalanceSpec, description="Changes of the plan during the run.")

@@ -1,4 +1,4 @@
-"""How many episodes a run may play at a time, against the places that its environment hosts have."""
+"""The number of concurrent episodes of a run, compared with the slots of its environment hosts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollart.spec.run import RunSpec
 __all__ = ["ConcurrentEpisodes", "concurrent_episodes", "episode_slot_notes"]
 
 MAX_CONCURRENT_EVALUATIONS = 128
-"""Held-out episodes at a time, at most (`runtime.evaluation`)."""
+"""Largest number of concurrent held-out episodes (`runtime.evaluation`)."""
 
 ROUNDING_TOLERANCE = 1e-9
-"""What a product may lack of a whole number."""
+"""A product this close below a whole number counts as that number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentEpisodes:
-    """The most at a time: trajectories that run (redundant ones too), environments ahead of need beside them, and
-    held-out episodes, while nothing trains. `prefetch: auto` counts with a batch, which it has until it knows better
-    and gives up where others wait."""
+    """Upper bounds: running trajectories (redundant ones too), prefetched environments beside them, and held-out
+    episodes, which run while nothing trains. `prefetch: auto` counts as one batch: its initial value, which it gives up
+    where other episodes wait."""
 
     running: int
     ahead: int
@@ -34,7 +34,7 @@ class ConcurrentEpisodes:
 
 
 def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
-    """SpecError where domains cannot fill the batch."""
+    """The largest numbers of concurrent episodes. SpecError where domains cannot fill the batch."""
     rollout, running = run.rollout, 0
     more, members, extra = rollout.redundancy.groups, rollout.redundancy.size, 0
     if rollout.tail_batching is not None:
@@ -53,7 +53,7 @@ def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
 
 
 def episode_slot_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """A note where some episodes will wait for others' places."""
+    """A note if some episodes will wait for slots of others."""
     spec, most = cluster.environments, concurrent_episodes(run)
     if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
         return ()

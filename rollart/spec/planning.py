@@ -1,5 +1,5 @@
-"""From specs to the placer's question, and from its answer to the parts that will run. With `fleet` and `work`, and
-`resolve` above them, the only caller of `placement`. Imported when something is to be solved or predicted."""
+"""From specs to the placement problem, and from its solution to the parts that will run. With `fleet` and `work`, and
+`resolve` above them, the only caller of `placement`. Imported only when a plan is solved or predicted."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = [
 DEFAULT_TP = (1, 2, 4, 8)
 
 PUBLISH = "publish"
-"""Of a calibration file's entry that holds speeds of versions on their way."""
+"""Key of a calibration file's entry that holds publish speeds."""
 
 SPLIT = frozenset({Role.PREFILL, Role.DECODE})
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """A problem, and what a reader of its answer must know about how it came from the specs."""
+    """A placement problem, and notes on how it was derived from the specs, for readers of the plan."""
 
     problem: Problem
     notes: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def problem_of(
     base: str = ".",
     fixed: Sequence[Deployment] | None = None,
 ) -> Problem:
-    """The placer's problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
+    """The placement problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
     return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
 
 
@@ -74,7 +74,7 @@ def planning_problem(
     base: str = ".",
     fixed: Sequence[Deployment] | None = None,
 ) -> PlanningProblem:
-    """As `problem_of`, with what had to be assumed. `fixed`: the instances are given, only flows are left."""
+    """As `problem_of`, with notes on assumptions. `fixed`: the instances are given; only flows are solved for."""
     spec = run.placement
     shape = run_shape(run, base, cluster.engines.dtype)
     pools = pools_of(cluster, prices)
@@ -128,12 +128,12 @@ def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | 
 
 
 def solve_placement(question: PlanningProblem) -> Placement:
-    """Solve. SpecError with the constraints that cannot hold together when there is no plan."""
-    from placement.solve import solve  # only what is solved pays for numpy
+    """Solve. SpecError with the conflicting constraints if there is no plan."""
+    from placement.solve import solve  # late: imports numpy
 
     try:
         found = solve(question.problem)
-    except ValueError as error:  # what only turns out while solving: no plan costs anything, so no ratio is best
+    except ValueError as error:  # found only while solving: no plan costs anything, so no ratio is best
         raise SpecError(f"the plan's problem: {error}") from None
     if isinstance(found, Infeasible):
         raise infeasible(found)
@@ -142,20 +142,20 @@ def solve_placement(question: PlanningProblem) -> Placement:
 
 def infeasible(found: Infeasible) -> SpecError:
     """Why there is no plan, a constraint a line."""
-    told = found.message
-    lines = [f"no plan: {told}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in told)]
+    message = found.message
+    lines = [f"no plan: {message}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in message)]
     return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
 
 
 def demands_of(placement: Placement) -> list[Demand]:
-    """What to put on devices: the largest parts of a pool first, so that none of them straddles hosts."""
+    """Demands for device assignment: the largest parts of a pool first, so that none of them straddles hosts."""
     parts = sorted(placement.deployments, key=lambda d: (d.role is not Role.TRAINER, -d.tp, d.pool, d.role))
     return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
 
 
 def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
-    """The model's shape at the serving precision: what the run says, else that of the engines' `dtype`. SpecError for a
-    config.json that describes none."""
+    """The model's shape at the serving precision: the run's, else that of the engines' `dtype`. SpecError for a
+    config.json that describes no supported model."""
     spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
     try:
         return shape_of(
@@ -186,7 +186,7 @@ RECALIBRATE = "write it anew with `rollart calibrate`"
 
 
 def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
-    """What the calibration files hold, with the name of the file."""
+    """Entries of the calibration files, each with the name of its file."""
     import yaml
 
     found: list[tuple[str, Mapping[str, object]]] = []
@@ -210,7 +210,7 @@ def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, ob
 
 
 def _calibration(entry: Mapping[str, object]) -> Calibration:
-    """Of what a file may hold: a calibration, a fit (which says more), or a whole machine, whose engine has one."""
+    """The calibration of an entry: a calibration, a fit (which has more keys), or a whole machine with an `engine`."""
     engine = entry.get("engine")
     fitted = engine if isinstance(engine, Mapping) else entry
     return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
@@ -227,7 +227,7 @@ def _measured_speeds(name: str, value: object) -> PublishSpeeds:
 
 
 def window_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> InFlightWindow:
-    """How long places are held where groups are admitted one by one."""
+    """Parameters of the in-flight window where groups are admitted one by one."""
     return InFlightWindow(
         {d.name: d.group_size for d in run.domains},
         float(run.model.context),
@@ -238,7 +238,7 @@ def window_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> InFlig
 
 
 def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Publishing:
-    """What the publish time depends on besides pools and links."""
+    """Inputs of the publish time besides pools and links."""
     weights = run.weights
     buckets = weights.store or weights.collective
     transport = Transport.FILES if buckets is None else Transport.COLLECTIVE
@@ -253,7 +253,7 @@ def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Pu
 
 
 def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
-    """What the cluster's `publish` states, on top of what its calibration files have, on top of its preset."""
+    """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
     spec = cluster.publish
     speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
     for name, entry in _entries(cluster, "."):
@@ -276,16 +276,16 @@ def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shap
 
 
 def _degrees(run: RunSpec, shape: DecoderShape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
-    """Tensor-parallel degrees to consider. One that the user names must divide the model."""
+    """Tensor-parallel degrees to consider. Degrees that the user names must divide the model."""
     if fixed is not None:
         return tuple(sorted({d.tp for d in fixed if d.role not in (Role.TRAINER, Role.REWARD)})) or (1,)
     given = run.placement.tensor_parallel
     if given is None:
         return DEFAULT_TP
     for tp in given:
-        why_not = shape.allows_tp(tp)
-        if why_not is not None:
-            raise SpecError(f"placement.tensor_parallel has {tp}: {why_not}")
+        reason = shape.allows_tp(tp)
+        if reason is not None:
+            raise SpecError(f"placement.tensor_parallel has {tp}: {reason}")
     return tuple(sorted(set(given)))
 
 
@@ -293,13 +293,13 @@ def _check_sizes(run: RunSpec, shape: DecoderShape) -> None:
     """SpecError for a size of `rollout.parallelism` that the model does not have."""
     spec = run.rollout.parallelism
     for size in (spec.sizes if spec is not None else None) or ():
-        why_not = shape.allows_tp(size)
-        if why_not is not None:
-            raise SpecError(f"rollout.parallelism.sizes has {size}: {why_not}")
+        reason = shape.allows_tp(size)
+        if reason is not None:
+            raise SpecError(f"rollout.parallelism.sizes has {size}: {reason}")
 
 
 def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
-    """Why a pool cannot serve the model with any of the degrees; None if it can."""
+    """The reason why a pool cannot serve the model with any of the degrees; None if it can."""
     reasons = []
     for tp in degrees:
         found = performance.instance(pool.device, tp)
@@ -312,7 +312,7 @@ def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Se
 def _trainer_placement(
     run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], fixed: Sequence[Deployment] | None
 ) -> tuple[str | None, int | None]:
-    """Pool and devices of the trainer, as far as they are given. Of several pools with the type, the largest."""
+    """Pool and devices of the trainer, None where not given. Of several pools with the type, the largest."""
     placed = [d for d in fixed or () if d.role is Role.TRAINER]
     if placed:
         return placed[0].pool, placed[0].tp * placed[0].replicas

@@ -22,7 +22,7 @@ Unit = Literal[
     "idle-GiB-second",
     "idle-core-second",
 ]
-"""What a price is for. A provider without `idle-...` prices charges nothing for a worker that waits."""
+"""The unit of a price. A provider without `idle-...` prices charges nothing for an idle worker."""
 
 UNITS: tuple[str, ...] = get_args(Unit)
 
@@ -31,15 +31,13 @@ STALE_DAYS = 180
 
 
 class PriceEntry(SpecEntry):
-    """What one unit of something costs, who says so, and when."""
+    """The price of one unit, with its source and date."""
 
     name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
-    unit: Unit = Field(
-        default="device-hour", description="What is counted; `idle-...`: of workers that wait for calls."
-    )
+    unit: Unit = Field(default="device-hour", description="The unit; `idle-...`: of workers that wait for calls.")
     usd: float = Field(ge=0, le=1e6, description="Dollars per unit.")
-    source: str = Field(min_length=1, description="Who says so.")
-    date: dt.date = Field(description="When it was read (YYYY-MM-DD).")
+    source: str = Field(min_length=1, description="Source of the price.")
+    date: dt.date = Field(description="Date on which the source was read (YYYY-MM-DD).")
 
     def age_days(self, today: dt.date) -> int:
         return (today - self.date).days

@@ -1,4 +1,4 @@
-"""What is wrong with a spec, and where."""
+"""Violations of the rules of a spec."""
 
 from __future__ import annotations
 

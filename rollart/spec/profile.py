@@ -1,4 +1,4 @@
-"""What a task domain asks of the hardware, as text: the placer's input, given by the user."""
+"""The hardware demands of a task domain as the user states them: input of the placer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QuantitySpec(SpecEntry):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Editors must know that a number will do."""
+        """Let the schema accept a plain number, so that editors do."""
         return {"anyOf": [{"type": "number", "minimum": 0}, handler.resolve_ref_schema(handler(core))]}
 
 
@@ -42,21 +42,21 @@ class TurnsSpec(QuantitySpec):
 
 
 class EnvironmentCostSpec(SpecEntry):
-    """What an environment takes."""
+    """The cost of an environment."""
 
     wait_s: float = Field(default=0.0, ge=0, le=1e6, description="Seconds that a turn waits for the environment.")
-    core_s: float = Field(default=0.0, ge=0, le=1e6, description="CPU core-seconds that a turn burns there.")
+    core_s: float = Field(default=0.0, ge=0, le=1e6, description="CPU core-seconds of a turn in the environment.")
     reset_s: float = Field(default=0.0, ge=0, le=1e6, description="Seconds before the first turn.")
 
 
 class RewardCostSpec(SpecEntry):
-    """What scoring one trajectory takes."""
+    """The cost of scoring one trajectory."""
 
     seconds: float = Field(ge=1e-9, le=1e6, description="Seconds of work for one trajectory.")
     cores: float = Field(default=1.0, ge=1e-6, le=1e6, description="CPU cores it uses meanwhile.")
     memory_gb: float = Field(default=0.5, ge=1e-6, le=1e6, description="Memory it needs.")
     on_gpu: bool = Field(default=False, description="true: seconds of one GPU instead of CPU cores.")
-    stateless: bool = Field(default=True, description="true: it may leave for functions.")
+    stateless: bool = Field(default=True, description="true: it may run as a function.")
     latency_s: float | None = Field(
         default=None, ge=1e-9, le=1e6, description="Longest acceptable wait for the score; any if not given."
     )
@@ -75,7 +75,7 @@ class ProfileSpec(SpecEntry):
         default=0.0, ge=0, lt=1, description="Share of the first prompt that all trajectories share (a system prompt)."
     )
     environment: EnvironmentCostSpec = Field(
-        default_factory=EnvironmentCostSpec, description="What the environment takes."
+        default_factory=EnvironmentCostSpec, description="Cost of the environment."
     )
     solved: float | None = Field(
         default=None,
@@ -84,4 +84,4 @@ class ProfileSpec(SpecEntry):
         description="Share of trajectories that earn 1 rather than 0 in `rollart simulate`, where prompts differ in "
         "difficulty; all of them if not given.",
     )
-    reward: RewardCostSpec | None = Field(default=None, description="What scoring takes; not planned if not given.")
+    reward: RewardCostSpec | None = Field(default=None, description="Cost of scoring; not planned if not given.")

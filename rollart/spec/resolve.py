@@ -1,6 +1,6 @@
-"""From what was written to what will run: specs, prices and the placer's plan in one frozen value.
+"""From written specs to a runnable configuration: specs, prices and the placement plan in one frozen value.
 
-Nothing is started here. Without numbers of engines the plan is computed; with them, parts are only assigned to devices.
+Nothing is started here. Without engine counts the plan is computed; with them, parts are only assigned to devices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""
 
 NO_PREDICTION = "no prediction: "
-"""How the note begins that says why a plan of given engines has no rate."""
+"""Prefix of the note that explains why a plan of given engines has no rate."""
 
 CLUSTER_PREFIX = "cluster."
 """Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
@@ -56,8 +56,8 @@ CLUSTER_PREFIX = "cluster."
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """What was written. `base` is the directory that relative paths of the run spec start from; `measured` the work
-    that `placement.profile` names, empty if nobody asked for it."""
+    """Specs as written. `base` is the directory that relative paths of the run spec start from; `measured` the domain
+    profiles that `placement.profile` names, empty if they were not requested."""
 
     run: RunSpec
     cluster: ClusterSpec
@@ -70,9 +70,9 @@ class Specs:
 class Resolved:
     """A run that can start. `base` is the directory that relative paths of the run spec start from.
 
-    `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool; `notes` what a
-    reader of the plan must know; `problem` what `plan.placement` answers, if there is one; `functions` what each reward
-    function runs with, its decorator included (`run` keeps what was written).
+    `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool; `notes` are for
+    readers of the plan; `problem` is the problem that `plan.placement` solves, if any; `functions` are the effective
+    settings of each reward function, its decorator's included (`run` keeps the spec as written).
     """
 
     run: RunSpec
@@ -101,7 +101,7 @@ class Resolved:
         }
 
     def to_yaml(self) -> str:
-        """What `--dry-run` prints."""
+        """The text that `--dry-run` prints."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=110)
@@ -131,7 +131,7 @@ def recorded_specs(
     measured: Sequence[DomainProfile] = (),
 ) -> Specs:
     """The specs of a recorded run from the file that `to_yaml` filled, on another cluster if one is given. `measured`:
-    the work that it turned out to have."""
+    the domain profiles measured in that run."""
     for_run, for_cluster = split_overrides(overrides)
     run, saved, prices, base = saved_specs(path, {"run": for_run, "cluster": [] if cluster else for_cluster})
     if cluster is not None:
@@ -143,7 +143,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides of the run and of the cluster.
 
     Raises:
-        SpecError: one of the run has a key that only clusters have.
+        SpecError: an override of the run has a key that only clusters have.
     """
     for override in overrides:
         key = override.partition("=")[0].partition(".")[0]
@@ -162,13 +162,13 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
     prices = load_prices(
         cluster_path.parent / cluster_spec.prices if cluster_spec.prices is not None else builtin("prices.yaml")
     )
-    # A run's directory keeps the specs, from where relative paths would mean something else.
+    # A run's directory keeps the specs, where relative paths would resolve differently.
     measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
     runtime = cluster_spec.runtime
     if runtime.token is not None:
         runtime = runtime.model_copy(update={"token": str((cluster_path.parent / runtime.token).resolve())})
     environments = cluster_spec.environments
-    if environments.python is not None and os.sep in environments.python:  # its links are what makes it one
+    if environments.python is not None and os.sep in environments.python:  # keep symlinks: they make a virtual env
         python = os.path.abspath(cluster_path.parent / environments.python)
         environments = environments.model_copy(update={"python": python})
     changed = {"calibration": measured, "runtime": runtime, "environments": environments}
@@ -211,7 +211,7 @@ def resolve(run: RunSpec, cluster: ClusterSpec, prices: PriceList, *, base: str 
 def resolve_specs(specs: Specs) -> Resolved:
     """Price the pools and place the parts. SpecError when a pool has no price, a part does not fit or no plan exists.
 
-    Where the engines are given and every domain's work is known, what the plan yields is predicted as well.
+    Where the engines are given and every domain's work is known, the plan's rate is predicted as well.
     """
     run, cluster, base = specs.run, specs.cluster, specs.base
     _check_engine_support(run, cluster)
@@ -231,7 +231,7 @@ def resolve_specs(specs: Specs) -> Resolved:
 
 
 def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
-    """SpecError for what the engines cannot do."""
+    """SpecError for settings that the engines do not support."""
     cut = [d.name for d in run.domains if d.top_p < 1.0]
     if cluster.engines.kind == "vllm" and cut:
         raise SpecError(
@@ -260,7 +260,7 @@ def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
 
 
 PlanningResult = tuple[Plan, Problem | None, tuple[str, ...]]
-"""A plan, the problem that its placement answers, and notes."""
+"""A plan, the problem that its placement solves, and notes."""
 
 
 def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
@@ -279,7 +279,7 @@ def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
 
 
 def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
-    """A plan of given engines with the rate that it should reach, where one can be told; else a note that says why."""
+    """A plan of given engines with its predicted rate, or with a note on why there is no prediction."""
     from rollart.spec.planning import planning_problem, solve_placement
 
     try:
@@ -302,7 +302,7 @@ def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
 
 
 def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Numbers of devices that a computed plan has no use for."""
+    """Notes on device counts that a computed plan ignores."""
     instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
     return tuple(
         f"{part}.threads is {threads}: ignored, since the plan is computed; {instead[part]} says it there"
@@ -312,18 +312,18 @@ def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes that no plan changes."""
-    played, said = cluster.functions.local.rehearse, episode_slot_notes(run, cluster)
+    """Notes that do not depend on the plan."""
+    played, notes = cluster.functions.local.rehearse, episode_slot_notes(run, cluster)
     if played is None or "local" not in cluster.functions.chain:
-        return said
+        return notes
     return (
-        *said,
+        *notes,
         f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",
     )
 
 
 def _with_placement(plan: Plan, found: Placement) -> Plan:
-    """The plan with what the placer knows of it."""
+    """The plan with the placer's figures."""
     return replace(
         plan, placement=found, rates={"trajectories": float(found.rate)}, binds="; ".join(found.binds) or plan.binds
     )

@@ -1,4 +1,4 @@
-"""What is rolled out beyond what a step needs: redundant environments, tail batching, resets ahead of need."""
+"""Rollout beyond the needs of one step: redundant environments, tail batching, resets ahead of need."""
 
 from __future__ import annotations
 
@@ -24,33 +24,37 @@ MOST = 4.0
 
 
 class RedundancySpec(SpecEntry):
-    """Redundant environments: more are started than are needed, and what ends last is cancelled and charged apart.
+    """Redundant environments: more trajectories start than a step needs; the last to end are cancelled and charged
+    apart.
 
-    What ends first is short and easy: `rollart report utilization` shows the cancelled against the kept.
+    The first to end are short and easy: `rollart report utilization` compares cancelled with kept trajectories.
     """
 
     groups: float = Field(
         default=1.0,
         ge=1.0,
         le=MOST,
-        description="Groups started per domain, as a multiple of those that a step needs, rounded down. Whole-batch "
-        "schedules cancel what is unfinished when the batch is full; the others let it go on, in a window wider by it.",
+        description="Groups started per domain, as a multiple of the groups that a step needs, rounded down. "
+        "Whole-batch schedules cancel unfinished groups when the batch is full; the others let them go on, in a "
+        "window wider by them.",
     )
     size: float = Field(
         default=1.0,
         ge=1.0,
         le=MOST,
         description="Members started per group, as a multiple of `group_size`, rounded down. The group is complete "
-        "with those that end first; the others are cancelled.",
+        "with the first `group_size` members to end; the others are cancelled.",
     )
     health: bool = Field(
         default=False,
-        description="Start only what the observed share of broken environments calls for; the factors are the most.",
+        description="Start only as many as the observed share of broken environments calls for; the factors are upper "
+        "bounds.",
     )
 
 
 class TailBatchingSpec(SpecEntry):
-    """Tail batching: short rounds start more than a step needs and put off what ends last; long rounds run that."""
+    """Tail batching: short rounds start more prompts than a step needs and put off the last to end; long rounds run
+    the deferred prompts."""
 
     eta_prompts: float = Field(
         default=1.25,
@@ -68,9 +72,9 @@ class TailBatchingSpec(SpecEntry):
 
 
 class FilterSpec(SpecEntry):
-    """Dynamic filtering: groups that nothing can be learnt from are left out, and further prompts take their place.
+    """Dynamic filtering: groups without a learning signal are left out, and further prompts replace them.
 
-    What is filtered is charged as `filtered`, and shown against what was kept by `rollart report utilization`.
+    Filtered groups are charged as `filtered`; `rollart report utilization` compares them with kept groups.
     """
 
     zero_variance: bool = Field(
@@ -82,46 +86,49 @@ class FilterSpec(SpecEntry):
         default=0,
         ge=0,
         le=1_000_000,
-        description="Prompts that run beyond those that a step needs, over all domains, so that what is filtered is "
-        "replaced at once. Whole-batch schedules cancel what is unfinished when the batch is full.",
+        description="Prompts that run beyond the needs of a step, over all domains, so that filtered groups are "
+        "replaced at once. Whole-batch schedules cancel unfinished prompts when the batch is full.",
     )
     max_refills: float = Field(
         default=10.0,
         ge=0,
         le=1e6,
-        description="Groups of a domain that may be filtered between two of its steps, as a multiple of those that a "
-        "step needs.",
+        description="Groups of a domain that may be filtered between two of its steps, as a multiple of the groups "
+        "that a step needs.",
     )
     exhausted: Literal["fail", "keep"] = Field(
         default="fail",
-        description="What happens beyond `max_refills`. fail: the run stops and says so; keep: further groups are "
-        "trained as they are until the next step.",
+        description="Behaviour beyond `max_refills`. fail: the run stops with an error; keep: further groups are "
+        "trained unfiltered until the next step.",
     )
 
 
 class ConcurrencySpec(SpecEntry):
-    """How many trajectories live on one engine at a time, found by watching its KV memory: up by a step while there is
-    room, down by a factor when prefixes are evicted or requests preempted. Who finds no room waits, and is never
-    aborted for it. Not followed under `schedule: sync`.
+    """The limit of concurrent trajectories per engine, found by watching its KV memory: up by a step while there is
+    room, down by a factor when prefixes are evicted or requests preempted. A trajectory without room waits, and is
+    never aborted for it. Not applied under `schedule: sync`.
     """
 
     mode: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="auto: on where the placer computed the plan, whose engines then live by KV memory, and "
-        "`parallelism` does not follow their preemptions instead.",
+        description="auto: on where the placer computed the plan, whose engines are then bounded by KV memory, unless "
+        "`parallelism` follows their preemptions instead.",
     )
     start: int = Field(
-        default=32, ge=1, le=1_000_000, description="First limit of an engine of which nothing better is known."
+        default=32, ge=1, le=1_000_000, description="First limit of an engine without a better estimate."
     )
     least: int = Field(default=1, ge=1, le=1_000_000, description="Lowest limit.")
     most: int = Field(default=1024, ge=1, le=1_000_000, description="Highest limit.")
-    increase: int = Field(default=4, ge=1, le=1_000_000, description="What a limit rises by.")
-    decrease: float = Field(default=0.75, gt=0, lt=1, description="What a limit is multiplied by when it falls.")
+    increase: int = Field(default=4, ge=1, le=1_000_000, description="Increment of a limit when it rises.")
+    decrease: float = Field(default=0.75, gt=0, lt=1, description="Factor of a limit when it falls.")
     low: float = Field(default=0.80, ge=0, le=1, description="Share of KV memory in use below which a limit rises.")
     high: float = Field(
-        default=0.95, gt=0, le=1, description="Share from which it falls, and beyond which nobody is let in."
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Share from which a limit falls, and above which no trajectory is admitted.",
     )
-    interval_s: float = Field(default=5.0, gt=0, le=86_400, description="Seconds between looks, and between rises.")
+    interval_s: float = Field(default=5.0, gt=0, le=86_400, description="Seconds between checks, and between rises.")
     settle_s: float = Field(default=30.0, ge=0, le=86_400, description="Seconds after a fall before the next change.")
 
 
@@ -131,44 +138,51 @@ class ParallelismSpec(SpecEntry):
     sizes: list[Annotated[int, Field(ge=1, le=64)]] | None = Field(
         default=None,
         min_length=1,
-        description="Devices per engine to choose from; 1, 2, 4 and 8, where they divide the model and a host, if not "
-        "given. From one of the plan's the next is twice or half of it.",
+        description="Devices per engine to choose from; by default 1, 2, 4 and 8, where they divide the model and a "
+        "host. Each change doubles or halves an engine's devices.",
     )
     rise: float = Field(
-        default=1.05, ge=1.0, le=1e6, description="More preemptions than so many times the step before's double it."
+        default=1.05,
+        ge=1.0,
+        le=1e6,
+        description="The size doubles when preemptions exceed this multiple of the previous step's.",
     )
     quiet_steps: int = Field(
-        default=4, ge=1, le=10_000, description="Steps in a row without a preemption after which it is halved."
+        default=4, ge=1, le=10_000, description="The size halves after this many steps in a row without a preemption."
     )
 
 
 class LendingSpec(SpecEntry):
-    """Rollout engines whose devices train while a rollout ends: half of them, once what is left fits on the others."""
+    """Rollout engines whose devices train while a rollout ends: half of the engines, once the remaining work fits on
+    the other half."""
 
     setup_s: float = Field(
         default=10.0,
         ge=0,
         le=86_400,
-        description="Seconds until lent devices train: the trainer's state comes there.",
+        description="Seconds until lent devices train: the time to bring the trainer's state there.",
     )
     headroom: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Share of an engine's KV memory into which the projected peak of what it will hold must fit.",
+        description="Share of an engine's KV memory into which its projected peak use must fit.",
     )
 
 
 class FollowSpec(SpecEntry):
-    """Shares that follow what domains cost and teach: weight × (learning / cost) ** sensitivity, within their bounds.
+    """Domain shares that follow cost and learning: weight × (learning / cost) ** sensitivity, within the domain's
+    bounds.
 
-    Cost is engine seconds per trained trajectory, lost ones included; learning the mean distance of a reward from its
-    group's mean.
+    Cost is engine seconds per trained trajectory, lost ones included; learning is the mean distance of a reward from
+    its group's mean.
     """
 
     sensitivity: float = Field(default=1.0, ge=0, le=10, description="Exponent; 0 leaves the weights as they are.")
-    memory: float = Field(default=10.0, ge=1, le=1e6, description="Steps that the averages look back on.")
-    max_step: float = Field(default=0.05, gt=0, le=1, description="Most that a share moves in one step.")
+    memory: float = Field(
+        default=10.0, ge=1, le=1e6, description="Time constant of the exponential averages, in steps."
+    )
+    max_step: float = Field(default=0.05, gt=0, le=1, description="Largest change of a share in one step.")
 
 
 class FairnessSpec(SpecEntry):
@@ -179,13 +193,13 @@ class FairnessSpec(SpecEntry):
         ge=0,
         le=1,
         description="How far a domain may fall behind its share before a batch waits for it, as a share of a batch, "
-        "rounded down to whole groups. What it misses is made good later.",
+        "rounded down to whole groups. A deficit is made good later.",
     )
     follow: FollowSpec | None = Field(default=None, description="Shares move with measured cost and learning.")
 
 
 class RolloutSpec(SpecEntry):
-    """What rollout starts beyond what a step needs, to wait for no straggler, and how much of it runs at a time."""
+    """Work that rollout starts beyond the needs of a step, so as not to wait for stragglers, and its concurrency."""
 
     redundancy: RedundancySpec = Field(
         default_factory=RedundancySpec, description="Redundant environments, by groups and by size."
@@ -196,17 +210,17 @@ class RolloutSpec(SpecEntry):
     )
     replication: bool = Field(
         default=True,
-        description="Prompt replication: members of a group are tasks of their own, placed anywhere. false: they stay "
-        "together on one engine, let in as one where `concurrency` is followed, and out when the last is done.",
+        description="Prompt replication: the members of a group are separate tasks, placed on any engine. false: they "
+        "stay on one engine, are admitted as one where `concurrency` applies, and release it when the last is done.",
     )
     dispatch: Literal["fifo", "skew_aware"] = Field(
         default="fifo",
-        description="Whom an engine takes in next. fifo: as they came; skew_aware: the longest first, by lengths "
-        "learned from what finished, with engines of their own. Follows KV memory as `concurrency` does. Not under "
-        "`sync`.",
+        description="Order in which an engine admits trajectories. fifo: by arrival; skew_aware: the longest first, by "
+        "lengths learned from finished trajectories, with separate engines for long ones. Follows KV memory as "
+        "`concurrency` does. Not under `sync`.",
     )
     concurrency: ConcurrencySpec = Field(
-        default_factory=ConcurrencySpec, description="How many trajectories live on one engine at a time."
+        default_factory=ConcurrencySpec, description="The limit of concurrent trajectories per engine."
     )
     fairness: FairnessSpec | None = Field(
         default=None,
@@ -214,12 +228,12 @@ class RolloutSpec(SpecEntry):
         "cap.",
     )
     filter: FilterSpec = Field(
-        default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."
+        default_factory=FilterSpec, description="Groups that are left out of training, and their replacement."
     )
     handoffs: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=0,
         description="Turns that are prefilled elsewhere for one decode engine ahead of its slots; 0: any number; auto: "
-        "as many as keep it busy, by what prefills and turns take.",
+        "as many as keep the decode engine busy, from the durations of prefills and turns.",
     )
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=0,
@@ -228,8 +242,8 @@ class RolloutSpec(SpecEntry):
     )
     parallelism: ParallelismSpec | None = Field(
         default=None,
-        description="Engines are drained and started with other numbers of devices as KV memory is short or not, where "
-        "that pays within `placement.rebalance.horizon_s`; rebalancing then moves none.",
+        description="Engines are drained and restarted with another number of devices according to the pressure on KV "
+        "memory, where that pays within `placement.rebalance.horizon_s`; rebalancing then moves no engine.",
     )
     lending: LendingSpec | None = Field(
         default=None,

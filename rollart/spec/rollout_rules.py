@@ -1,4 +1,4 @@
-"""Rules between what a run asks of rollout and the rest of its spec. Pure."""
+"""Rules between a run's `rollout` section and the rest of its spec. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _beyond(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _filter(run: RunSpec) -> Iterable[RuleViolation]:
-    """What is filtered has no advantage, and what replaces it is drawn one by one."""
+    """Filtered groups have no advantage, and their replacements are drawn one by one."""
     filtering, place = run.rollout.filter, ("rollout", "filter")
     if not filtering.zero_variance:
         if filtering.max_additional_running_prompts:
@@ -98,11 +98,11 @@ def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
             (*place, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
         )
     if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
-        what = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
+        setting = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
         yield RuleViolation(
             ("rollout", "dispatch"),
-            f"rollout.dispatch is {run.rollout.dispatch} under `{what}` (rule: it orders those that wait for room in "
-            "an engine, and there nobody does)",
+            f"rollout.dispatch is {run.rollout.dispatch} under `{setting}` (rule: it orders trajectories that wait for "
+            "room in an engine, and with that setting none waits)",
         )
     if spec.settle_s < spec.interval_s:
         yield RuleViolation(
@@ -113,7 +113,7 @@ def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _lending(run: RunSpec) -> Iterable[RuleViolation]:
-    """Lent devices train on what is finished, in a rollout that ends."""
+    """Lent devices train on finished trajectories while the rollout ends."""
     if run.rollout.lending is None:
         return
     place = ("rollout", "lending")
@@ -121,8 +121,8 @@ def _lending(run: RunSpec) -> Iterable[RuleViolation]:
         yield RuleViolation(
             place,
             f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
-            f"{str(run.training.stream).lower()} (rule: sync_plus, and true: what is finished is trained while the "
-            "rest is rolled out)",
+            f"{str(run.training.stream).lower()} (rule: sync_plus, and true: finished trajectories are trained while "
+            "the rest is rolled out)",
         )
     if run.rollout.parallelism is not None:
         yield RuleViolation(
@@ -131,7 +131,7 @@ def _lending(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _fairness(run: RunSpec) -> Iterable[RuleViolation]:
-    """Shares of a run are counted in groups of one size, which batches take as they are owed."""
+    """Shares of a run are counted in groups of one size, and each batch takes the groups that are due."""
     for i, domain in enumerate(run.domains):
         if domain.floor > domain.cap:
             yield RuleViolation(

@@ -194,7 +194,7 @@ def _turns(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _profiles(run: RunSpec) -> Iterable[RuleViolation]:
-    """A profile is of this run: within the bounds that the domain and the model set."""
+    """A profile is within the bounds of its domain and of the model."""
     for i, domain in enumerate(run.domains):
         profile = domain.profile
         if profile is None:
@@ -278,7 +278,7 @@ def _quota_rules(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _temperatures(run: RunSpec) -> Iterable[RuleViolation]:
-    """The trainer recomputes log-probabilities at the temperature that was sampled with, and it knows one."""
+    """All domains share a temperature: the trainer recomputes log-probabilities at one sampling temperature."""
     first = run.domains[0]
     for i, domain in enumerate(run.domains):
         if domain.temperature != first.temperature:
@@ -325,7 +325,7 @@ def _bases(cluster: ClusterSpec) -> Iterable[RuleViolation]:
 
 
 def _device_types(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    """A plan that is computed needs the figures of every type."""
+    """A computed plan needs the figures of every device type."""
     own = {d.name for d in cluster.devices} | {"cpu"}
     if cluster.engines.fixed or own >= {p.device for p in cluster.pools}:
         return
@@ -389,7 +389,7 @@ def _wanted_devices(cluster: ClusterSpec) -> Iterable[RuleViolation]:
 
 
 def _environments(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    """Their hosts, and the pools of those of function workers."""
+    """Environment hosts, and the pools of environment and function hosts."""
     pools, local = [pool.name for pool in cluster.pools], cluster.functions.local
     for at, wanted in (("environments.pool", cluster.environments.pool), ("functions.local.pool", local.pool)):
         if wanted is not None and wanted not in pools:
@@ -409,7 +409,7 @@ def _environments(cluster: ClusterSpec) -> Iterable[RuleViolation]:
 
 
 def known_device(name: str) -> bool:
-    """Whether the catalogue has the type, under this or another name."""
+    """True if the catalogue has the type, under this or another name."""
     try:
         return bool(canonical(name))
     except ValueError:

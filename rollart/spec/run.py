@@ -1,4 +1,4 @@
-"""The run spec: what is trained, on which domains, with which rewards, and under which bounds."""
+"""The run spec: the model, its task domains and rewards, the schedule and the bounds of training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunSpec(SpecEntry):
         # Not `paced`: on the quickstart `sync_plus` reaches the same success in 20 s, `paced` in 29 s as `rollart` does
         # (means of five seeds, docs/schedules.md).
         default="async",
-        description="When rollout, training and weight updates overlap, and what is done to what is too old "
+        description="How rollout, training and weight updates overlap, and how stale trajectories are treated "
         "(docs/schedules.md). async: rollart.",
     )
     staleness: int = Field(
@@ -56,7 +56,7 @@ class RunSpec(SpecEntry):
         default_factory=RolloutSpec, description="Redundant environments and tail batching (docs/schedules.md)."
     )
     steps: int = Field(default=100, ge=0, description="Training steps; each publishes one policy version.")
-    batch: BatchSpec = Field(default_factory=BatchSpec, description="What one training step consumes.")
+    batch: BatchSpec = Field(default_factory=BatchSpec, description="The batch of one training step.")
     domains: list[DomainSpec] = Field(min_length=1, description="Tasks, each with its environment and rewards.")
     functions: list[FunctionEntry] = Field(default_factory=list, description="Reward functions.")
     hw_affinity: dict[str, str] = Field(
@@ -65,7 +65,7 @@ class RunSpec(SpecEntry):
         "Left out, the placer decides.",
     )
     placement: PlacementSpec = Field(
-        default_factory=PlacementSpec, description="What the plan is to reach, and what it may not do."
+        default_factory=PlacementSpec, description="Objective and constraints of the plan."
     )
     training: TrainingSpec = Field(default_factory=TrainingSpec, description="Optimizer and loss.")
     weights: WeightsSpec = Field(
@@ -77,14 +77,14 @@ class RunSpec(SpecEntry):
     evaluation: EvaluationSpec = Field(
         default_factory=EvaluationSpec, description="Episodes that are never trained on."
     )
-    leases: LeasesSpec = Field(default_factory=LeasesSpec, description="Deadlines of everything that is waited for.")
-    faults: FaultsSpec = Field(default_factory=FaultsSpec, description="How much broken infrastructure a run bears.")
-    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="Where the run stops by itself.")
+    leases: LeasesSpec = Field(default_factory=LeasesSpec, description="Deadlines of all waits.")
+    faults: FaultsSpec = Field(default_factory=FaultsSpec, description="Tolerance for infrastructure faults.")
+    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="Bounds at which the run stops by itself.")
 
     @model_validator(mode="before")
     @classmethod
     def _lag_of_schedule(cls, data: Any) -> Any:
-        """A run that says nothing about staleness has that of its schedule."""
+        """Without `staleness`, a run has the staleness of its schedule."""
         schedule = data.get("schedule") if isinstance(data, dict) else None
         if isinstance(schedule, str) and schedule in LAG and "staleness" not in data:
             return {**data, "staleness": LAG[schedule]}
@@ -92,7 +92,7 @@ class RunSpec(SpecEntry):
 
     @property
     def fair(self) -> bool:
-        """Whether domains have shares of the run instead of quotas of a step."""
+        """True if domains have shares of the whole run instead of quotas per step."""
         return self.rollout.fairness is not None or any(d.floor > 0 or d.cap < 1 for d in self.domains)
 
     def domain(self, name: str) -> DomainSpec:

@@ -53,7 +53,7 @@ class ModelSpec(SpecEntry):
 
 
 class BatchSpec(SpecEntry):
-    """What one training step consumes."""
+    """The batch of one training step."""
 
     trajectories: int = Field(default=128, ge=1, le=10_000_000, description="Trajectories per step, over all domains.")
     tokens: int | None = Field(
@@ -65,9 +65,9 @@ class BatchSpec(SpecEntry):
     )
     sampler: Literal["fifo", "token_budget", "deadline"] = Field(
         default="fifo",
-        description="What a step trains of the complete groups, oldest version first. fifo: the batch; token_budget: "
+        description="Selection from the complete groups, oldest version first. fifo: the batch; token_budget: "
         "of the batch exactly `tokens` tokens, drawn sample by sample and cut at the edge; deadline: the batch, or "
-        "after `deadline_s` what is there.",
+        "after `deadline_s` the groups that are complete by then.",
     )
     deadline_s: float | None = Field(
         default=None, gt=0, le=1e6, description="Longest wait for a whole batch, seconds (deadline)."
@@ -76,14 +76,14 @@ class BatchSpec(SpecEntry):
         default=None,
         gt=0,
         le=1,
-        description="Share of every domain's part of the batch without which no step starts (deadline), there 0.5.",
+        description="Share of every domain's part of the batch without which no step starts (deadline); default 0.5.",
     )
     age_decay: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Weight of a sample in the loss for every version that it is behind when it is trained (deadline), "
-        "scaled to a mean of 1 within its domain; there 1.",
+        description="Factor of a sample's weight in the loss for every version that it is behind when it is trained "
+        "(deadline), scaled to a mean of 1 within its domain; default 1.",
     )
 
 
@@ -93,12 +93,12 @@ class RewardUse(SpecEntry):
     function: Name = Field(description="Name of an entry of `functions`.")
     weight: float = Field(default=1.0, description="Factor of its value in the sum.")
     pays: Literal["last", "steps"] = Field(
-        default="last", description="last: at the last action token; steps: where its step_rewards say."
+        default="last", description="last: at the last action token; steps: at the positions of its step_rewards."
     )
 
 
 class HarnessSpec(SpecEntry):
-    """An agent program in an environment's place: it talks to the run's capture proxy (docs/proxy.md)."""
+    """An agent program instead of an environment: it talks to the run's capture proxy (docs/proxy.md)."""
 
     harness: ImportPath = Field(
         description="`package.module:function`, a coroutine function that is called with `base_url`, `session`, `seed` "
@@ -107,10 +107,10 @@ class HarnessSpec(SpecEntry):
 
 
 class DomainSpec(SpecEntry):
-    """A task: where episodes come from, how they are sampled, and what they are paid."""
+    """A task: its environment, sampling and rewards."""
 
     name: Name = Field(description="Name of the domain.")
-    tag: Name | None = Field(default=None, description="What `hw_affinity` calls it; its name if not given.")
+    tag: Name | None = Field(default=None, description="Key of the domain in `hw_affinity`; its name if not given.")
     environment: ImportPath | HarnessSpec = Field(
         description="Class or factory of the environment, `package.module:attribute`; or `harness`, an agent program."
     )
@@ -119,7 +119,7 @@ class DomainSpec(SpecEntry):
         default=1.0, ge=1e-9, le=1e9, description="Share of the batch, relative to the other domains."
     )
     floor: float = Field(
-        default=0.0, ge=0, le=1, description="Least share of every batch, whatever the weights say (whole groups)."
+        default=0.0, ge=0, le=1, description="Least share of every batch, regardless of the weights (whole groups)."
     )
     cap: float = Field(default=1.0, gt=0, le=1, description="Largest share of every batch (whole groups).")
     trajectories: int | None = Field(
@@ -149,7 +149,7 @@ class DomainSpec(SpecEntry):
         description="Published shape that `rollart simulate` draws trajectories from; from `profile` if not given.",
     )
     profile: ProfileSpec | None = Field(
-        default=None, description="Its work, for the placer; measured or assumed from the bounds if not given."
+        default=None, description="Work of a trajectory, for the placer; measured or assumed from bounds if not given."
     )
 
     @field_validator("weight", mode="before")
@@ -161,19 +161,19 @@ class DomainSpec(SpecEntry):
 
 
 class FunctionEntry(SpecEntry):
-    """A reward function: stateless, so that it can run in function workers that scale to zero. A setting that is not
-    given here is the one of its `@rollart.reward(...)`, else the default that is named; `rollart launch --dry-run`
-    shows under `functions` what each then runs with."""
+    """A reward function: stateless, so that it can run in function workers that scale to zero. Settings that are not
+    given here come from its `@rollart.reward(...)`, else they have the default named below; `rollart launch --dry-run`
+    shows the effective settings under `functions`."""
 
     name: Name = Field(description="Name that domains refer to: up to 64 letters, digits, '_' and '-'.")
     source: str = Field(min_length=1, description="Python file (relative to the run file) or module of the handler.")
     handler: str = Field(description="Attribute of the source, made with @rollart.reward or a known signature.")
     takes: Takes | None = Field(
-        default=None, description="How the handler is called; told from its parameters if not given (auto)."
+        default=None, description="How the handler is called; inferred from its parameters if not given (auto)."
     )
     memory_mb: int | None = Field(default=None, ge=128, le=32_768, description="Memory of one worker (512).")
     cpu: float | None = Field(
-        default=None, ge=0, le=64, description="Cores of one worker; 0: what the provider gives with its memory (0)."
+        default=None, ge=0, le=64, description="Cores of one worker; 0: as the provider allots with its memory (0)."
     )
     gpu: str | None = Field(
         default=None,
@@ -181,7 +181,7 @@ class FunctionEntry(SpecEntry):
         description="GPU type of one worker as the provider names it, like L4 or H100:2 (none).",
     )
     trust: Trust | None = Field(
-        default=None, description="untrusted: it runs what the policy wrote, so only inside a sandbox (trusted)."
+        default=None, description="untrusted: it runs code that the policy wrote, so only in a sandbox (trusted)."
     )
     timeout_s: float | None = Field(default=None, gt=0, le=5400, description="Longest run of one invocation (10).")
     timeout_floor: float | None = Field(
@@ -243,7 +243,7 @@ class EvaluationSpec(SpecEntry):
 
 
 class LeasesSpec(SpecEntry):
-    """Longest waits in seconds. An expiry is an event with a bounded action, never a silence."""
+    """Longest waits in seconds. Every expiry is recorded as an event and has a bounded action."""
 
     generate_s: float = Field(default=120.0, gt=0, le=1e6, description="One turn's generation; then another engine.")
     env_step_s: float = Field(default=60.0, gt=0, le=1e6, description="One reset or step of an environment.")
@@ -262,17 +262,17 @@ class LeasesSpec(SpecEntry):
         default=10.0,
         gt=0,
         le=1e6,
-        description="Prefill on another engine and the way of its KV; then it is prefilled locally.",
+        description="Prefill on another engine and the transfer of its KV; then it is prefilled locally.",
     )
     engine_start_s: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
         default="auto",
-        description="Start of an engine or trainer process. `auto`: 120, or 300 for a vLLM server, and what reading 4 "
-        "bytes per parameter at 0.5 GB/s takes; a vLLM server that goes on telling what it does gets four times that.",
+        description="Start of an engine or trainer process. `auto`: 120, or 300 for a vLLM server, plus the time to "
+        "read 4 bytes per parameter at 0.5 GB/s; a vLLM server that keeps logging progress gets four times that.",
     )
 
 
 class FaultsSpec(SpecEntry):
-    """How much broken infrastructure a run bears before it stops with exit code 5."""
+    """Tolerance for infrastructure faults, beyond which a run stops with exit code 5."""
 
     max_rate: float = Field(default=0.05, ge=0, le=1, description="Largest share of trajectories lost to faults.")
     min_count: int = Field(default=10, ge=1, description="Faults before the rate is judged.")
@@ -280,7 +280,7 @@ class FaultsSpec(SpecEntry):
 
 
 class BudgetSpec(SpecEntry):
-    """Where the run stops by itself (exit code 4 for money)."""
+    """Bounds at which the run stops by itself (exit code 4 for money)."""
 
     usd: float | None = Field(
         default=None,

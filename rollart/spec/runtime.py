@@ -1,4 +1,4 @@
-"""The cluster spec's `runtime`: what starts the parts of a run."""
+"""The cluster spec's `runtime`: the launcher of a run's parts."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rollart.entry import SpecEntry
 __all__ = ["ElasticSpec", "RuntimeSpec"]
 
 ADDRESSES = ("local", "start", "auto")
-"""Of a Ray cluster, beside those with a port."""
+"""Values of `address` besides those with a port."""
 
 
 class ElasticSpec(SpecEntry):
-    """Nodes may come and go: the plan is computed again for those that are there. `true` alone: with the defaults. What
-    a move must gain, and over which time, is `placement.rebalance`'s."""
+    """Nodes may join and leave: the plan is recomputed for the present nodes. `true` alone: with the defaults. The
+    gain that a move must have, and its horizon, are settings of `placement.rebalance`."""
 
     settle_s: float = Field(
         default=30.0,
         gt=0,
         le=86400,
-        description="Seconds that a node must stay before the plan counts on it (twice as long for every short life of "
-        "one of its pool just before), and that pass after a loss before the plan follows it.",
+        description="Seconds that a node must stay before the plan uses it (doubled for every short-lived node of its "
+        "pool just before), and seconds after a loss before the plan changes.",
     )
     wait_s: float = Field(
         default=3600.0,
         ge=0,
         le=604800,
-        description="Longest wait for a node when no engine is left, or no environment host or host of function "
-        "workers, and none that is there could hold one; then the run ends.",
+        description="Longest wait for a node when the last engine, the last environment host or the last function "
+        "host is lost, and no present node could hold one; then the run ends.",
     )
 
 
 class RuntimeSpec(SpecEntry):
-    """What starts engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
+    """The launcher of engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
 
     backend: Literal["local", "ray"] = Field(
         default="local", description="`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."
@@ -44,39 +44,36 @@ class RuntimeSpec(SpecEntry):
     address: str = Field(
         default="local",
         min_length=1,
-        description="Of the Ray cluster: `local`: a private one on this machine while the run runs, with a node per "
-        "host of each pool; `start`: a head on this machine while the run runs, which hosts join by the commands that "
-        "are printed; `auto`: the one that RAY_ADDRESS names, else one of this machine; `host:port`, from one of its "
-        "nodes; `ray://host:port`: its client server, from a machine that is no node of it and reaches the "
-        "nodes' addresses.",
+        description="Address of the Ray cluster. `local`: a private cluster on this machine during the run, with a "
+        "node per host of each pool; `start`: a head on this machine during the run, which hosts join by the printed "
+        "commands; `auto`: RAY_ADDRESS, else a cluster on this machine; `host:port`, from one of its nodes; "
+        "`ray://host:port`: its client server, from a machine outside the cluster that reaches the nodes' addresses.",
     )
-    port: int = Field(default=0, ge=0, le=65535, description="Of the head of `address: start`; 0: a free one.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the head of `address: start`; 0: a free port.")
     token: str | None = Field(
         default=None,
         min_length=1,
         description="File with the cluster's token, relative to the cluster file; if not given, Ray's own rules.",
     )
-    wait_s: float = Field(
-        default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs and that are not there."
-    )
+    wait_s: float = Field(default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs.")
     elastic: ElasticSpec | None = Field(
         default=None,
-        description="Whether the plan follows nodes that join or leave: engines are started on those that come, and "
-        "drained on those that are to go. Pools then have between `min` and `count` devices.",
+        description="The plan follows nodes that join or leave: engines are started on new nodes, and drained on nodes "
+        "that will leave. Pools then have between `min` and `count` devices.",
     )
     health_s: float = Field(
         default=10.0,
         ge=0.5,
         le=600,
         description="Seconds of silence after which a node counts as lost; a quarter of it after its process was "
-        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; others were "
-        "started with settings of their own.",
+        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; other "
+        "clusters have their own settings.",
     )
 
     @field_validator("address")
     @classmethod
     def _of_a_cluster(cls, value: str) -> str:
-        """Ray itself looks for minutes for what is no address."""
+        """Reject malformed addresses: Ray itself would retry them for minutes."""
         try:
             host = "" if value in ADDRESSES else host_and_port(value.removeprefix("ray://").partition("?")[0])[0]
         except ValueError:

@@ -1,7 +1,7 @@
-"""Settings of the function layer inside a cluster spec: which model describes each mapping under `functions`.
+"""Settings of the function layer inside a cluster spec: the model of each mapping under `functions`.
 
-The models are the function layer's own. They are loaded where a spec has something to check against them, and none of
-them needs a provider's library.
+The models belong to the function layer. They are imported only if a spec has settings to check, and none of them needs
+a provider's library.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "pipeline": ("serverless.settings", "PipelineSpec"),
     "scaling": ("serverless.scaling_spec", "ScalingSpec"),
 }
-"""By the key under `functions`: module and name."""
+"""Module and name of the model, by key under `functions`."""
 
 
 def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[str, Any]]]:
-    """Path, model and values of each mapping that says anything."""
+    """Path, model and values of each mapping that is not empty."""
     for key in MODELS:
         values = getattr(cluster.functions, key)
         if values:
@@ -37,7 +37,7 @@ def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseMod
 
 
 def settings_model(key: str) -> type[BaseModel]:
-    """The model of a key of `MODELS`; of a dataclass, one with its fields and no others."""
+    """The model of a key of `MODELS`; a dataclass becomes a model with the same fields that forbids others."""
     module, name = MODELS[key]
     found = getattr(importlib.import_module(module), name)
     if issubclass(found, BaseModel):

@@ -12,7 +12,8 @@ __all__ = ["CollectiveSpec", "WeightStoreSpec", "WeightsSpec"]
 
 
 class WeightStoreSpec(SpecEntry):
-    """A store between the trainer and the engines' hosts: a version is pushed once, in buckets, and pulled by each."""
+    """A store between the trainer and the engines' hosts: a version is pushed once, in buckets, and pulled by each
+    host."""
 
     kind: Literal["files", "s3"] = Field(
         description="`files`: a directory that the controller and the engines' hosts share; `s3`: an S3 bucket or "
@@ -25,8 +26,8 @@ class WeightStoreSpec(SpecEntry):
     )
     in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         default="auto",
-        description="Buckets on their way at a time, at a push and at each host's pull; `auto`: as many as the "
-        "look-ahead rule says of what they take, within 4 GiB.",
+        description="Buckets in flight, at a push and at each host's pull; `auto`: as many as the "
+        "look-ahead rule derives from their transfer times, within 4 GiB.",
     )
     bucket_mb: int = Field(
         default=256, ge=1, le=4096, description="Size of a bucket, MB. One that did not change is not sent again."
@@ -34,14 +35,14 @@ class WeightStoreSpec(SpecEntry):
     local: str | None = Field(
         default=None,
         min_length=1,
-        description="Absolute directory of each engine's host where pulled versions lie, at least two of them; "
+        description="Absolute directory of each engine's host that keeps pulled versions, at least two of them; "
         "`pulled` in the run's directory if not given. Attached servers need it.",
     )
 
 
 class CollectiveSpec(SpecEntry):
-    """A broadcast from the trainer's ranks to all engines, beside the write of the version and the rollout. Who misses
-    it loads the version's files."""
+    """A broadcast from the trainer's ranks to all engines, concurrent with the write of the version and the rollout. An
+    engine that misses it loads the version's files."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto",
@@ -52,11 +53,11 @@ class CollectiveSpec(SpecEntry):
 
 
 class WeightsSpec(SpecEntry):
-    """A version on its way from the trainer to the engines."""
+    """Transfer of a weight version from the trainer to the engines."""
 
     overlap: bool = Field(
         default=False,
-        description="Write a version, and push it to the engines' store, beside the next training step; it is current "
+        description="Write a version, and push it to the engines' store, during the next training step; it is current "
         "once it is complete and committed. Without effect under `sync` and `sync_plus`.",
     )
     store: WeightStoreSpec | None = Field(
@@ -65,20 +66,20 @@ class WeightsSpec(SpecEntry):
     )
     collective: CollectiveSpec | None = Field(
         default=None,
-        description="Broadcast versions into the engines' memory; without it, or with `store`, they come as files.",
+        description="Broadcast versions into the engines' memory; without it, or with `store`, engines load files.",
     )
     update: Literal["all", "delayed", "staggered", "on_divergence"] = Field(
         default="all",
-        description="all: every engine stands still, loads, and goes on; delayed: each engine first ends the "
-        "trajectories that live on it; staggered: some load while others serve; on_divergence: an engine loads once "
-        "the policy has moved by more than `threshold` from its own, or `staleness` asks for it. Others than `all` "
-        "need a schedule with a window of groups and `staleness` of at least 1, on_divergence of at least 2.",
+        description="all: every engine pauses, loads and resumes; delayed: each engine first finishes its live "
+        "trajectories; staggered: some load while others serve; on_divergence: an engine loads once "
+        "the policy has moved by more than `threshold` from its version, or `staleness` requires it. Values other than "
+        "`all` need a schedule with a window of groups and `staleness` of at least 1, on_divergence of at least 2.",
     )
     longest_s: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="Longest time that an engine puts an update off, seconds; only with `delayed`, where it is 120.",
+        description="Longest delay of an engine's update, seconds; only with `delayed`, where it is 120.",
     )
     fraction: float | None = Field(
         default=None,

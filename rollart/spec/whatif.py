@@ -1,4 +1,4 @@
-"""`rollart plan --what-if`: small changes to hardware, prices, links, model and wishes, as specs.
+"""`rollart plan --what-if`: small changes to hardware, prices, links, model and objective, as specs.
 
     h20=+32  h20=-8  h20=64      devices of a pool, by its name or its device type; a type that the cluster lacks makes
                                  a new pool, and 0 takes the pool away
@@ -7,7 +7,7 @@
     model=DIR_OR_CONFIG.json     another model
     in_flight= rate= budget= objective= prefill_decode= utilisation= staleness= batch= train.devices= train.pool=
                                  keys of the run spec
-Names do not mind case. Pure.
+Names are case-insensitive. Pure.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ RUN_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def apply_changes(specs: Specs, changes: Sequence[str]) -> Specs:
-    """The specs with the changes made, in order. UsageError for one that is not understood, SpecError for one that
-    breaks a rule; both name it."""
+    """The specs with the changes applied in order. UsageError for a change that is not understood, SpecError for a
+    change that breaks a rule; both name the change."""
     run, cluster = specs.run.model_dump(mode="json"), specs.cluster.model_dump(mode="json")
     given = {text.partition("=")[0] for text in changes}
     for text in changes:
@@ -65,7 +65,7 @@ def apply_changes(specs: Specs, changes: Sequence[str]) -> Specs:
             )
         _change(run, cluster, key, value, text)
     if "objective" in given and "rate" not in given and run["placement"]["objective"] != "min_cost":
-        run["placement"]["rate"] = None  # the rate was that of the objective that is gone
+        run["placement"]["rate"] = None  # the rate belonged to the replaced objective
     return replace(
         specs,
         run=_validated(RunSpec, run, changes, run_problems),
@@ -94,7 +94,7 @@ def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> No
 
 
 def _counts_to_weights(run: Values) -> None:
-    """Numbers of trajectories by domain become weights: another batch has the same mix."""
+    """Turn trajectories per domain into weights, so that another batch size has the same mix."""
     for domain in run["domains"]:
         if domain["trajectories"] is not None:
             domain["weight"], domain["trajectories"] = float(domain["trajectories"]), None
@@ -127,7 +127,7 @@ def _count(cluster: Values, name: str, value: str, text: str) -> None:
 
 
 def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
-    """Names may hold a '-': every way to cut is tried."""
+    """Set the link's bandwidth. Pool names may contain '-', so every split of `ends` is tried."""
     parts = ends.split("-")
     for cut in range(1, len(parts)):
         a, b = (_link_ends(cluster, "-".join(some)) for some in (parts[:cut], parts[cut:]))
@@ -144,12 +144,12 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
 
 
 def _link_ends(cluster: Values, name: str) -> list[str]:
-    """What a link may end in by that name: pools, else where versions of the weights lie."""
+    """Link ends of that name: pools, else the store of weight versions."""
     return [pool["name"] for pool in _pools_matching(cluster, name)] or [STORE] * (name.lower() == STORE)
 
 
 def _pools_matching(cluster: Values, name: str) -> list[Values]:
-    """Pools of that name, else of that device type."""
+    """Pools of that name, else pools of that device type."""
     wanted = name.lower()
     by_name = [p for p in cluster["pools"] if p["name"].lower() == wanted]
     return by_name or [p for p in cluster["pools"] if p["device"].lower() == wanted]
@@ -177,7 +177,7 @@ def _unknown(cluster: Values, name: str, text: str) -> UsageError:
 
 
 def _type(cluster: Values, name: str, text: str) -> str:
-    """The device type of a pool that is to be made."""
+    """The device type of a new pool."""
     for candidate in (name, name.upper()):
         try:
             return canonical(candidate)
@@ -203,14 +203,14 @@ def _validated(
     changes: Sequence[str],
     rules: Callable[[SpecModel], Sequence[RuleViolation]],
 ) -> SpecModel:
-    what = f"--what-if '{_truncated(' '.join(changes))}'"
+    option = f"--what-if '{_truncated(' '.join(changes))}'"
     try:
         spec = model.model_validate(copy.deepcopy(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise SpecError(f"{what}: {value_problem(first, place)}") from None
+        raise SpecError(f"{option}: {value_problem(first, place)}") from None
     problems = rules(spec)
     if problems:
-        raise SpecError("\n".join(f"{what}: {problem.message}" for problem in problems))
+        raise SpecError("\n".join(f"{option}: {problem.message}" for problem in problems))
     return spec

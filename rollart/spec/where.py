@@ -1,4 +1,4 @@
-"""Where the keys of a run's specs stand, for what is found wrong with them after they were read."""
+"""Source positions of a run's specs, for problems that are found after the specs were read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SpecFinding", "SpecSources", "raise_findings"]
 
 @dataclass(frozen=True, slots=True)
 class SpecFinding:
-    """What is wrong: `loc` begins with `run` or `cluster`; `key`: it is the key that is wrong, not its value."""
+    """A problem in a spec. `loc` begins with `run` or `cluster`; `key`: the key is wrong, not its value."""
 
     loc: KeyPath
     message: str
@@ -34,7 +34,7 @@ class SpecSources:
 
     @classmethod
     def files(cls, run: str | Path | None, cluster: str | Path | None, overrides: Sequence[str] = ()) -> SpecSources:
-        """Of `read_specs`' arguments."""
+        """The documents of `read_specs`' arguments."""
         found = [
             read_document(builtin(default) if path is None else path)
             for path, default in ((run, "runs/quickstart.yaml"), (cluster, "clusters/local.yaml"))
@@ -45,7 +45,7 @@ class SpecSources:
 
     @classmethod
     def saved(cls, path: str | Path) -> SpecSources:
-        """Of the file that a run's directory keeps: nobody wrote its lines."""
+        """Of the file that a run's directory keeps. It has no line numbers, since no user wrote it."""
         return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
 
     def place(self, found: SpecFinding) -> str:
@@ -55,7 +55,7 @@ class SpecSources:
 
 
 def raise_findings(found: Sequence[SpecFinding], where: SpecSources | None = None) -> None:
-    """One SpecError for all that was found, a line each; none if there is nothing."""
+    """Raise one SpecError for all findings, a line each. Does nothing without findings."""
     if not found:
         return
     places = ["" if where is None else where.place(one) for one in found]

@@ -1,4 +1,4 @@
-"""The run spec in the placer's values: what a trajectory of each domain asks for, training, and who may run where."""
+"""The run spec as values of `placement`: domain profiles, training, and hardware affinity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollart.spec.suggest import did_you_mean
 __all__ = ["ASSUMED", "affinity_of", "initial_config", "model_config", "model_name", "profiles_of", "train_of"]
 
 ASSUMED = "assumed"
-"""Source of a profile that nobody gave: every trajectory as long as the spec allows."""
+"""Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
 
 
 def profiles_of(
@@ -36,7 +36,7 @@ def profiles_of(
 ) -> tuple[DomainProfile, ...]:
     """The work of each domain: as given, else as measured, else as long as its bounds allow (`source` assumed).
 
-    Domains weigh what they have of a batch, whatever the mix of the run was that they were measured in.
+    A domain's weight is its quota in the batch, whatever the mix of the run in which it was measured.
     """
     known = {profile.name: profile for profile in measured}
     profiles = []
@@ -89,11 +89,11 @@ def train_of(
 def affinity_of(
     run: RunSpec, pools: Sequence[Pool], usable: Mapping[str, str | None]
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """`hw_affinity` as pools by domain, and what had to fall back, in words.
+    """`hw_affinity` as pools by domain, and a note for each domain that had to fall back.
 
     A name is a pool's or a device type's. A device type that this cluster lacks, or whose pools cannot serve the model
-    (`usable`: why not, by pool), leaves the domain to any pool, as RollArt does (§4.1). SpecError for a name that is
-    neither: it is a typing error.
+    (`usable`: the reason by pool, None if it can), leaves the domain to any pool, as RollArt does (§4.1). SpecError for
+    a name that is neither, since that is a typing error.
     """
     found: dict[str, tuple[str, ...]] = {}
     notes = []
@@ -118,7 +118,7 @@ def affinity_of(
 
 
 def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
-    """The `config.json` that the plan is computed for. SpecError, saying which key, if it cannot be had."""
+    """The `config.json` that the plan is computed for. SpecError, naming the key, if it cannot be read."""
     model = run.model
     if isinstance(model.config, str):
         return _config_file(Path(base) / model.config, "model.config")
@@ -131,7 +131,7 @@ def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
 
 
 def model_name(run: RunSpec) -> str:
-    """What calibrations and reports call the model: the directory of its config.json, or who makes the config."""
+    """The model's name in calibrations and reports: the directory of its config.json, or the source of the config."""
     model = run.model
     path = model.config if isinstance(model.config, str) else model.path
     if path is not None and not isinstance(model.config, dict):
@@ -160,7 +160,7 @@ def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfil
 
 
 def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
-    """Every turn generates all it may, and observations fill the context: no real trajectory is longer."""
+    """Every turn generates `max_tokens`, and observations fill the context: an upper bound of real trajectories."""
     output = domain.max_tokens
     turns = max(1, min(domain.max_turns, context // (output + 1)))
     new = max(1.0, context / turns - output)
@@ -185,26 +185,26 @@ def _pools_named(wanted: str, pools: Sequence[Pool]) -> tuple[str, ...]:
     return tuple(p.name for p in pools if p.device.name == device_name(wanted))
 
 
-def _config_file(path: Path, what: str) -> Mapping[str, object]:
+def _config_file(path: Path, key: str) -> Mapping[str, object]:
     file = path if path.suffix == ".json" else path / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(
-            f"{what}: {file} cannot be read: {error.strerror}",
+            f"{key}: {file} cannot be read: {error.strerror}",
             remedy="give model.config a config.json, as a file or a mapping, to plan without the weights",
         ) from None
     except ValueError as error:
-        raise SpecError(f"{what}: {file} is not JSON: {error}") from None
+        raise SpecError(f"{key}: {file} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise SpecError(f"{what}: {file} holds no mapping (rule: a Hugging Face config.json)")
+        raise SpecError(f"{key}: {file} holds no mapping (rule: a Hugging Face config.json)")
     return found
 
 
 @guard
 def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
-    """`model.init`: the configuration, or what `package.module:function` returns; the run file's directory is
-    importable meanwhile, as it is in a run. SpecError where it gives none."""
+    """`model.init`: the configuration, or the return value of `package.module:function`; the run file's directory is
+    importable meanwhile, as in a run. SpecError if there is no configuration."""
     if not isinstance(init, str):
         return dict(init)
     module, _, name = init.partition(":")
