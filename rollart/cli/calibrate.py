@@ -1,4 +1,4 @@
-"""`rollart calibrate`: measure this machine, so that plans for it predict."""
+"""`rollart calibrate`: measure this machine, so that its plans have measured constants."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ STEPS = 16
     show_default=True,
     help="File to write; name it in the cluster spec's `calibration`.",
 )
-@click.option("--from", "measured", metavar="RUN", help="Fit what the engines of this run counted; start nothing.")
+@click.option("--from", "measured", metavar="RUN", help="Fit the counters of this run's engines; start nothing.")
 @runs_option
 def calibrate(
     arguments: tuple[str, ...], cluster: Path | None, out: Path, measured: str | None, runs_dir: Path
 ) -> None:
-    """Measure this machine with a run's model, and write what plans need to know of it.
+    """Measure this machine with a run's model, and write the constants that plans need.
 
-    Probes the engine and the trainer alone, then runs the run three times for a few steps, with different mixes of its
-    domains. Takes a few minutes; whatever else the machine does meanwhile is measured as well.
+    Probes the engine and the trainer alone, then starts the run three times for a few steps, with different mixes of
+    its domains. Takes a few minutes; other load on the machine distorts the measurement.
 
-    With --from, the engines of a run that was made (vLLM's on GPUs as well) give the constants of their devices, and
-    the steps of its trainer on GPUs those of training.
+    With --from, the constants of devices are fitted from the engines of an earlier run (vLLM's on GPUs as well), and
+    those of training from the steps of its trainer on GPUs.
     """
     if measured is not None:
         if arguments or cluster is not None:
@@ -106,7 +106,7 @@ def _from_run(directory: Path, out: Path) -> None:
 
 def references(resolved: Resolved) -> list[Resolved]:
     """Three short runs of the same model whose trajectories differ in turns and in sampled tokens, and whose steps
-    differ in length: what the controller, the trainer and the functions cost can then be told apart."""
+    differ in length, so that the costs of the controller, the trainer and the functions can be separated."""
     from dataclasses import replace
 
     from rollart.spec.rules import quotas
@@ -134,7 +134,8 @@ def _short(run: RunSpec, *, epochs: int) -> RunSpec:
 
 
 def _mixed(run: RunSpec, wanted: Mapping[str, int]) -> RunSpec:
-    """About so many trajectories of each domain, in whole groups; one with 0 is left out, with what only it needs."""
+    """The run with about `wanted` trajectories of each domain, in whole groups. A domain with 0 is left out, with the
+    functions and warm start that only it needs."""
     domains = [
         d.model_copy(update={"trajectories": max(1, round(wanted[d.name] / d.group_size)) * d.group_size})
         for d in run.domains
@@ -151,7 +152,8 @@ def _mixed(run: RunSpec, wanted: Mapping[str, int]) -> RunSpec:
 
 
 def _other_mix(run: RunSpec, shares: Mapping[str, int]) -> RunSpec:
-    """Every domain has the share that its neighbour had; where that changes nothing, the longest has half the turns."""
+    """Every domain has the share of its neighbour; where that changes nothing, the longest domain has half the
+    turns."""
     values = list(shares.values())
     shifted = [*values[1:], values[0]]
     if shifted != values:
@@ -166,7 +168,7 @@ def _other_mix(run: RunSpec, shares: Mapping[str, int]) -> RunSpec:
 
 
 def _shortest(run: RunSpec, shares: Mapping[str, int]) -> RunSpec:
-    """The domain of the fewest turns alone; if there is only one, with half the tokens per turn."""
+    """Only the domain with the fewest turns; a single domain gets half the tokens per turn."""
     fewest = min(run.domains, key=lambda d: d.max_turns)
     if len(run.domains) == 1:
         return _mixed(_changed(run, fewest.name, max_tokens=max(1, fewest.max_tokens // 2)), shares)

@@ -1,4 +1,4 @@
-"""What commands share: where runs are, how output looks, and which run an unexpected error belongs to."""
+"""Shared by all commands: locating runs, output options, and the run directory that gets an unexpected traceback."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ FOR_PEOPLE = ("table", "html")
 """Formats in which numbers are rounded and names are cut."""
 
 crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
-"""Directory of the run that is being worked on: an unexpected error leaves its traceback there."""
+"""Directory of the current run: an unexpected error leaves its traceback there."""
 
 
 own_process: ContextVar[bool] = ContextVar("own_process", default=False)
-"""True where this process is there for the command alone, and ends with it."""
+"""True if this process runs only the command, and ends with it."""
 
 
 def print_stderr(line: str) -> None:
-    """A line on stderr. Where its reader has left (`2>&1 | head`, a terminal that was closed), this and all later ones
-    go nowhere: the run does not end for it."""
+    """Print a line on stderr. If its reader has closed it (`2>&1 | head`, a closed terminal), this and all later lines
+    are discarded, so that the run does not end because of it."""
     try:
         click.echo(line, err=True)
     except OSError:
@@ -72,8 +72,8 @@ def print_stderr(line: str) -> None:
 
 @contextmanager
 def native_output_to_stderr() -> Iterator[None]:
-    """What compiled libraries print past Python goes to stderr: standard output is for reports. HiGHS prints a line now
-    and then that its own options do not silence."""
+    """Redirect output of compiled libraries to stderr, since standard output is for reports. HiGHS occasionally prints
+    a line that its own options do not silence."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -108,7 +108,7 @@ def output_option(command: Command) -> Command:
 
 
 def cluster_functions(cluster: Path | None) -> ClusterFunctions:
-    """What a cluster spec says of functions; the defaults without one."""
+    """The `functions` section of a cluster spec; the defaults without a spec."""
     from rollart.spec.cluster import ClusterFunctions
     from rollart.spec.load import load_cluster
 
@@ -160,7 +160,7 @@ def known_runs(runs: Path) -> list[Path]:
 
 
 def colour(stream: TextIO | None = None) -> bool:
-    """Whether a stream (standard output) may be coloured: a terminal, and NO_COLOR is not set (no-color.org)."""
+    """True if a stream (standard output) may be coloured: a terminal, and NO_COLOR is not set (no-color.org)."""
     return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -170,7 +170,7 @@ def width() -> int:
 
 
 def create_output_file(path: Path) -> Path:
-    """Creates the directory of a file that will be written, and the file. UsageError where that is not possible."""
+    """Create a file that will be written, with its directory. UsageError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -182,8 +182,8 @@ def create_output_file(path: Path) -> Path:
 
 
 def create_ledger_directory(directory: Path) -> Path:
-    """Creates the directory of a ledger that will be written. UsageError where that is not possible, or one is there
-    already: a run's ledger has one life."""
+    """Create the directory of a ledger that will be written. UsageError if that is not possible, or if the directory is
+    not empty: a ledger holds one run."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

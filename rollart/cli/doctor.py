@@ -1,4 +1,4 @@
-"""`rollart doctor`: whether this machine can run rollart, and which extras are here."""
+"""`rollart doctor`: check that this machine can run rollart, and list the installed extras."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class DoctorFinding:
 def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_dir: Path) -> None:
     """Check this machine and the installed extras.
 
-    Python, cores, memory, disk, ports. Fails only for what nothing runs without, and, given RUN.yaml, for what that
-    run cannot start without.
+    Python, cores, memory, disk, ports. Fails only if a requirement of every run is missing or, given RUN.yaml, a
+    requirement of that run.
     """
     from rollart.report.render import render
     from rollart.report.rows import Report, Table, TableColumn
@@ -67,7 +67,7 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
 
 
 def _sandbox_findings() -> Iterator[DoctorFinding]:
-    """Ways to run code that the policy wrote, best first; each is tried."""
+    """Sandboxes for code that the policy wrote, best first; each is tried."""
     from serverless.sandbox import detect, required
 
     for rung in detect():
@@ -89,10 +89,10 @@ def _machine(runs: Path) -> Iterator[DoctorFinding]:
     yield DoctorFinding(
         "memory", "ok" if memory >= 2 else "missing", f"{memory:.1f} GiB available (the quickstart takes 2)"
     )
-    place = next(p for p in (runs, *runs.resolve().parents) if p.exists())
-    free = shutil.disk_usage(place).free / 2**30
-    writable = os.access(place, os.W_OK)
-    detail = f"{free:.1f} GiB free{'' if writable else ', not writable'} at {place}"
+    existing = next(p for p in (runs, *runs.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    writable = os.access(existing, os.W_OK)
+    detail = f"{free:.1f} GiB free{'' if writable else ', not writable'} at {existing}"
     yield DoctorFinding("disk", "ok" if free >= 1 and writable else "fails", detail)
     yield DoctorFinding("sqlite", "ok" if sqlite3.sqlite_version_info >= (3, 35) else "fails", sqlite3.sqlite_version)
     yield _loopback()
@@ -115,7 +115,7 @@ def _extras() -> Iterator[DoctorFinding]:
 
 
 def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Iterator[DoctorFinding]:
-    """What a run's spec asks for."""
+    """Requirements of a run's spec."""
     if not arguments and cluster is None:
         return
     from rollart.cli.launch import split_arguments
@@ -130,7 +130,7 @@ def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Itera
 
 
 def _vllm() -> DoctorFinding:
-    """It has an environment of its own."""
+    """vLLM, which is installed in a separate environment."""
     from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
 
     python = os.environ.get(PYTHON_VARIABLE)

@@ -1,5 +1,5 @@
-"""Where the command begins: signals end it in one line and with their code from here on, also while the rest is being
-imported, which takes longer than some commands do. Imports nothing of the rest by itself."""
+"""Entry point of the command: from here on signals end it with one line and their exit code, even during the other
+imports, which take longer than some commands. Imports no other module of rollart at the top."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 __all__ = ["INTERRUPTED", "TERMINATED", "main", "standard_streams", "terminable"]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, by the convention of shells."""
 TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
+"""Exit code after SIGTERM, by the convention of shells."""
 
 
 def main() -> None:
@@ -26,9 +26,8 @@ def main() -> None:
         command()
     except KeyboardInterrupt:
         _end("interrupted", INTERRUPTED)
-    except (
-        RuntimeError
-    ) as error:  # CPython 3.11 wraps an interrupt that meets `__set_name__`, so while classes are made
+    except RuntimeError as error:
+        # CPython 3.11 wraps an interrupt during `__set_name__`, that is, during class creation.
         if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         _end("interrupted", INTERRUPTED)
@@ -39,8 +38,8 @@ def main() -> None:
 
 
 def standard_streams() -> None:
-    """Streams that the command was started without (`>&-`, some daemons) go nowhere from here on. A file that is opened
-    later would have their number otherwise, and be written to."""
+    """Open standard streams that the command was started without (`>&-`, some daemons) on /dev/null. Otherwise a file
+    opened later would get their number, and receive their output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -51,18 +50,18 @@ def standard_streams() -> None:
 
 
 def terminable() -> None:
-    """SIGTERM is a SystemExit from here on, unless somebody answers it already."""
+    """Turn SIGTERM into SystemExit, unless it has a handler already."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once: what is closed now is not interrupted again
+    signal.signal(number, signal.SIG_IGN)  # once: a second signal must not interrupt the clean-up
     sys.exit(TERMINATED)
 
 
 def _end(word: str, code: int) -> None:
-    """Nothing else runs: what an interrupted import has left half made cannot be closed."""
+    """Exit without clean-up, since an interrupted import leaves objects half made."""
     os.write(2, f"rollart: {word}\n".encode())
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""`rollart infra`: what deploys a cluster, rendered from its spec."""
+"""`rollart infra`: deployment files of a cluster, rendered from its spec."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 
 @click.group()
 def infra() -> None:
-    """Render what deploys a cluster from its one spec."""
+    """Render the deployment files of a cluster from its spec."""
 
 
 @infra.command()
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
 @click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
-@click.option("--target", type=click.Choice(TARGETS), required=True, help="What is rendered.")
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="Kind of deployment.")
 @click.option(
     "-o",
     "--output",
@@ -38,7 +38,7 @@ def infra() -> None:
     help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
     "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
 )
-@click.option("--namespace", help="Of Kubernetes. Default: default.")
+@click.option("--namespace", help="Kubernetes namespace. Default: default.")
 def render(
     arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
 ) -> None:

@@ -100,7 +100,7 @@ def launch(
 
 
 def _show(resolved: Resolved) -> None:
-    """The dry run's page: specs and plan as YAML, the rest as comments."""
+    """Print the dry run: specs and plan as YAML, commands and warnings as comments."""
     from rollart.compose.cautions import launch_warnings
     from rollart.compose.dry import dry_run_lines
     from rollart.compose.preflight import unchecked_remotes
@@ -127,8 +127,8 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
 
 
 def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
-    """Start the run in a session of its own, and return once it holds its directory. Its controller resumes: of a run
-    that never began, that is its beginning."""
+    """Start the run in a new session, and return once it holds its directory. The controller starts with --resume,
+    which begins a run that has not begun."""
     from rollart.cli import pidfile
     from rollart.cli.logs import LAUNCH
 
@@ -143,8 +143,8 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
     while pidfile.live_controller(directory) is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise RunFailed(said[-1] if said else "it ended at once", remedy=f"see {log}")
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise RunFailed(lines[-1] if lines else "it ended at once", remedy=f"see {log}")
     click.echo(f"run {directory.name} in {directory}, process {process.pid}", err=True)
 
 
@@ -182,7 +182,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
             lines = ProgressLines(colour=colour(stream=sys.stderr))
             start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
     except (SpecError, UsageError):
-        if not resume and not (directory / FILE).exists():  # it never began: nothing of it could be resumed
+        if not resume and not (directory / FILE).exists():  # it never began, so there is nothing to resume
             shutil.rmtree(directory, ignore_errors=True)
         raise
     except OSError as error:
@@ -196,7 +196,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
 
 
 def _refuse_directory(runs: Path, name: str | None) -> None:
-    """StorageFailed or UsageError where the directory of a new run cannot be made. Leaves nothing behind."""
+    """StorageFailed or UsageError if the directory of a new run cannot be created. Leaves no files behind."""
     if name is not None and (runs / name).exists():
         raise UsageError(
             f"run '{name}' exists in {runs}", remedy=f"continue it with --resume {name}, or choose another name"
@@ -214,7 +214,7 @@ def _unwritable(runs: Path, error: OSError) -> StorageFailed:
 
 
 def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
-    """Make the run's directory, which must be new. It appears with its specs in it, so it is a run from then on."""
+    """Create the run's directory, which must be new. It appears atomically with its specs in it."""
     made = runs / f".new-{os.getpid()}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
 
 
 def _show_reports(directory: Path) -> None:
-    """What the run learned, cost and used, and where it lies."""
+    """Print the run's curves, cost and utilization, and its directory."""
     from rollart.cli.reports import show_reports
     from rollart.report.curve import curve
     from rollart.report.summarize import cost

@@ -1,4 +1,4 @@
-"""What commands that serve until they are stopped share."""
+"""Shared by commands that serve until they are stopped: address, token, and the serving loop."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ listen_option = click.option(
 )
 
 
-def token_option(what: str) -> Callable[[F], F]:
-    """`--token-env`, whose variable holds `what`."""
-    return click.option("--token-env", metavar="VAR", help=f"Variable with the {what} that every call then needs.")
+def token_option(secret: str) -> Callable[[F], F]:
+    """`--token-env`, whose variable holds `secret`."""
+    return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
 
 
 def address(listen: str) -> tuple[str, int]:
@@ -42,7 +42,7 @@ def address(listen: str) -> tuple[str, int]:
 
 
 def key(token_env: str | None, host: str) -> str:
-    """The key that calls need; UsageError without one where others can call."""
+    """The key that calls need; UsageError without a key if other machines can call."""
     token = token_in(token_env)
     if not token and not is_loopback(host):
         raise UsageError(

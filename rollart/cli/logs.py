@@ -1,4 +1,4 @@
-"""`rollart logs`: what the parts of a run wrote, from any shell that sees its directory."""
+"""`rollart logs`: the logs of a run's parts, from any shell that sees its directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCH = "launch"
 """The log of a detached run's controller."""
 
 POLL_INTERVAL_S = 0.2
-"""Between two looks at the files while following."""
+"""Seconds between two reads of the files while following."""
 
 
 @click.command()
@@ -27,10 +27,10 @@ POLL_INTERVAL_S = 0.2
     help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
 )
 @click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
 @runs_option
 def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
-    """Show what the parts of a run wrote.
+    """Show the logs of a run's parts.
 
     RUN is a name or directory; without it the latest run.
     """
@@ -46,9 +46,9 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
         )
     seen: dict[Path, int] = {}
     for path in found:
-        said = path.read_bytes()
-        seen[path] = said.rfind(b"\n") + 1
-        written = said.decode(errors="replace").splitlines()
+        content = path.read_bytes()
+        seen[path] = content.rfind(b"\n") + 1
+        written = content.decode(errors="replace").splitlines()
         if 0 < lines < len(written):
             click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
         for line in written[-lines:] if lines else ():
@@ -70,11 +70,11 @@ def _files(directory: Path, role: str | None) -> list[Path]:
 
 
 def _new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
-    """Lines that were ended since the last look."""
+    """Lines completed since the last call. `seen`: bytes printed, by file."""
     with path.open("rb") as file:
         file.seek(seen.get(path, 0))
-        said = file.read()
-    whole = said[: said.rfind(b"\n") + 1]
+        content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
     seen[path] = seen.get(path, 0) + len(whole)
     yield from whole.decode(errors="replace").splitlines()
 

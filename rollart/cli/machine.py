@@ -1,4 +1,4 @@
-"""What a calibrated machine adds to a plan: everything that its parts share is part of the prediction."""
+"""Predictions for a machine that was calibrated as a whole, which include the CPU time that its parts share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def machine_of(specs: Specs) -> Machine | None:
         try:
             data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
         except (OSError, ValueError):
-            continue  # `spec.planning` reads it as well, and says what is wrong
+            continue  # `spec.planning` reads it as well, and reports the error
         if isinstance(data, dict) and "update_s" in data:
             from rollart.compose.calibrate import Machine
 
@@ -47,7 +47,7 @@ def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tu
     from rollart.spec.work import profiles_of
 
     profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
-    # The machine's model counts functions and environments itself: the domains are as measured, not as given.
+    # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
     bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
     prediction = predict(replace(resolved, run=bare), profiles, machine)
     found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
@@ -59,7 +59,7 @@ def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tu
 
 
 def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
-    """Profiles from the environments themselves, played without a policy, for domains that have none."""
+    """Profiles measured by playing the environments without a policy, for domains without a profile."""
     from placement.types import Plan
     from rollart.compose.play import profile_by_play
     from rollart.spec.resolve import Resolved

@@ -36,7 +36,7 @@ from rollart.errors import RollartError, UsageError
 __all__ = ["cli", "main"]
 
 EXIT_S = 10.0
-"""Seconds for what is registered to run at exit."""
+"""Longest time for the functions registered with `atexit`, in seconds."""
 
 EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
 
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     terminable()
     own_process.set(True)
     code = run(arguments)
-    # No further: threads that users' code left behind would be joined, and CPython kills itself with SIGINT after an
-    # interrupt that met an import while it built a dataclass, caught or not.
+    # `os._exit` instead of a return: a normal exit would join threads that users' code left behind, and CPython kills
+    # itself with SIGINT after an interrupt during an import that was building a dataclass, caught or not.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Process pools give their semaphores back there; what an environment registered may never return.
+    # Process pools release their semaphores in exit functions; functions that an environment registered may hang.
     ending = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     ending.start()
     with contextlib.suppress(KeyboardInterrupt):
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Everything that can go wrong is told on stderr in a line or two."""
+    """Run the command line and return the exit code. Every error is reported on stderr in a line or two."""
     try:
         if "_ROLLART_COMPLETE" in os.environ:
             raise UsageError("tab completion is not supported", remedy="unset _ROLLART_COMPLETE in the shell")
@@ -107,7 +107,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("rollart: interrupted", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left: not our error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed our output: no error
         return 0
     except BaseException as error:
         if isinstance(error, SystemExit):
@@ -121,9 +121,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _failed(error: BaseException) -> int:
     leaves = _leaf_errors(error)
-    ours = [leaf for leaf in leaves if isinstance(leaf, RollartError)]
-    if ours and len(ours) == len([leaf for leaf in leaves if not isinstance(leaf, KeyboardInterrupt)]):
-        return _print_error(max(ours, key=lambda leaf: leaf.exit_code))
+    expected = [leaf for leaf in leaves if isinstance(leaf, RollartError)]
+    if expected and len(expected) == len([leaf for leaf in leaves if not isinstance(leaf, KeyboardInterrupt)]):
+        return _print_error(max(expected, key=lambda leaf: leaf.exit_code))
     if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         click.echo("rollart: interrupted", err=True)
         return INTERRUPTED
@@ -139,7 +139,7 @@ def _leaf_errors(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in _leaf_errors(part)]
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
-        return [error.__cause__]  # CPython 3.11 wraps an interrupt that meets `__set_name__`, so while classes are made
+        return [error.__cause__]  # CPython 3.11 wraps an interrupt during `__set_name__` (class creation)
     return [error]
 
 
@@ -157,7 +157,7 @@ def _usage_remedy(error: click.ClickException) -> str:
 
 
 def _save_traceback(error: BaseException) -> Path:
-    """Write the traceback into the run's directory, or a temporary one, and say where."""
+    """Write the traceback into the run's directory, or a temporary one, and return the path."""
     text = "".join(traceback.format_exception(error))
     directory = crash_directory.get()
     if directory is not None and directory.is_dir():

@@ -1,5 +1,5 @@
-"""Who runs a run: a file with the process, its start and its machine, so that neither a recycled id nor the same id on
-another machine is ever taken for it. Machines that share the run's directory see its beat."""
+"""The controller process of a run: a file with its id, start and machine, so that neither a recycled id nor the same id
+on another machine is taken for it. Machines that share the run's directory see its heartbeat."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FILE = "run.pid"
 
 @dataclass(frozen=True, slots=True)
 class ControllerProcess:
-    """A process: its id, its start in clock ticks since boot, the place in which that id means it, and a name of its
-    own, `life`, that no other process ever has."""
+    """A process: its id, its start in clock ticks since boot, `place`, the namespace of the id, and `life`, a unique
+    name."""
 
     pid: int
     started: int
@@ -33,7 +33,7 @@ class ControllerProcess:
 
     @property
     def here(self) -> bool:
-        """Whether the id means anything in this process: files of older versions name no place."""
+        """True if the id is valid in this process's namespace. Files of older versions have no `place`."""
         return self.place in ("", _pid_namespace())
 
     @property
@@ -43,13 +43,16 @@ class ControllerProcess:
 
 @contextlib.contextmanager
 def hold_run(directory: Path) -> Iterator[None]:
-    """This process runs the run in `directory` until the end of the block, and does what other machines ask of it."""
+    """Record this process as the controller of the run in `directory` until the end of the block, and answer requests
+    of other machines."""
     path = directory / FILE
     pid = os.getpid()
-    mine = ControllerProcess(pid, _start_ticks(pid) or 0, secrets.token_hex(8), socket.gethostname(), _pid_namespace())
-    with beat.heartbeat(directory, mine.life):
+    process = ControllerProcess(
+        pid, _start_ticks(pid) or 0, secrets.token_hex(8), socket.gethostname(), _pid_namespace()
+    )
+    with beat.heartbeat(directory, process.life):
         fresh = directory / f"{FILE}.new"
-        fresh.write_text(json.dumps(asdict(mine)))
+        fresh.write_text(json.dumps(asdict(process)))
         fresh.replace(path)
         try:
             yield
@@ -58,7 +61,7 @@ def hold_run(directory: Path) -> Iterator[None]:
 
 
 def recorded_controller(directory: Path) -> ControllerProcess | None:
-    """The process that the directory names, whether it lives or not."""
+    """The process recorded in the directory, alive or not."""
     try:
         found = json.loads((directory / FILE).read_text())
         return ControllerProcess(**{**found, "pid": int(found["pid"]), "started": int(found["started"])})
@@ -67,8 +70,8 @@ def recorded_controller(directory: Path) -> ControllerProcess | None:
 
 
 def live_controller(directory: Path) -> ControllerProcess | None:
-    """The process that runs the run now; None if it is gone, whatever has its id since. Of a process on another machine
-    it takes up to `beat.LOST_S` to know that it is gone."""
+    """The live controller of the run; None if it has ended, even if its id was recycled. For a process on another
+    machine the answer takes up to `beat.HEARTBEAT_TIMEOUT_S`."""
     found = recorded_controller(directory)
     if found is None:
         return None
@@ -76,8 +79,8 @@ def live_controller(directory: Path) -> ControllerProcess | None:
 
 
 def age_s() -> float:
-    """Seconds since this process began, to the kernel's tick of 10 ms; 0 where there is no /proc. A thread that begins
-    now is what they are counted to: no clock of the machine means the same in every container."""
+    """Seconds since this process began, to the kernel's tick of 10 ms; 0 without /proc. The reference is the start of a
+    new thread, since containers differ in their clocks."""
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(_start_ticks("thread-self") or 0))
     thread.start()
@@ -86,7 +89,7 @@ def age_s() -> float:
 
 
 def _pid_namespace() -> str:
-    """Where a process id means one process: a boot of a machine, and a namespace of ids on it (a container has one)."""
+    """The scope of a process id: the boot of a machine, and the pid namespace on it (containers have their own)."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -94,7 +97,7 @@ def _pid_namespace() -> str:
 
 
 def _start_ticks(pid: int | str) -> int | None:
-    """Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and ')'. None if it is not alive."""
+    """Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and ')'. None if the process is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""`rollart plan`: what would run where, what it yields and costs, and what would change it."""
+"""`rollart plan`: the placement of parts, its rate and cost, and the effect of changes."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ __all__ = ["plan"]
 WHAT_IF = "--what-if"
 
 SEEDS, STEPS = 1, 10
-"""Of `--simulate`, as `rollart simulate` has them."""
+"""Defaults of `--simulate`, the same as those of `rollart simulate`."""
 
 
 class _Plan(click.Command):
-    """Takes all changes that follow `--what-if`: `--what-if h20=+32 price.h800=4.10`."""
+    """A command whose `--what-if` takes all changes that follow it: `--what-if h20=+32 price.h800=4.10`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, _spread(args))
 
 
 def _spread(arguments: Sequence[str]) -> list[str]:
-    """Every change gets an option of its own; what is no key=value, or an option, ends them. UsageError for none."""
+    """Give every change its own `--what-if`; the changes end at an option or an argument that is not key=value.
+    UsageError for `--what-if` without a change."""
     spread: list[str] = []
     inside = False
     for argument in arguments:
         if argument == WHAT_IF or argument.startswith(f"{WHAT_IF}="):
-            _some_change(spread, inside)
+            _require_change(spread, inside)
             inside = True
             spread.append(WHAT_IF)
             changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
         elif inside and "=" in argument and not argument.startswith("-"):
             changes = argument.split()
         else:
-            _some_change(spread, inside)
+            _require_change(spread, inside)
             inside, changes = False, []
             spread.append(argument)
         for change in changes:
             spread += [change] if spread[-1] == WHAT_IF else [WHAT_IF, change]
-    _some_change(spread, inside)
+    _require_change(spread, inside)
     return spread
 
 
-def _some_change(spread: Sequence[str], inside: bool) -> None:
+def _require_change(spread: Sequence[str], inside: bool) -> None:
     if inside and spread[-1] == WHAT_IF:
         raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
 
@@ -70,7 +71,7 @@ def _some_change(spread: Sequence[str], inside: bool) -> None:
     metavar="CHANGE...",
     help="Show the plan before and after changes: h20=+32 price.h800=4.10 link.h800-h20=25 model=DIR in_flight=512.",
 )
-@click.option("--fast", is_flag=True, help="Leave out what takes further solutions of the problem.")
+@click.option("--fast", is_flag=True, help="Leave out the parts that need further solutions of the problem.")
 @click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
 @click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")
 @click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
@@ -87,10 +88,10 @@ def plan(
     steps: int | None,
     output: str,
 ) -> None:
-    """Show what would run where, what it yields and costs, and why.
+    """Show the placement of the run's parts, its rate and cost, and the reasons.
 
-    Also what limits it, what one more device would buy, and what simpler plans would reach. Without numbers of engines
-    in the cluster spec the plan is computed; with them, its rate is predicted if it can be.
+    Also the bottleneck, the value of one more device, and the rates of simpler plans. Without engine counts in the
+    cluster spec the plan is computed; with them, its rate is predicted where possible.
     """
     from rollart.report.render import render
 
@@ -137,15 +138,13 @@ def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
     from rollart.cli.plan_tables import plan_report
 
     resolved, extra = _forecast(specs)
-    table, notes = simulation_tables(
-        resolved, seeds=seeds, steps=steps
-    )  # first: what cannot be simulated is told at once
+    table, notes = simulation_tables(resolved, seeds=seeds, steps=steps)  # first, so that it fails early
     report = plan_report(resolved, fast=fast, extra=extra)
     return replace(report, tables=(report.tables[0], table, *report.tables[1:]), notes=(*report.notes, *notes))
 
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
-    """A plan with its rate; where the whole machine was measured, with all that its parts share."""
+    """A plan with its rate; of a machine that was calibrated as a whole, with the CPU time that its parts share."""
     from rollart.cli.machine import machine_of, predict_on_machine
     from rollart.spec.resolve import forecast
 

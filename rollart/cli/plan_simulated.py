@@ -1,4 +1,4 @@
-"""`rollart plan --simulate`: what a simulation of the plan finds beside what the plan says."""
+"""`rollart plan --simulate`: figures of a simulation beside those of the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
-    """Simulate the run's own schedule; the table and its notes. SpecError for what cannot be simulated."""
+    """Simulate the run's own schedule; the table and its notes. SpecError if the plan cannot be simulated."""
     found = resolved.plan.placement
     if found is not None and resolved.problem is None:
         raise SpecError(
@@ -34,7 +34,7 @@ def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Ta
         [SimulationTask(resolved, name, seed, steps) for seed in range(first, first + seeds)],
         on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
     )
-    assert found is not None, "what has no placement cannot be simulated"
+    assert found is not None, "a plan without a placement cannot be simulated"
     publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
     return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
 
@@ -42,9 +42,9 @@ def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Ta
 def comparison_table(
     plan: Placement, batch: int, publish_s: float | None, findings: Sequence[SimulationFigures]
 ) -> Table:
-    """Figure by figure: the plan's, the simulation's mean with half of its 95 % interval, and the second over the
-    first. `publish_s`: the plan's, None where nothing is published. The plan takes trajectories to come as evenly as
-    they are trained."""
+    """Figure by figure: the plan's value, the simulation's mean with half of its 95 % interval, and the ratio of the
+    mean to the plan's value. `publish_s`: the plan's, None where nothing is published. The plan assumes that
+    trajectories finish as evenly as they are trained."""
     columns = (
         TableColumn("figure", people=False),
         TableColumn("what"),
@@ -60,13 +60,13 @@ def comparison_table(
     for key in COMPARED:
         figure = figures[key]
         mean, half = interval([figure.of(one) for one in findings])
-        said = planned.get(key)
-        rows.append((key, figure.what, figure.unit, said, mean, half, mean / said if said else None))
+        value = planned.get(key)
+        rows.append((key, figure.what, figure.unit, value, mean, half, mean / value if value else None))
     return Table("simulated", "Beside a simulation", columns, tuple(rows))
 
 
 def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
-    """The plan's figures under the simulation's keys; those that it has."""
+    """The plan's figures under the simulation's keys."""
     if not plan.rate > 0:
         return {}
     step_s = batch / plan.rate
@@ -84,6 +84,6 @@ def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
 
 def _notes(findings: Sequence[SimulationFigures], schedule: str) -> tuple[str, ...]:
     one = findings[0]
-    said = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
+    summary = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
     longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
-    return (said,) if longest is None else (said, f"longest wait there: {longest.replace('_', ' ')}")
+    return (summary,) if longest is None else (summary, f"longest wait there: {longest.replace('_', ' ')}")

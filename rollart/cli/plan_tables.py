@@ -1,4 +1,4 @@
-"""A plan as tables: what it yields, what runs where, what flows, what limits it, and what else there could be."""
+"""A plan as tables: its rate and cost, parts and flows, bottlenecks, and alternatives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ __all__ = ["comparison_report", "plan_report"]
 Row = tuple[Cell, ...]
 
 KEPT = 0.99
-"""Of a domain's groups; what is left is about one group in a batch."""
+"""Share of a domain's groups that should meet the staleness bound; the rest is about one group in a batch."""
 
 REACHED = 0.01
-"""A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
+"""Relative tolerance of the check that the window sustains the plan's rate: the plan takes slopes of the window near
+its solution."""
 
 
 def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
-    """One plan. `fast` leaves out what takes further solutions; `extra` tables come before the last one."""
+    """One plan. `fast` leaves out parts that need further solutions; `extra` tables come before the last one."""
     found, problem = resolved.plan.placement, resolved.problem
     tables = [_pools(resolved)]
     notes, away = [f"total: ${resolved.plan.usd_per_hour:.4f} per hour"], list[str]()
@@ -94,7 +95,7 @@ def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> R
 
 
 def _window(held: Sequence[DomainWindow]) -> Iterator[Table]:
-    """Seconds that slots are held, and what that leaves of the rate."""
+    """Seconds that slots are held, and the rate that this allows."""
     if held:
         columns = (
             TableColumn("domain"),
@@ -113,7 +114,7 @@ def _window(held: Sequence[DomainWindow]) -> Iterator[Table]:
 
 
 def _publishing(resolved: Resolved) -> Iterator[Table]:
-    """How a version gets from the trainer to the engines of each pool."""
+    """The path of a version from the trainer to the engines of each pool."""
     paths = publish_paths(resolved)
     if paths:
         columns = (
@@ -143,7 +144,7 @@ def _publishing(resolved: Resolved) -> Iterator[Table]:
 
 
 def _cost_of_publishing(why: Explanation, found: Placement) -> list[str]:
-    """In trajectories/s, for the objective that is about them."""
+    """The cost of publishing in trajectories/s, if the objective is the rate."""
     if found.objective is not Objective.MAX_THROUGHPUT:
         return []
     return [
@@ -158,7 +159,7 @@ def _finite(value: float) -> float | None:
 
 
 def _tail(resolved: Resolved, *, fast: bool) -> list[str]:
-    """What the staleness bound keeps of the lengths of each domain, and which bound they ask for."""
+    """The share of each domain's groups within the staleness bound, and the bound that their lengths recommend."""
     bound = resolved.run.staleness
     notes = [
         f"staleness: at this rate {bound} keeps {one.share:.0%} of {one.domain}'s groups "
@@ -201,7 +202,7 @@ def _out_of_reach(held: Sequence[DomainWindow], found: Placement) -> list[str]:
 
 
 def _training(problem: Problem, found: Placement) -> Iterator[Table]:
-    """What one device of the trainer holds, and how much of its peak it reaches."""
+    """Memory use of one device of the trainer, and its MFU."""
     train, pools = problem.train, {p.name: p for p in problem.pools}
     for d in found.of(Role.TRAINER):
         how = "given" if train is None else training_layout(problem, pools[d.pool], train)
@@ -241,7 +242,7 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
 
 
 def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> Iterator[str]:
-    """What the plan's trainer has to do that the spec does not ask the embedded one for, or that it cannot."""
+    """Options that the plan assumes of the trainer and that the spec does not set, or the embedded one lacks."""
     train, pools = problem.train, {p.name: p for p in problem.pools}
     for d in found.of(Role.TRAINER):
         how = "" if train is None else training_layout(problem, pools[d.pool], train)
@@ -290,7 +291,7 @@ def _totals(found: Placement) -> Table:
 
 
 def _stages(found: Placement) -> Iterator[Table]:
-    """The plan of the best rate beside the one that gave some of it up for dollars."""
+    """The plan with the best rate, beside the chosen plan, which gave up some rate for lower cost."""
     first = found.first
     if first is not None and first.rate > found.rate * (1 + 1e-6):
         columns = (
@@ -303,7 +304,8 @@ def _stages(found: Placement) -> Iterator[Table]:
 
 
 def _bound(found: Placement) -> tuple[TableColumn, float]:
-    """The best that any plan could have, in the unit of the objective, which its name says where it is not the rate."""
+    """The upper bound over all plans, in the unit of the objective; the column's name has the unit unless it is the
+    rate."""
     match found.objective:
         case Objective.MIN_COST:
             return TableColumn("bound_usd_per_hour", "usd"), found.bound
@@ -383,7 +385,7 @@ _SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 def _flows(found: Placement) -> Table:
-    """Flows of a domain on the same pools and with the same fate of the KV are one row, whatever the tp."""
+    """Flows of a domain on the same pools and with the same handling of the KV are one row, whatever the tp."""
     columns = (
         TableColumn("domain"),
         TableColumn("prefill"),
@@ -409,14 +411,14 @@ def _flows(found: Placement) -> Table:
 
 
 def _others(problem: Problem) -> Sequence[Baseline]:
-    """Simpler plans on the same model. Where the engines are given, what the placer would do instead."""
+    """Simpler plans on the same model. Where the engines are given, the placer's computed plan."""
     if problem.fixed is None:
         return baselines(problem)
     return [Baseline("computed", solve(replace(problem, fixed=None)))]
 
 
 def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
-    """`ratio`: how many times as good this plan is, by its objective."""
+    """This plan beside simpler ones. `ratio`: the gain of this plan by its objective."""
     columns = (
         TableColumn("plan"),
         TableColumn("trajectories_per_s", "number"),
@@ -431,8 +433,8 @@ def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
             rows.append((other.name, None, None, None, None))
         else:
             ratio = gain(found, plan)
-            told = round(ratio, 4) if math.isfinite(ratio) else None  # beside a plan that is worth nothing
-            rows.append((other.name, plan.rate, plan.usd_per_hour, _per_thousand(plan), told))
+            finite = round(ratio, 4) if math.isfinite(ratio) else None  # infinite against a plan of value 0
+            rows.append((other.name, plan.rate, plan.usd_per_hour, _per_thousand(plan), finite))
     return Table("baselines", "Beside simpler plans", columns, tuple(rows))
 
 
@@ -441,8 +443,8 @@ def _per_thousand(found: Placement) -> float | None:
 
 
 def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
-    """What more would buy, by dual prices and then solved again. Devices come by the instance, where the pool has
-    engines: less than one of them buys what is lost in rounding."""
+    """The gain of more resources, by dual prices and then by solving again. In pools with engines devices come by the
+    instance, since fewer devices gain nothing but rounding."""
     rows: list[tuple[Marginal, float, float, str]] = []
     for m in why.marginals:
         words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
@@ -450,8 +452,9 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
         amount, gain = m.amount, m.gain
         if not m.solved and m.devices == 1 and size > 1:
             amount, gain = size, m.gain * size
-            what = words.removeprefix("one").rpartition(":")[0]
-            words = f"{size}{what}: " + ("nothing" if gain < NEGLIGIBLE_GAIN else f"{_percent(gain)} trajectories/s")
+            resource = words.removeprefix("one").rpartition(":")[0]
+            gained = "nothing" if gain < NEGLIGIBLE_GAIN else f"{_percent(gain)} trajectories/s"
+            words = f"{size}{resource}: {gained}"
         rows.append((m, amount, gain, words))
     rows.sort(key=lambda row: (row[0].solved, -row[2], row[0].what))
     for m, amount, gain, words in rows:
@@ -519,7 +522,7 @@ def _parts(resolved: Resolved) -> Table:
 
 
 def _indices(devices: Sequence[int]) -> str:
-    """`0-7`, or a list where it is not a row of neighbours."""
+    """`0-7`, or a list if the indices are not contiguous."""
     if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
         return f"{devices[0]}-{devices[-1]}"
     return ",".join(map(str, devices))
@@ -571,7 +574,7 @@ def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:
 
 
 def _moves(old: Resolved, new: Resolved) -> Table | None:
-    """How to get from the one to the other. None where a plan was not computed, or nothing has to move."""
+    """The moves from the old plan to the new. None if a plan was not computed, or if nothing has to move."""
     a, b = old.plan.placement, new.plan.placement
     if a is None or b is None:
         return None

@@ -1,4 +1,4 @@
-"""`rollart prices`: what is paid for what, who says so, and since when."""
+"""`rollart prices`: prices with their sources and dates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def writing_options(command: Command) -> Command:
 @cluster_option
 @output_option
 def list_(cluster: Path | None, output: str) -> None:
-    """Every price that a run would go by, with its source and age."""
+    """Every price that a run would use, with its source and age."""
     from rollart.compose.price_files import effective_prices
     from rollart.report.render import render
     from rollart.report.rows import Report, Table, TableColumn
@@ -92,7 +92,7 @@ def list_(cluster: Path | None, output: str) -> None:
 @writing_options
 @output_option
 def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
-    """Take prices from FILE into a price file, and say what changed.
+    """Import prices from FILE into a price file, and show the changes.
 
     FILE is a price list in YAML, CSV or JSON (name, unit, usd, source, date), or an AWS offer file of one region
     (AWSLambda or AmazonEC2, as JSON).

@@ -1,4 +1,4 @@
-"""The work of each domain, from a finished run: what `placement.profile` names."""
+"""Domain profiles measured in a finished run, which `placement.profile` names."""
 
 from __future__ import annotations
 

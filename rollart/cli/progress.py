@@ -1,5 +1,5 @@
-"""What a person watching sees: of `rollart launch` one line per event worth one and one per training step; of
-`rollart simulate` how far each simulation is."""
+"""Progress on the terminal: for `rollart launch` a line per notable event and training step; for `rollart simulate` the
+progress of each simulation."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["ProgressLines", "SimulationProgress", "strip_log_prefix"]
 
 EVERY_S = 10.0
-"""Seconds between two lines about simulations where they stay, as in a log."""
+"""Seconds between two progress lines of simulations in a log."""
 REDRAWN_S = 0.2
-"""And where they are written over, at a terminal."""
+"""Seconds between two updates of the progress line at a terminal."""
 
 BAR = 20
 """Characters of a success bar."""
 
 LINE = 120
-"""Characters of a log's line that are shown."""
+"""Largest number of characters shown of a log line."""
 
 
 COUNTED = {
@@ -38,14 +38,14 @@ COUNTED = {
     "lease_expired": ("leases expired", "waiting_for", "action"),
     "wrong_answer": ("wrong answers", "subject"),
 }
-"""Events that are counted: their name in the plural, and the fields that they are counted by."""
+"""Events that are counted: their plural, and the fields by which they are counted."""
 
 
 class ProgressLines:
-    """Prints events to stderr. Called on the run's loop; owns nothing but the moment of the first event.
+    """Prints events to stderr. Called on the run's loop.
 
-    Events of `COUNTED` come by the dozen: the first of a kind has a line, the others are counted in one line at the
-    next step, or with the first of them after `EVERY_S`."""
+    Events of `COUNTED` come in bursts: the first of a kind has its own line, further ones are counted in one line at
+    the next step, or at the first of them after `EVERY_S`."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
@@ -65,7 +65,7 @@ class ProgressLines:
             print_stderr(f"{event.t - self._t0:6.1f}s  {line}")
 
     def _first(self, event: RunEvent) -> bool:
-        """True for the first with its values of what it is counted by; others are counted."""
+        """True for the first event with its values of the counted fields; later events are counted."""
         of, *why = (str({"subject": event.subject, **event.fields}.get(name, "")) for name in COUNTED[event.kind][1:])
         key = event.kind, f"{of} ({why[0]})" if why else of
         if key not in self._known:
@@ -77,12 +77,12 @@ class ProgressLines:
         return False
 
     def _counted(self) -> list[str]:
-        """A line for each kind of event of which some were counted."""
+        """A line for each kind of event with a count."""
         more, self._more = self._more, Counter()
         found = []
         for kind in sorted({kind for kind, _ in more}):
-            told = ", ".join(f"{n} of {of}" for (other, of), n in sorted(more.items()) if other == kind)
-            found.append(self._warn(f"{COUNTED[kind][0]}: {told}"))
+            counts = ", ".join(f"{n} of {of}" for (other, of), n in sorted(more.items()) if other == kind)
+            found.append(self._warn(f"{COUNTED[kind][0]}: {counts}"))
         return found
 
     def _line(self, event: RunEvent) -> str:
@@ -93,8 +93,8 @@ class ProgressLines:
             case "evaluated":
                 shown = "   ".join(f"{d} {rate:.2f}" for d, rate in _successes(event)) or "unknown"
                 faults = sum(int(v or 0) for k, v in fields.items() if k.startswith("faults."))
-                told = f"   ({faults} episodes lost to faults)" if faults else ""
-                return self._bold(f"held-out success at v{fields['version']} (greedy):   {shown}{told}")
+                lost = f"   ({faults} episodes lost to faults)" if faults else ""
+                return self._bold(f"held-out success at v{fields['version']} (greedy):   {shown}{lost}")
             case "warm_start":
                 return f"warm start by imitation: {fields['seconds']:.1f} s, {fields['tokens']} tokens"
             case "starting":
@@ -118,8 +118,8 @@ class ProgressLines:
             case "finished":
                 return f"finished: {fields['steps']} steps, v{fields['version']}"
             case _:
-                told = "  ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", None))
-                return self._warn(f"{event.kind.replace('_', ' ')}: {event.subject}  {told}")
+                values = "  ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", None))
+                return self._warn(f"{event.kind.replace('_', ' ')}: {event.subject}  {values}")
 
     def _step(self, event: RunEvent) -> str:
         """Every step of a short run, every tenth of a long one; always the last."""
@@ -146,7 +146,7 @@ class ProgressLines:
 
 
 def strip_log_prefix(line: str) -> str:
-    """A line of a log without what stands before its words: process, level, time and place."""
+    """A log line without its prefix: process, level, time and source location."""
     words = line.rpartition("] ")[2].strip() or line.strip()
     return words if len(words) <= LINE else words[: LINE - 1] + "…"
 
@@ -161,28 +161,29 @@ def _successes(event: RunEvent) -> list[tuple[str, float]]:
 
 
 class SimulationProgress:
-    """Steps, virtual time and seconds of waiting, of the simulations that go on. At a terminal one line that is
-    written over; elsewhere a line every `EVERY_S` seconds. Any thread may call; `over` before anything else is said."""
+    """Steps, virtual time and seconds of waiting of the running simulations. At a terminal one line that is
+    overwritten; elsewhere a line every `EVERY_S` seconds. Any thread may call; call `over` before printing anything
+    else."""
 
     def __init__(self, names: Sequence[str], steps: int) -> None:
         self._names, self._steps = names, steps
-        self._seen: dict[int, TaskProgress] = {}
-        self._began = self._told = _now()
+        self._latest: dict[int, TaskProgress] = {}
+        self._began = self._printed = _now()
         self._terminal = sys.stderr.isatty()
         self._drawn = 0
         self._lock = threading.RLock()
 
-    def __call__(self, said: TaskProgress) -> None:
+    def __call__(self, progress: TaskProgress) -> None:
         with self._lock:
-            self._say(said)
+            self._print(progress)
 
-    def _say(self, said: TaskProgress) -> None:
-        self._seen[said.task] = said
+    def _print(self, progress: TaskProgress) -> None:
+        self._latest[progress.task] = progress
         now = _now()
-        if now - self._told < (REDRAWN_S if self._terminal else EVERY_S):
+        if now - self._printed < (REDRAWN_S if self._terminal else EVERY_S):
             return
-        self._told = now
-        line = f"{'; '.join(map(self._of, sorted(self._seen)))} ({now - self._began:,.0f} s)"
+        self._printed = now
+        line = f"{'; '.join(map(self._of, sorted(self._latest)))} ({now - self._began:,.0f} s)"
         if not self._terminal:
             click.echo(line, err=True)
             return
@@ -191,18 +192,18 @@ class SimulationProgress:
         self._drawn = len(line)
 
     def over(self, task: int | None = None) -> None:
-        """A simulation has ended, or all have: the line is taken away."""
+        """Erase the line after one simulation has ended, or all have."""
         with self._lock:
             if task is not None:
-                self._seen.pop(task, None)
+                self._latest.pop(task, None)
             if self._drawn:
                 click.echo("\r" + " " * self._drawn + "\r", nl=False, err=True)
                 self._drawn = 0
 
     def _of(self, task: int) -> str:
-        said = self._seen[task]
-        seconds = f"{said.seconds:,.0f}" if said.seconds >= 10 else f"{said.seconds:.2g}"
-        return f"{self._names[task]}: step {said.steps} of {self._steps}, {seconds} virtual seconds"
+        progress = self._latest[task]
+        seconds = f"{progress.seconds:,.0f}" if progress.seconds >= 10 else f"{progress.seconds:.2g}"
+        return f"{self._names[task]}: step {progress.steps} of {self._steps}, {seconds} virtual seconds"
 
 
 def _now() -> float:

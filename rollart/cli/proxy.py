@@ -36,7 +36,7 @@ __all__ = ["proxy"]
 @click.option(
     "--tool-parser",
     type=click.Choice(["hermes", "json", "none"]),
-    help="How the model spells tool calls; as its template does, if not given.",
+    help="Format of the model's tool calls; by default inferred from its template.",
 )
 @click.option(
     "--record",
@@ -47,15 +47,17 @@ __all__ = ["proxy"]
     "--model-name",
     default="policy",
     show_default=True,
-    help="What /v1/models calls the policy. Requests may name any model.",
+    help="Name of the policy in /v1/models. Requests may name any model.",
 )
 @click.option("--max-sessions", type=click.IntRange(1), metavar="N", help="Sessions kept. Default: 4096.")
-@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept of them. Default: 100000000.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept in all sessions. Default: 100000000."
+)
 @click.option(
     "--idle-s",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="Sessions that were idle so long may be given up for others. Default: 3600.",
+    help="Sessions idle for this long may be evicted for others. Default: 3600.",
 )
 @token_option("API key")
 @json_option

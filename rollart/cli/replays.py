@@ -1,4 +1,4 @@
-"""What `rollart simulate` is given besides specs: recorded runs, and fault plans."""
+"""Inputs of `rollart simulate` besides specs: recorded runs and fault plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepare_replay(
     replay: Path | None,
     resample: bool,
 ) -> tuple[Resolved, ReplayPlan | None, str]:
-    """The run, what it replays if anything, and what the report's foot says of it."""
+    """The run, its replay if any, and a note for the report's foot."""
     from rollart.compose.replay import prepare_from_run, prepare_from_spec
     from rollart.spec.resolve import forecast, read_specs
 
@@ -62,7 +62,7 @@ def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> Fa
     from rollart.spec.load import load_faults
 
     if resolved.problem is None:
-        functions = []  # the simulation says what is missing
+        functions = []  # the simulation fails with the reason
     else:
         functions = [b.spec.name for b in function_behaviours(resolved, None if replay is None else replay.recording)]
     return load_faults(path, list(fault_targets(resolved)), functions)

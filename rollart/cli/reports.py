@@ -1,4 +1,4 @@
-"""`rollart report`: what a run cost, what it used, what it learned."""
+"""`rollart report`: cost, utilization and learning of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["report", "show_reports"]
 
 @click.group()
 def report() -> None:
-    """Show what a run cost, used and learned. RUN is a name or directory; without it the latest run."""
+    """Show cost, utilization and learning of a run. RUN is a name or directory; without it the latest run."""
 
 
 @report.command()
@@ -26,7 +26,7 @@ def report() -> None:
 @output_option
 @runs_option
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show dollars: in all, by role and resource, per trajectory and token, and what was wasted on what."""
+    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
     from rollart.report.run_page import cost_page
     from rollart.report.summarize import cost as summarize
 
@@ -42,7 +42,7 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
     from rollart.report.utilization import utilization as summarize
 
     directory = find_run(run, runs_dir)
-    _print(summarize(_collect(directory)), output, page=lambda told: _with_timeline(told, directory))
+    _print(summarize(_collect(directory)), output, page=lambda report: _with_timeline(report, directory))
 
 
 @report.command()
@@ -50,7 +50,7 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
 @output_option
 @runs_option
 def timeline(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show who was busy, waiting or syncing when: devices by role and pool, trajectories, and calls of functions."""
+    """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls."""
     from rollart.ledger.reader import LedgerReader
     from rollart.report.run_page import timeline_page
     from rollart.report.timeline import timeline as found_in
@@ -59,7 +59,7 @@ def timeline(run: str | None, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
     with LedgerReader(directory) as reader:
         found = found_in(reader)
-    _print(timeline_report(directory.resolve().name, found), output, page=lambda told: timeline_page(told, found))
+    _print(timeline_report(directory.resolve().name, found), output, page=lambda report: timeline_page(report, found))
 
 
 @report.command()
@@ -91,7 +91,7 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
     help="Seconds that the p99 of a call may wait for a dedicated worker.",
 )
 def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
-    """Show what the run's function calls would have cost on dedicated workers, and on functions scaled otherwise."""
+    """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
     from rollart.ledger.reader import LedgerReader
     from rollart.report.offload import offload as replay
     from rollart.report.offload import read_trace
@@ -108,8 +108,9 @@ def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None
 @output_option
 @runs_option
 def bias(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show whether what was trained is what was drawn, and what was lost to which reason: length, turns, difficulty and
-    reward per domain, each with a two-sample test. Of a real run, or of a simulation kept by `simulate --keep`."""
+    """Show whether the trained trajectories are distributed as the drawn ones, and how the lost ones differ by reason:
+    length, turns, difficulty and reward per domain, each with a two-sample test. Of a real run, or of a simulation kept
+    by `simulate --keep`."""
     from rollart.ledger.reader import LedgerReader
     from rollart.report.bias import bias as summarize
     from rollart.report.bias import read_attempts
@@ -150,7 +151,7 @@ def _with_timeline(report: Report, directory: Path) -> str:
 
 
 def _print(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
-    """`page` makes the HTML where a report has more than tables to show."""
+    """Print a report. `page` renders the HTML of reports that have more than tables."""
     from rollart.report.render import render
 
     if output == "html" and page is not None:

@@ -86,10 +86,10 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(backend("local", settings, allow_unsafe=allow_unsafe))
+        target = await stack.enter_async_context(backend("local", settings, allow_unsafe=allow_unsafe))
         for package in packages:
-            await place.deploy(package)
-        front = FunctionHttpServer(place, host=host, port=port, token=token)
+            await target.deploy(package)
+        front = FunctionHttpServer(target, host=host, port=port, token=token)
         try:
             await stack.enter_async_context(front)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What `rollart rewards` shows, for people and for machines."""
+"""Output of `rollart rewards`, for people and for machines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["show_changes", "show_costs", "show_deployed", "show_logs", "show_rehearsals", "trial_line"]
 
 DIGEST = 12
-"""Characters of a version for people: `rollback --to` takes as many as are needed."""
+"""Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
 
 
 def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
-    """Scores, times and costs of tried rewards."""
+    """Scores, times and costs of tested rewards."""
     if output == "json":
         click.echo(json.dumps({"schema_version": 1, "rewards": [one.to_json() for one in found]}, indent=2))
         return
@@ -85,7 +85,7 @@ def show_changes(found: Sequence[DeploymentChange], output: str, notes: Sequence
 def show_deployed(
     found: Sequence[DeployedFunction], output: str, notes: Sequence[str] = (), trials: Sequence[DeploymentTrial] = ()
 ) -> None:
-    """Functions or versions. `notes` go to the foot; `trials` are the calls that deploying them took."""
+    """Functions or versions. `notes` go to the foot; `trials` are the trial calls made while deploying them."""
     people = output in FOR_PEOPLE
     notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
@@ -149,7 +149,7 @@ def trial_line(trial: DeploymentTrial) -> str:
 
 
 def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
-    """As they were printed, or as rows."""
+    """Log lines as printed, or as rows."""
     if output == "json":
         rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
         click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
@@ -163,7 +163,7 @@ def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
 
 
 def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:
-    """Dollars per run and month of every provider, and the difference to the one they are on now."""
+    """Dollars per run and month of every provider, and the difference to the current one (`now`)."""
     rows: list[tuple[Cell, ...]] = []
     for one in found:
         base = next(

@@ -1,4 +1,4 @@
-"""`rollart rewards`: write, try, deploy and look after reward functions."""
+"""`rollart rewards`: write, test, deploy and operate reward functions."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def provider_options(command: Command) -> Command:
 
 @click.group()
 def rewards() -> None:
-    """Write, try, deploy and look after reward functions.
+    """Write, test, deploy and operate reward functions.
 
-    FILE is a Python file with functions under @rollart.reward, or FILE.py:NAME for one of them. Exit codes: 2 for what
-    is wrong with the function or the command, 3 for the provider or its credentials, 1 where a case or a call failed.
+    FILE is a Python file with functions under @rollart.reward, or FILE.py:NAME for one of them. Exit codes: 2 for
+    errors in the function or the command, 3 for the provider or its credentials, 1 where a case or a call failed.
     """
 
 
@@ -97,7 +97,7 @@ def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> No
 @rewards.command()
 @click.argument("source", metavar="FILE")
 @provider_options
-@click.option("--dry-run", is_flag=True, help="Say what would change, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.option("--name", default=None, help="Another name for a single reward.")
 @output_option
 def deploy(
@@ -115,13 +115,13 @@ def deploy(
     trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
     done: list[Any] = []
 
-    async def main(place: Deployer) -> None:
+    async def main(target: Deployer) -> None:
         for package in packages:
-            done.append(await (place.plan(package) if dry_run else place.deploy(package)))
+            done.append(await (target.plan(package) if dry_run else target.deploy(package)))
 
     try:
         _with(provider, cluster, root, main, meter=trials)
-    finally:  # what was deployed and billed before another one failed is told too
+    finally:  # also show what was deployed and billed before another deployment failed
         if dry_run and done:
             show_changes(done, output, notes)
         elif done:
@@ -138,7 +138,7 @@ def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
     """Deployed functions and their current versions."""
     from rollart.cli.reward_tables import show_deployed
 
-    show_deployed(list(_with(provider, cluster, root, lambda place: place.functions())), output)
+    show_deployed(list(_with(provider, cluster, root, lambda target: target.functions())), output)
 
 
 @rewards.command()
@@ -149,7 +149,7 @@ def versions(function: str, provider: str, cluster: Path | None, root: Path, out
     """Versions of a function, newest first."""
     from rollart.cli.reward_tables import show_deployed
 
-    show_deployed(list(_with(provider, cluster, root, lambda place: place.versions(function))), output)
+    show_deployed(list(_with(provider, cluster, root, lambda target: target.versions(function))), output)
 
 
 @rewards.command()
@@ -182,12 +182,12 @@ def invoke(
 
     async def main() -> Any:
         settings, unsafe = functions.settings(name), functions.allow_unsafe
-        async with backend(name, settings, root=root, allow_unsafe=unsafe) as place:
+        async with backend(name, settings, root=root, allow_unsafe=unsafe) as target:
             if package is None:
-                await attach_function(place, name, function, root=root)
+                await attach_function(target, name, function, root=root)
             else:
-                await place.deploy(package)
-            return await place.invoke(function, event, deadline_s=seconds)
+                await target.deploy(package)
+            return await target.invoke(function, event, deadline_s=seconds)
 
     with translated_errors():
         reply = asyncio.run(main())
@@ -220,10 +220,10 @@ def invoke(
 def logs(
     function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
 ) -> None:
-    """What a function printed, oldest first."""
+    """Show the output of a function, oldest first."""
     from rollart.cli.reward_tables import show_logs
 
-    lines = _with(provider, cluster, root, lambda place: place.logs(function, since_s=since_s, limit=limit + 1))
+    lines = _with(provider, cluster, root, lambda target: target.logs(function, since_s=since_s, limit=limit + 1))
     if len(lines) > limit:
         click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
     show_logs(function, lines[-limit:], output)
@@ -244,13 +244,13 @@ def scale(
     concurrency: int | None,
     output: str,
 ) -> None:
-    """Set how many workers of a function are kept ready, and how many there may be."""
+    """Set the number of warm workers of a function, and its concurrency."""
     from rollart.cli.reward_tables import show_deployed
 
     if warm is None and concurrency is None:
         raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
     show_deployed(
-        [_with(provider, cluster, root, lambda place: place.scale(function, warm=warm, concurrency=concurrency))],
+        [_with(provider, cluster, root, lambda target: target.scale(function, warm=warm, concurrency=concurrency))],
         output,
     )
 
@@ -264,7 +264,7 @@ def rollback(function: str, version: str, provider: str, cluster: Path | None, r
     """Make an earlier version of a function the current one."""
     from rollart.cli.reward_tables import show_deployed
 
-    show_deployed([_with(provider, cluster, root, lambda place: place.rollback(function, version))], output)
+    show_deployed([_with(provider, cluster, root, lambda target: target.rollback(function, version))], output)
 
 
 @rewards.command()
@@ -276,20 +276,20 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
     """Remove a function with all its versions from a provider."""
     from rollart.compose.providers import canonical_provider
 
-    canonical_provider(provider)  # before anybody is asked
+    canonical_provider(provider)  # before the user is asked
     if not yes:
         try:
             if not click.confirm(f"delete '{function}' and all its versions on {provider}?", err=True):
                 click.echo(f"{function} stays", err=True)
                 return
         except click.Abort as stop:
-            if isinstance(stop.__context__, EOFError):  # nobody answers: not the same as an interrupt at the question
+            if isinstance(stop.__context__, EOFError):  # no input, as distinct from an interrupt at the question
                 click.echo(err=True)
                 raise UsageError(f"'{function}' is not deleted: nobody answers", remedy="give --yes") from None
             raise
 
-    async def main(place: Deployer) -> None:
-        await place.delete(function)
+    async def main(target: Deployer) -> None:
+        await target.delete(function)
 
     _with(provider, cluster, root, main)
     if as_json:
@@ -305,7 +305,7 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 @click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
 @output_option
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
-    """What rewards would cost per run and month on each provider, and against the one they are on."""
+    """Show the cost of rewards per run and month on each provider, compared with their current one."""
     from rollart.cli.reward_tables import show_costs
     from rollart.compose.providers import canonical_provider
 
@@ -329,8 +329,8 @@ def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -
 
         async def all_of_them() -> list[Rehearsal]:
             prices = units_by_provider()
-            async with backend("local", allow_unsafe=allow_unsafe) as place:
-                return [await rehearse(package, items, backend=place, prices=prices) for package in packages]
+            async with backend("local", allow_unsafe=allow_unsafe) as target:
+                return [await rehearse(package, items, backend=target, prices=prices) for package in packages]
 
         return asyncio.run(all_of_them())
 
@@ -350,15 +350,15 @@ def _with(
 
     async def main() -> T:
         settings, unsafe = functions.settings(name), functions.allow_unsafe
-        async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as place:
-            return await do(place)
+        async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as target:
+            return await do(target)
 
     with translated_errors():
         return asyncio.run(main())
 
 
 def _is_name(source: str) -> bool:
-    """Whether this is the name of a function rather than a file or a package directory."""
+    """True if this is the name of a function, not a file or a package directory."""
     path = Path(source)
     return re.fullmatch(r"[A-Za-z][\w-]*", source) is not None and not (
         path.is_file() or (path / "__init__.py").exists()
@@ -391,8 +391,10 @@ def _event(text: str) -> list[dict[str, Any]]:
             raise UsageError(f"item {n} is not an object", remedy='give {"id": …, "messages": […]}')
         unknown = sorted(one.keys() - _ITEM)
         if unknown or ("messages" in one) == ("completion" in one):
-            what = f"unknown key '{unknown[0]}'" if unknown else "it has both or neither of messages and completion"
-            raise UsageError(f"item {n}: {what} (rule: {', '.join(_ITEM)})", remedy='give {"id": …, "messages": […]}')
+            problem = f"unknown key '{unknown[0]}'" if unknown else "it has both or neither of messages and completion"
+            raise UsageError(
+                f"item {n}: {problem} (rule: {', '.join(_ITEM)})", remedy='give {"id": …, "messages": […]}'
+            )
         if "completion" in one:  # the short form of cases.jsonl
             asked = [{"role": "user", "content": one.pop("prompt")}] if "prompt" in one else []
             one["messages"] = [*asked, {"role": "assistant", "content": one.pop("completion")}]

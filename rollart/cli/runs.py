@@ -1,4 +1,4 @@
-"""`rollart status` and `rollart stop`: runs that are there."""
+"""`rollart status` and `rollart stop`: existing runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["status", "stop"]
 
 POLL_INTERVAL_S = 0.1
-"""Between two looks whether a controller on another machine has let go of its run."""
+"""Seconds between two checks whether a controller on another machine has released its run."""
 
 
 @click.command()
@@ -31,7 +31,7 @@ POLL_INTERVAL_S = 0.1
 @output_option
 @runs_option
 def status(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show where a run stands.
+    """Show the status of a run.
 
     Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
     """
@@ -95,7 +95,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 
 
 def _external_trainer_status(directory: Path) -> str | None:
-    """How the trainer stands that is not ours (`trainer.external`)."""
+    """Status of an external trainer (`trainer.external`)."""
     try:
         note = json.loads((directory / "service.json").read_text())
         return f"{note['listen']}: {note['state']} since {note['since']}"
@@ -130,7 +130,7 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     try:
         if (
             pidfile.recorded_controller(directory) != owner or not owner.alive
-        ):  # the id changed hands before it was pinned
+        ):  # the id was recycled before it was pinned
             return
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if _wait_for_exit(process, wait_s):
@@ -151,32 +151,32 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
 
 
 def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, kill: bool) -> None:
-    """Of a run whose controller is on another machine: asked through the run's directory."""
+    """Stop a run whose controller is on another machine, by a request through the run's directory."""
     from rollart.cli import beat
 
-    who = f"process {owner.pid} on {owner.host}"
+    controller = f"process {owner.pid} on {owner.host}"
     try:
         answered = beat.has_heartbeat(directory, owner.life) and beat.send_request(directory, owner.life, "stop")
         if not answered and _is_held(directory, owner):
             raise RunFailed(
-                f"run '{directory.name}' is of {who}, which gives no sign of life: it is dead, or does not reach "
-                f"{directory}",
+                f"run '{directory.name}' is of {controller}, which gives no sign of life: it is dead, or does not "
+                f"reach {directory}",
                 remedy=f"`rollart stop` on {owner.host}; if that machine is gone, `rollart launch --resume` continues",
             )
         if _wait_until_released(directory, owner, wait_s):
             click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
         elif kill:
             if not beat.send_request(directory, owner.life, "kill"):
-                raise RunFailed(f"{who} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
+                raise RunFailed(f"{controller} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
             click.echo(f"run {directory.name} killed on {owner.host}", err=True)
         else:
             raise RunFailed(
-                f"run '{directory.name}' ({who}) was asked to stop, and has not within {wait_s:g} s",
+                f"run '{directory.name}' ({controller}) was asked to stop, and has not within {wait_s:g} s",
                 remedy="wait longer with --wait, or `rollart stop --kill`",
             )
     except OSError as error:
         raise RunFailed(
-            f"{who} cannot be asked to stop: {error.filename or directory}: {error.strerror}",
+            f"{controller} cannot be asked to stop: {error.filename or directory}: {error.strerror}",
             remedy=f"`rollart stop` on {owner.host}",
         ) from None
 
@@ -189,13 +189,13 @@ def _is_held(directory: Path, owner: ControllerProcess) -> bool:
 
 
 def _wait_until_released(directory: Path, owner: ControllerProcess, wait_s: float) -> bool:
-    """Whether the controller lets go of the run in time."""
-    looks = max(1, round(wait_s / POLL_INTERVAL_S))
-    return any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(looks))
+    """True if the controller releases the run in time."""
+    checks = max(1, round(wait_s / POLL_INTERVAL_S))
+    return any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(checks))
 
 
 def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
-    """Parts of these roles that a running run has now, in the order that they came."""
+    """Current parts of these roles of a running run, in the order of their start."""
     from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 
     closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
@@ -204,7 +204,7 @@ def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
 
 
 def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
-    """Engines that are not there yet, since when, and what their logs say."""
+    """Engines that are still starting, with their seconds of start-up and last log line."""
     from rollart.cli.progress import strip_log_prefix
 
     last = {event.subject: event for event in reader.events("engine_starting")}
@@ -235,7 +235,7 @@ def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -
 
 
 def _wait_for_exit(process: int, wait_s: float) -> bool:
-    """Whether the process of this pidfd ends in time."""
+    """True if the process of this pidfd ends in time."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(wait_s * 1000))

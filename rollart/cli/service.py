@@ -1,4 +1,4 @@
-"""`rollart service`: trainers and engines that are not ours share prompts, experience and weights."""
+"""`rollart service`: external trainers and engines share prompts, experience and weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["service"]
     "--data",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Directory that keeps what the service holds; without it, a service that ends loses it.",
+    help="Directory that persists the service's data; without it, the data is lost when the service ends.",
 )
 @json_option
 def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:
     """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.
 
-    For trainers, engines and rewards that are not ours; `rollart.service` is the Python client.
+    For external trainers, engines and rewards; `rollart.service` is the Python client.
     """
     from rollart.compose.service import serve_service
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 STEPS = 10
-"""Enough to fill the pipeline and to see a mean; a run has hundreds."""
+"""Default number of steps: enough to fill the pipeline and for a mean; a run has hundreds."""
 
 
 @click.command()
@@ -44,13 +44,13 @@ STEPS = 10
 @click.option(
     "--steps",
     type=click.IntRange(1),
-    help=f"Training steps, as steps=N says too. Default: {STEPS}, or as many as a recorded run has.",
+    help=f"Training steps, like steps=N. Default: {STEPS}, or as many as a recorded run has.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
-@click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle what happens at the same instant.")
+@click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle events of the same instant.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
-@click.option("--faults", type=click.Path(path_type=Path), help="What dies and comes back (`rollart schema faults`).")
+@click.option("--faults", type=click.Path(path_type=Path), help="Fault plan (`rollart schema faults`).")
 @click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
 @click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
 @click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
@@ -73,11 +73,11 @@ def simulate(
     runs_dir: Path,
     output: str,
 ) -> None:
-    """Play a run on virtual time, at any scale, with the product's own scheduler.
+    """Simulate a run on virtual time, at any scale, with the product's own scheduler.
 
-    Engines, environments, training and links are modelled from the plan; what decides is what ships. Same spec and
-    seed, same trace. Shows step time and its parts, cost, staleness, waste and waits; as html also charts and, for the
-    first seed of each schedule, who was busy when.
+    Engines, environments, training and links are modelled from the plan; all scheduling code is the product's. Same
+    spec and seed, same trace. Shows step time and its parts, cost, staleness, waste and waits; as html also charts and,
+    for the first seed of each schedule, a timeline of busy devices.
 
     Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
     or with other keys, policies, prices or another cluster.
@@ -102,7 +102,7 @@ def simulate(
         steps = resolved.run.steps if asked else STEPS if replayed is None else replayed.recording.seen.steps
     drawn = output == "html" or html is not None
     if html is not None:
-        create_output_file(html)  # told now, and not after the work
+        create_output_file(html)  # fail before the work, not after it
     tasks = [
         SimulationTask(
             resolved,
@@ -153,7 +153,7 @@ def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, ht
 
 
 def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:
-    """What of the spec the other schedules do not have, a line for each."""
+    """Settings of the spec that the other schedules lack, a line per schedule."""
     from rollart.spec.other_schedule import adapt_to_schedule
 
     left = {task.schedule: adapt_to_schedule(task.resolved.run, task.schedule)[1] for task in tasks}

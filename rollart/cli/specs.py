@@ -20,8 +20,8 @@ def validate(files: tuple[str, ...]) -> None:
 
     Every problem comes with its file, line and column. A run is checked as `rollart launch` checks it before it starts
     anything, on the cluster file beside it or on this machine: the model's files are read, the tokenizer is loaded, the
-    reward functions are packed, each environment is made once where it would live, and the parts are placed. What only
-    other machines can answer is named and not asked.
+    reward functions are packed, each environment is made once where it would live, and the parts are placed. Checks
+    that need other machines are listed and not made.
     """
     from rollart.spec.load import load_file
     from rollart.spec.run import RunSpec
@@ -45,7 +45,7 @@ def validate(files: tuple[str, ...]) -> None:
 
 
 def _clusters(files: tuple[str, ...]) -> list[str]:
-    """Those that are cluster specs without a problem."""
+    """The files that are valid cluster specs."""
     from rollart.spec.cluster import ClusterSpec
     from rollart.spec.load import load_file
 
@@ -58,7 +58,7 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
 
 
 def _check_run(run: str, clusters: list[str]) -> None:
-    """`RollartError` for what a launch of the run would refuse."""
+    """`RollartError` for problems that would make a launch of the run fail."""
     from rollart.cli.profiles import measured_profiles
     from rollart.compose.cautions import launch_warnings
     from rollart.compose.preflight import is_plan_only, launchable, refuse_files, unchecked_remotes
