@@ -1,7 +1,7 @@
-"""What was trained beside what was drawn, and what was lost beside what was trained. Pure, from a ledger's rows.
+"""Selection bias: trained against drawn trajectories, and lost against trained ones. Pure, from a ledger's rows.
 
-A schedule, a filter or a fault that loses trajectories by their length, turns, difficulty or reward trains another
-distribution than the data has. Each figure of each set is compared by a two-sample Kolmogorov–Smirnov test.
+If a schedule, a filter or a fault loses trajectories by their length, turns, difficulty or reward, the trained
+distribution differs from the data's. Each figure of each set is compared by a two-sample Kolmogorov–Smirnov test.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from rollart.runtime.rounds import RELAUNCH_MARK
 __all__ = ["DRAWN", "OPEN", "TRAINED", "TrajectoryAttempt", "bias", "distance", "read_attempts", "p_value"]
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
-"""Sets beside the reasons of loss: the prompts whose fate is settled, what was trained of them, those of the drawn that
-the schedule did not start at once (`paced`), and the prompts that were still under way, or waited for training, when
-the run ended."""
+"""Sets besides the reasons of loss: prompts with a final outcome, the trained ones, drawn prompts that the schedule did
+not start at once (`paced`), and prompts that were still running, or waited for training, when the run ended."""
 
 REPEATED = "repeated"
-"""Finished attempts that another attempt of the same member made superfluous."""
+"""Finished attempts that another attempt of the same member, which was trained, made superfluous."""
 
 EXTERNAL_REASONS = frozenset({AbortReason.INFRA_FAULT, AbortReason.SHUTDOWN})
-"""Ends that cut a trajectory whatever it would have become: the next attempt stands for what was drawn."""
+"""Outcomes that cut a trajectory regardless of its content: the next attempt represents the drawn sample."""
 
 FIGURES = ("length", "turns", "difficulty", "reward")
 
 SIGNIFICANCE = 0.01
-"""A difference is pointed out from this p-value on."""
+"""Differences with a p-value below this are reported as findings."""
 
 NOTES = (
     "length: sampled tokens; of trajectories that were cut short it is what they had reached: at least so much",
@@ -50,7 +49,7 @@ NOTES = (
 @dataclass(frozen=True, slots=True)
 class TrajectoryAttempt:
     """One attempt at a trajectory. `difficulty` is the mean reward of its prompt, `reward` its own, None where no
-    reward is known; `first` if it stands for what was drawn of its member."""
+    reward is known; `first` is true if the attempt represents the drawn sample of its member."""
 
     domain: str
     prompt: str
@@ -70,7 +69,7 @@ Prompts: TypeAlias = Mapping[tuple[str, str], int]
 
 
 def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompts]:
-    """Every attempt of a run, and its prompts by their last fate, those of which nothing began included."""
+    """Every attempt of a run, and the number of prompts by their last outcome, prompts that never started included."""
     groups = {group.id: group for group in reader.groups()}
     last: dict[str, GroupRow] = {}
     for group in groups.values():
@@ -94,7 +93,7 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
     found = []
     for n, attempt in enumerate(attempts):
         prompt, member = _named(attempt)
-        own = scores[prompt]
+        prompt_scores = scores[prompt]
         found.append(
             TrajectoryAttempt(
                 attempt.domain,
@@ -105,7 +104,7 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
                 cut=attempt.outcome != FINISHED,
                 length=attempt.action_tokens,
                 turns=attempt.turns,
-                difficulty=math.fsum(own) / len(own) if own else None,
+                difficulty=math.fsum(prompt_scores) / len(prompt_scores) if prompt_scores else None,
                 reward=attempt.score,
                 delayed=prompt in late,
             )
@@ -115,7 +114,7 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
 
 def bias(run: str, found: Sequence[TrajectoryAttempt], prompts: Prompts) -> Report:
     """The bias report."""
-    sets = {domain: _sets(own) for domain, own in _by_domain(found).items()}
+    sets = {domain: _sets(attempts) for domain, attempts in _by_domain(found).items()}
     for domain, fate in prompts:
         sets.setdefault(domain, {}).setdefault(fate, [])
     return Report("bias", run, (_compared(sets), _described(sets, prompts)), NOTES)
@@ -152,32 +151,32 @@ def _compared(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]]) -> 
         TableColumn("finding", wrap=True),
     )
     rows: list[tuple[Cell, ...]] = []
-    for domain, own in sets.items():
-        for fate in own:
+    for domain, by_fate in sets.items():
+        for fate in by_fate:
             if fate not in (DRAWN, OPEN):
                 against = DRAWN if fate in (TRAINED, DELAYED) else TRAINED
                 rows += [
                     (domain, fate, against, figure, *row)
                     for figure in FIGURES
-                    if (row := _test(figure, fate, own[fate], own.get(against, ()))) is not None
+                    if (row := _test(figure, fate, by_fate[fate], by_fate.get(against, ()))) is not None
                 ]
     return Table("bias", "Trained against drawn, and what was lost against trained", columns, tuple(rows))
 
 
 def _test(
-    figure: str, fate: str, some: Sequence[TrajectoryAttempt], others: Sequence[TrajectoryAttempt]
+    figure: str, fate: str, sample: Sequence[TrajectoryAttempt], reference: Sequence[TrajectoryAttempt]
 ) -> tuple[Cell, ...] | None:
-    a, b = _values(some, figure), _values(others, figure)
+    a, b = _values(sample, figure), _values(reference, figure)
     if not a or not b:
         return None
     ks = distance(a, b)
-    rest, apart = others, ks
+    rest, apart = reference, ks
     if fate == TRAINED:
-        # The drawn are the trained and the rest, so that the rest is apart from the trained by more than the drawn are.
-        rest = [one for one in others if one.fate != TRAINED]
+        # The drawn set is the trained set plus the rest, so the rest differs more from the trained than the drawn does.
+        rest = [one for one in reference if one.fate != TRAINED]
         left = _values(rest, figure)
         apart = distance(a, left) if left else 0.0
-    p = p_value(apart, _prompts(some, figure), _prompts(rest, figure)) if apart else 1.0
+    p = p_value(apart, _prompts(sample, figure), _prompts(rest, figure)) if apart else 1.0
     mean, against = math.fsum(a) / len(a), math.fsum(b) / len(b)
     difference = mean / against - 1.0 if against else None
     finding = ""
@@ -206,32 +205,35 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], pr
         TableColumn("reward", "number"),
     )
     rows: list[tuple[Cell, ...]] = []
-    for domain, own in sets.items():
+    for domain, by_fate in sets.items():
         settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
-        for fate, some in own.items():
-            lengths = sorted(_values(some, "length"))
+        for fate, attempts in by_fate.items():
+            lengths = sorted(_values(attempts, "length"))
             rows.append(
                 (
                     domain,
                     fate,
                     settled if fate == DRAWN else prompts.get((domain, fate), 0),
-                    len(some),
-                    sum(one.cut for one in some) / len(some) if some else None,
+                    len(attempts),
+                    sum(one.cut for one in attempts) / len(attempts) if attempts else None,
                     _mean(lengths),
                     _quantile(lengths, 0.5),
                     _quantile(lengths, 0.9),
-                    *(_mean(_values(some, figure)) for figure in FIGURES[1:]),
+                    *(_mean(_values(attempts, figure)) for figure in FIGURES[1:]),
                 )
             )
     title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
     return Table("sets", title, columns, tuple(rows))
 
 
-def _sets(own: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:
-    """Drawn and trained first, then losses by name, then what is open."""
-    found: dict[str, list[TrajectoryAttempt]] = {DRAWN: [one for one in own if one.first and one.settled], TRAINED: []}
+def _sets(attempts: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:
+    """Drawn and trained first, then losses by name, then open prompts."""
+    found: dict[str, list[TrajectoryAttempt]] = {
+        DRAWN: [one for one in attempts if one.first and one.settled],
+        TRAINED: [],
+    }
     by_fate: dict[str, list[TrajectoryAttempt]] = defaultdict(list)
-    for one in own:
+    for one in attempts:
         by_fate[one.fate].append(one)
     still = by_fate.pop(OPEN, None)
     found[TRAINED] = by_fate.pop(TRAINED, [])
@@ -249,7 +251,7 @@ def _by_domain(found: Iterable[TrajectoryAttempt]) -> dict[str, list[TrajectoryA
 
 
 def _fate(attempt: AttemptRow, group: GroupRow | None) -> str:
-    """What became of an attempt; of those that went with their group, what became of the group."""
+    """The outcome of an attempt, or of its group if that decided it."""
     if attempt.outcome not in (FINISHED, AbortReason.GROUP_DROPPED):
         return OPEN if attempt.outcome == AbortReason.SHUTDOWN else attempt.outcome
     if attempt.sample == CONSUMED:

@@ -1,4 +1,4 @@
-"""How cells of a table are read by people."""
+"""Text of a table's cells for people."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["cell_text", "for_people", "rows_for_people"]
 
 
 def for_people(table: Table) -> Table:
-    """Without what is for machines."""
+    """The table without the columns for machines."""
     kept = [n for n, column in enumerate(table.columns) if column.people]
     rows = tuple(tuple(row[n] for n in kept) for row in table.rows)
     return Table(table.name, table.title, tuple(table.columns[n] for n in kept), rows)
 
 
 NO_TIME_MS = 1e-3
-"""Milliseconds below this are what is left of a difference of two clocks."""
+"""Milliseconds below this are the rounding of a difference of clock readings."""
 
 
 def rows_for_people(table: Table) -> list[list[str]]:
@@ -24,7 +24,7 @@ def rows_for_people(table: Table) -> list[list[str]]:
 
 
 def cell_text(value: Cell, column: TableColumn) -> str:
-    """As its column's kind is read."""
+    """A cell as text, by its column's kind."""
     if value is None:
         return "-"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """Bar charts as SVG: pure, from values to elements.
 
-Bars lie, so that names stay readable; whiskers are confidence intervals; a bar that is pointed at says its figures.
-Colours are classes of the page's style sheet (`report.page`): `s0` to `s7` for what is compared, names of states for
+Bars are horizontal, so that names stay readable; whiskers are confidence intervals; tooltips show a bar's figures.
+Colours are classes of the page's style sheet (`report.page`): `s0` to `s7` for compared series, names of states for
 parts of a whole.
 """
 
@@ -17,20 +17,21 @@ from rollart.report.markup import MarkupElement, element
 __all__ = ["Bar", "BarGroup", "BarSegment", "bar_chart", "clipped", "legend", "nice_ticks", "series_paint"]
 
 WIDTH = 520.0
-"""Of a chart in its own units; the page scales it."""
+"""Width of a chart in its own units; the page scales it."""
 
 LETTER = 6.4
-"""About the width of a letter of 12 units."""
+"""Approximate width of a letter at a font size of 12 units."""
 
 LONGEST_BESIDE = 24
-"""Letters of a label beside its bar; with longer ones, all stand above."""
+"""Longest label beside its bar, in letters; with a longer one, all labels stand above their bars."""
 
 VALUES = 108.0
-"""Room for figures beside bars."""
+"""Width reserved for figures beside bars."""
 
 SERIES = 8
 OVERSHOOT = 1.6
-"""An interval may pass the longest bar by so much before it is cut: with two seeds it can be ten times the mean."""
+"""Largest ratio of an interval's end to the longest bar before the interval is cut: with two seeds it can be ten times
+the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class BarSegment:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Segments end to end; `value` is what they make together, their sum if that is None (parts that overlap in time
-    make less), and `interval` half of its confidence interval."""
+    """Segments end to end. `value` is their total, the sum if None (parts that overlap in time total less than their
+    sum), and `interval` half of its confidence interval."""
 
     name: str
     segments: tuple[BarSegment, ...]
@@ -71,7 +72,7 @@ class BarGroup:
 
 
 def series_paint(n: int) -> str:
-    """The class of the n-th thing that is compared."""
+    """The class of the n-th compared series."""
     return f"s{n % SERIES}"
 
 
@@ -124,7 +125,7 @@ def nice_ticks(most: float, about: int = 5) -> list[float]:
 
 
 def clipped(text: str, room: float) -> str:
-    """As much of a text as there is room for."""
+    """A text, cut to the width `room`."""
     most = max(4, int(room / LETTER))
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -159,11 +160,11 @@ def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
 
 
 def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
-    told = clipped(text, room)
+    shown = clipped(text, room)
     return element(
         "text",
-        element("title", text) if told != text else None,
-        told,
+        element("title", text) if shown != text else None,
+        shown,
         x=x,
         y=y,
         class_="label",
@@ -180,10 +181,10 @@ def _bar(group: BarGroup, bar: Bar, plot: _Plot, y: float, thick: float, unit: s
         if b > a:
             parts.append(element("rect", x=a, y=y, width=b - a, height=thick, class_=segment.paint))
     parts += _whisker(bar, plot, y + thick / 2, thick)
-    told = estimate(bar.total, bar.interval, unit)
-    parts.append(element("text", told, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
+    total = estimate(bar.total, bar.interval, unit)
+    parts.append(element("text", total, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
     name = group.label if bar.name == group.label else f"{group.label}: {bar.name}"
-    lines = [f"{name}: {told}"]
+    lines = [f"{name}: {total}"]
     if len(bar.segments) > 1:
         lines += [f"{s.name}: {estimate(s.value, s.interval, unit)}" for s in bar.segments]
     return element("g", element("title", "\n".join(lines)), *parts, class_="bar")

@@ -1,4 +1,4 @@
-"""A simulation of a recorded run beside what was recorded. Pure."""
+"""A recorded run beside its simulation. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["SimulationCheck", "RunTotals", "check_report"]
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """A run from its start to its end, and its training loop: from the moment at which rollouts began for the first
-    step to the publish of the last one's version. Seconds and dollars of all of it; `waited_s` to `publish_s` are the
-    trainer's parts of the loop, `engine_busy_s` adds up over engines."""
+    """Seconds and dollars of a run from start to end (`wall_s`, `usd`), and of its training loop: from the start of the
+    first step's rollouts to the publish of the last step's version. `waited_s` to `publish_s` are the trainer's parts
+    of the loop, `engine_busy_s` adds up over engines."""
 
     steps: int
     wall_s: float
@@ -29,8 +29,8 @@ class RunTotals:
 
 @dataclass(frozen=True, slots=True)
 class SimulationCheck:
-    """What was recorded, and its training loop simulated. What lies before and after the loop (starts, warm start,
-    evaluations) is no part of a simulation and is taken as recorded."""
+    """A recorded run, and its simulated training loop. The time outside the loop (starts, warm start, evaluations) is
+    no part of a simulation and is taken as recorded."""
 
     recorded: RunTotals
     simulated: RunTotals
@@ -95,5 +95,5 @@ def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) ->
     return Report("check", run, (table,), ("before and after the loop: as recorded", *notes))
 
 
-def _row(what: str, unit: str, recorded: float, predicted: float) -> tuple[Cell, ...]:
-    return what, unit, recorded, predicted, predicted / recorded - 1.0 if recorded else None
+def _row(label: str, unit: str, recorded: float, predicted: float) -> tuple[Cell, ...]:
+    return label, unit, recorded, predicted, predicted / recorded - 1.0 if recorded else None

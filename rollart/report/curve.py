@@ -104,7 +104,7 @@ def curve(rows: RunRows) -> Report:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Shares of 1 as blocks, averaged down to `width` of them; the scale is always 0 to 1."""
+    """Shares of 1 as blocks, averaged down to at most `width` blocks; the scale is always 0 to 1."""
     if not values:
         return ""
     n = min(width, len(values))

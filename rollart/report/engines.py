@@ -1,4 +1,4 @@
-"""What engines did by their own counters: a table, and rows that constants of the performance model are fitted to.
+"""Work of engines by their own counters: a table, and rows from which constants of the performance model are fitted.
 Pure."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rollart.report.rows import Cell, RunRows, Table, TableColumn
 __all__ = ["engine_rows", "engines"]
 
 LEAST_STEPS = 20
-"""Of an interval that a row is made of: a mean of fewer says little."""
+"""Fewest steps of an interval that gives a row: a mean of fewer is too noisy."""
 
 Sums = Mapping[str, float]
 
 
 def engines(rows: RunRows) -> Table:
-    """Per engine. `hits`: share of the prompts' tokens whose KV it had kept; `pulled`: that came from another engine.
-    `batch` and `step_ms`: of a mean step."""
+    """A row per engine. `hits`: share of the prompts' tokens whose KV was cached; `pulled`: share whose KV came from
+    another engine. `batch` and `step_ms`: of a mean step."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     fullest: dict[str, float] = defaultdict(float)
     for event in rows.engines:
@@ -86,8 +86,8 @@ def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int
 
 
 def _step_s(s: Sums) -> float | None:
-    """vLLM says how long it is from a token of a request to its next, which is a step; the embedded engine how long
-    it computed."""
+    """Mean seconds of a step. vLLM counts the time between tokens of a request, which is a step; the embedded engine
+    counts its compute time."""
     if s.get("latencies"):
         return s["latency_seconds"] / s["latencies"]
     if not s.get("steps"):

@@ -1,4 +1,4 @@
-"""What a simulation's faults cost. Pure."""
+"""The cost of a simulation's faults. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollart.report.rows import Cell, RunRows, Table, TableColumn
 __all__ = ["INFRA_FAULT", "FaultCost", "ObservedFaults", "fault_cost", "faults_table"]
 
 INFRA_FAULT = "infra_fault"
-"""Fate of trajectories that met a fault of the infrastructure, and the event that says which."""
+"""Outcome of trajectories that an infrastructure fault ended, and the event that records the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedFaults:
-    """What died: outages and seconds of them by kind of part, added up over parts; tokens of answers and of KV that
-    engines had in memory when they died."""
+    """Outages and their seconds by kind of part, added up over parts; tokens of answers and of KV that engines had in
+    memory when they died."""
 
     outages: Mapping[str, int]
     down_s: Mapping[str, float]
@@ -30,10 +30,10 @@ class ObservedFaults:
 
 @dataclass(frozen=True, slots=True)
 class FaultCost:
-    """What it cost: device-seconds and dollars of devices that were known to be down, trajectories that were aborted by
-    cause, engine-seconds and sampled tokens that went with them, calls of functions that failed by kind."""
+    """Cost of faults: device-seconds and dollars of devices that were known to be down, aborted trajectories by cause,
+    the engine-seconds and sampled tokens lost with them, failed function calls by kind."""
 
-    trouble: ObservedFaults
+    observed: ObservedFaults
     down_device_s: float = 0.0
     down_usd: float = 0.0
     aborted: Mapping[str, int] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class FaultCost:
     failed_calls: Mapping[str, int] = field(default_factory=dict)
 
 
-def fault_cost(rows: RunRows, events: Sequence[RunEvent], trouble: ObservedFaults) -> FaultCost:
-    """From a simulation's ledger; `events` are those of infrastructure faults."""
+def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:
+    """From a simulation's ledger; `events` are the events of infrastructure faults."""
     down = [i for i in rows.intervals if i.state == ResourceState.DOWN]
     lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
     calls: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def fault_cost(rows: RunRows, events: Sequence[RunEvent], trouble: ObservedFault
         if call.status not in ("ok", "cancelled"):
             calls[call.status] += call.calls
     return FaultCost(
-        trouble,
+        observed,
         math.fsum(i.unit_seconds for i in down),
         math.fsum(i.usd for i in down),
         dict(Counter(_cause(str(e.fields.get("detail", ""))) for e in events).most_common()),
@@ -65,19 +65,19 @@ def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
     """One column per schedule, means over seeds."""
     rows: list[tuple[Cell, ...]] = []
 
-    def add(what: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
-        rows.append((what, unit, *(math.fsum(own) / len(own) for own in values.values())))
+    def add(label: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
+        rows.append((label, unit, *(math.fsum(own) / len(own) for own in values.values())))
 
     def each(of: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
         for key in _keys(part for own in parts.values() for part in own):
             add(of.format(key), unit, {n: [p.get(key, 0.0) * scale for p in own] for n, own in parts.items()})
 
-    each("{} outages", "count", {n: [c.trouble.outages for c in own] for n, own in by.items()})
-    each("{} down", "part-hours", {n: [c.trouble.down_s for c in own] for n, own in by.items()}, 1 / 3600)
+    each("{} outages", "count", {n: [c.observed.outages for c in own] for n, own in by.items()})
+    each("{} down", "part-hours", {n: [c.observed.down_s for c in own] for n, own in by.items()}, 1 / 3600)
     add("devices known to be down", "device-hours", {n: [c.down_device_s / 3600 for c in own] for n, own in by.items()})
     add("and paid", "USD", {n: [c.down_usd for c in own] for n, own in by.items()})
-    add("answers lost with engines", "tokens", {n: [c.trouble.lost_tokens for c in own] for n, own in by.items()})
-    add("KV lost with engines", "tokens", {n: [c.trouble.lost_kv_tokens for c in own] for n, own in by.items()})
+    add("answers lost with engines", "tokens", {n: [c.observed.lost_tokens for c in own] for n, own in by.items()})
+    add("KV lost with engines", "tokens", {n: [c.observed.lost_kv_tokens for c in own] for n, own in by.items()})
     each("aborted: {}", "trajectories", {n: [c.aborted for c in own] for n, own in by.items()})
     add("sampled for the aborted", "tokens", {n: [c.aborted_tokens for c in own] for n, own in by.items()})
     add(
@@ -95,7 +95,8 @@ def _keys(parts: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _cause(detail: str) -> str:
-    """The cause without names and numbers of one case: `environment step`, `reward throttled`, else the first words."""
+    """The cause without the names and numbers of a single case: `environment step`, `reward throttled`, else the first
+    words."""
     words = detail.replace(":", "").split()
     if not words:
         return "unknown"

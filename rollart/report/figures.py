@@ -1,4 +1,4 @@
-"""Figures as they stand on pages: three digits, and as many as their interval bears."""
+"""Text of figures on pages: three digits, or as many as their interval justifies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 __all__ = ["DOLLARS", "PERCENT", "PLAIN", "estimate", "figure"]
 
 PLAIN, PERCENT, DOLLARS = "", "%", "$"
-"""How a figure is written: a share of 1 as `%`."""
+"""Units of a figure; `%` is for shares of 1."""
 
 NEGLIGIBLE = 1e-6
-"""An interval of less than that part of its mean is rounding."""
+"""An interval below this share of its mean is rounding error."""
 
 
 def figure(value: float, unit: str = PLAIN) -> str:
@@ -23,8 +23,8 @@ def figure(value: float, unit: str = PLAIN) -> str:
 
 
 def estimate(value: float, half: float | None, unit: str = PLAIN) -> str:
-    """A mean and half of its interval with the same decimals: two digits of the interval, three of the mean at least.
-    None of an interval where there is none to have, or nothing to be had."""
+    """A mean and half of its interval with the same decimals: two digits of the interval, at least three of the mean.
+    The mean alone without an interval, or if both are 0."""
     if half is None or value == half == 0:
         return figure(value, unit)
     if half <= NEGLIGIBLE * abs(value):

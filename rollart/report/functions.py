@@ -1,4 +1,4 @@
-"""What functions cost, saved and did, as tables. Pure: a run's sums in, tables out."""
+"""Cost, savings and activity of functions as tables. Pure: a run's sums in, tables out."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ REWARD = "reward"
 """Role of functions."""
 
 BILLED, ELSEWHERE = "billed", "elsewhere"
-"""Dollars that are part of the totals, and those that the run's own cores saved somebody else from charging."""
+"""Dollars that are part of the totals, and list-price dollars of calls that ran on the run's own cores."""
 
 COLD_START = "function cold start"
 IDLE = "function idle"
 
 
 def lines(rows: RunRows) -> list[CostLine]:
-    """Every dollar of functions once: calls without their start-up, start-up, and workers that waited.
+    """Every dollar of functions once: calls without their start-up, start-up, and idle workers.
 
     A failed call is one line with its failure as the cause, start-up included. Lines of workers on the run's own cores
-    are not billed: they say what the calls would cost elsewhere.
+    are not billed: their dollars are the price of the calls at a provider.
     """
     found = []
     for call in rows.invocations:
@@ -72,7 +72,7 @@ def _usd(rows: RunRows, call: InvocationSum) -> float:
 
 
 def _start_usd(rows: RunRows, call: InvocationSum) -> float:
-    """The start-up's part of a bill, without the fee of the request; never more than all of it."""
+    """The start-up's part of a bill, without the request fee; at most the whole bill."""
     if call.status != "ok":
         return 0.0
     start_s = min(call.cold_billed_s, call.billed_s)
@@ -80,8 +80,8 @@ def _start_usd(rows: RunRows, call: InvocationSum) -> float:
 
 
 def _why(call: InvocationSum) -> str:
-    """Of calls that a run without faults and stragglers would not have made: those that failed by their failure, the
-    others by what made them."""
+    """The cause of a call that a run without faults and stragglers would not have made: its failure, or its trigger;
+    '' for other calls."""
     if call.status != "ok":
         return f"function {call.status}"
     return "" if call.cause == Cause.CALL else f"function {call.cause}"
@@ -171,7 +171,7 @@ def workers(rows: RunRows) -> Table:
 
 
 def savings(rows: RunRows) -> Table:
-    """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
+    """Calls saved by the cache and by deduplication with live calls, at the price of the function's own calls."""
     columns = (
         TableColumn("function"),
         TableColumn("stage"),
@@ -189,8 +189,8 @@ def savings(rows: RunRows) -> Table:
 
 
 def stages(rows: RunRows) -> Table:
-    """What each stage of the pipeline did, over all lives of the run. Dollars at the price of the function's calls.
-    A stage that only passed items on has no row; its event is in the ledger."""
+    """The effect of each stage of the pipeline, summed over all lives of the run. Dollars at the price of the
+    function's calls. A stage that only passed items on has no row; its event is in the ledger."""
     columns = (
         TableColumn("function"),
         TableColumn("stage"),
@@ -244,7 +244,7 @@ def stages(rows: RunRows) -> Table:
 
 
 def health(rows: RunRows) -> Table:
-    """Outcomes of functions as their callers got them, and the platform's faults among them by kind."""
+    """Outcomes of functions as their callers received them, and the infrastructure faults among them by kind."""
     columns = (
         TableColumn("function"),
         TableColumn("outcomes", "count"),
@@ -273,7 +273,7 @@ def health(rows: RunRows) -> Table:
 
 
 def notes(rows: RunRows) -> Iterable[str]:
-    """What is an estimate, and what no price is known of."""
+    """Notes on estimates, and on providers without a known price."""
     for provider in sorted({call.provider for call in rows.invocations}):
         if not rows.prices.sources(provider):
             yield f"{provider}: no price is known: its calls count as $0 (add its prices to the cluster's price_list)"
@@ -293,7 +293,8 @@ def notes(rows: RunRows) -> Iterable[str]:
 
 
 def _summed(events: Iterable[RunEvent], key: str = "") -> dict[tuple[str, str], dict[str, float]]:
-    """Numbers of events added up by (subject, the field `key`): a resumed run has one for each of its lives."""
+    """Numeric fields of events summed by (subject, the field `key`): a resumed run has an event for each of its
+    lives."""
     sums: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         own = sums[event.subject, str(event.fields.get(key, ""))]
@@ -304,7 +305,7 @@ def _summed(events: Iterable[RunEvent], key: str = "") -> dict[tuple[str, str], 
 
 
 def _provider(rows: RunRows) -> Mapping[str, tuple[str, int]]:
-    """By function the provider and memory of most of its calls (ties: the first in the ledger's order)."""
+    """Provider and memory of most calls, by function (ties: the first in the ledger's order)."""
     most: dict[str, InvocationSum] = {}
     for call in rows.invocations:
         if call.function not in most or call.calls > most[call.function].calls:

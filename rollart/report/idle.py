@@ -1,4 +1,4 @@
-"""Worker time that nobody metered, from the calls. Pure."""
+"""Estimates of unmetered worker time, from the calls. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serverless.spec import FunctionSpec
 __all__ = ["ESTIMATED", "estimated_workers"]
 
 ESTIMATED = frozenset({"modal"})
-"""Providers that bill a container while it waits, whose client is told nothing of that."""
+"""Providers that bill a container while it waits, but do not report that time to the client."""
 
 KEEP_ALIVE_S = float(FunctionSpec.model_fields["keep_alive_s"].default)
 
@@ -23,9 +23,9 @@ def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> 
     """Worker-seconds by (function, provider, memory, state).
 
     A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
-    (`keep_s`; the default of functions where it is unknown): past that it scales down, so what it waits longer is not
-    counted even if a minimum of containers kept it. Start-up and work are as billed. Calls of a container that was not
-    told (`worker` is empty) have no idle time. At most calls x keep-alive seconds are idle.
+    (`keep_s`; the default of functions where it is unknown): then it scales down, so longer waits are not counted even
+    if a minimum of containers kept it. Start-up and work are as billed. Calls of an unknown container (`worker` is
+    empty) have no idle time. At most calls x keep-alive seconds are idle.
     """
     seconds: dict[Key, dict[WorkerState, float]] = defaultdict(lambda: dict.fromkeys(WorkerState, 0.0))
     until: dict[tuple[Key, str], float] = {}

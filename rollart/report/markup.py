@@ -1,7 +1,7 @@
 """HTML and SVG as values: a tree of elements whose texts and attributes are escaped by construction.
 
-What names come from specs and ledgers can hold anything; nothing here takes a string as markup. The text that comes out
-is well-formed XML and HTML alike.
+Names from specs and ledgers can contain any characters; no function here takes a string as markup. The output is
+well-formed both as XML and as HTML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOID = frozenset({"br", "meta"})
 """HTML elements that have no end tag."""
 
 FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-"""Characters that XML 1.0 does not know."""
+"""Characters that XML 1.0 forbids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ Child: TypeAlias = MarkupElement | str | None
 
 
 def element(tag: str, /, *children: Child, **attributes: str | float | None) -> MarkupElement:
-    """`element("text", "a < b", x=1, class_="label")`. Of attributes a trailing `_` goes, others become `-`; None is
-    left out, of children too."""
+    """`element("text", "a < b", x=1, class_="label")`. In attribute names a trailing `_` is removed, other `_` become
+    `-`. None is left out, among attributes and children."""
     given = tuple(
         (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else number(value))
         for key, value in attributes.items()
@@ -62,7 +62,7 @@ def element(tag: str, /, *children: Child, **attributes: str | float | None) -> 
 
 
 def number(value: float) -> str:
-    """A coordinate: two decimals at most, none where none are needed."""
+    """A coordinate with at most two decimals, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 

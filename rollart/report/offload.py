@@ -1,9 +1,8 @@
-"""Functions against dedicated workers, from a run's own calls: what was billed, and the same calls served otherwise.
+"""Functions against dedicated workers: the billed calls of a run, and replays of the same calls on other deployments.
 
-Pure but for reading (`read_trace`): the replays are those of `serverless.replay`. A call is replayed with the seconds
-that
-it worked. What is replayed is what any deployment would have to serve: hedges, calls to a second provider, starts
-without a call and trials of a deployment are left out.
+Pure except for `read_trace`: the replays are those of `serverless.replay`. A call is replayed with its seconds of work.
+Only calls that any deployment would have to serve are replayed, without hedges, calls to a second provider, starts
+without a call, and trials of a deployment.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ __all__ = ["MATCH_S", "CallTrace", "matched_calls", "offload", "read_trace"]
 SERVED = frozenset({Cause.CALL, Cause.RETRY, Cause.ISOLATION})
 
 MATCH_S = 5.0
-"""A trajectory ends when its reward is there and its sample is on disk; one that ended later was not waiting."""
+"""Longest time from a call to the end of its trajectory, in seconds. A trajectory ends once its reward has arrived and
+its sample is on disk; a trajectory that ended later did not wait for this call."""
 
 MOST = 100_000
-"""Calls of a function that are replayed, the last ones: half a minute of computing."""
+"""Largest number of calls of a function that are replayed, the last ones: half a minute of computing."""
 
 MIB_GB = 2**20 / 1e9
 
@@ -62,8 +62,8 @@ class CallTrace:
 
 
 def read_trace(reader: LedgerReader) -> CallTrace:
-    """Read it. A core is one of the cluster's first pool of `cpu` devices, at its price; without one, of the price
-    list's."""
+    """Read a run's calls. The price of a core is that of the cluster's first pool of `cpu` devices; without such a
+    pool, the price list's."""
     config = reader.config()
     domains: dict[str, set[str]] = defaultdict(set)
     for domain in config.get("run", {}).get("domains", ()):
@@ -93,7 +93,7 @@ def _core(config: Mapping[str, Any]) -> tuple[float, float, str]:
 
 
 def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
-    """What functions ran with, as far as it was written down and is still known."""
+    """Effective settings of functions, as far as they were recorded and are still known keys."""
     known = FunctionSpec.model_fields.keys()
     written = {entry["name"]: entry for entry in config.get("run", {}).get("functions", ())}
     return {
@@ -104,90 +104,92 @@ def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
     }
 
 
-def offload(rows: RunRows, given: CallTrace, *, wait_s: float = 0.25) -> Report:
-    """The report. `wait_s` is what the p99 of waiting for a dedicated worker may be."""
+def offload(rows: RunRows, trace: CallTrace, *, wait_s: float = 0.25) -> Report:
+    """The report. `wait_s` is the largest p99 of the wait for a dedicated worker."""
     by_function: dict[str, list[CallRow]] = defaultdict(list)
-    for row in given.calls:
+    for row in trace.calls:
         if row.items and row.cause in SERVED:
             by_function[row.function].append(row)
-    views = []
+    cases = []
     found_of, calls_of = 0, 0
-    for name, own in sorted(by_function.items()):
-        own = own[-MOST:]
-        calls, found = matched_calls(own, given.lives, given.domains.get(name, frozenset()))
-        found_of, calls_of = found_of + found, calls_of + len(own)
-        views.append(_OffloadCase(rows, given, name, own, calls, wait_s))
-    if len(views) > 1:
-        together = sorted((c for view in views for c in view.calls), key=lambda c: c.t)
-        everything = sorted((row for view in views for row in view.own), key=lambda row: row.t0)
-        views.append(_OffloadCase(rows, given, ALL, everything, together, wait_s))
-    notes = list(_notes(rows, given, views, found_of, calls_of, wait_s))
-    return Report("offload", rows.run, (_summary(views), _serving_options(views)), tuple(notes))
+    for name, recorded in sorted(by_function.items()):
+        recorded = recorded[-MOST:]
+        calls, found = matched_calls(recorded, trace.lives, trace.domains.get(name, frozenset()))
+        found_of, calls_of = found_of + found, calls_of + len(recorded)
+        cases.append(_OffloadCase(rows, trace, name, recorded, calls, wait_s))
+    if len(cases) > 1:
+        all_calls = sorted((c for case in cases for c in case.calls), key=lambda c: c.t)
+        all_recorded = sorted((row for case in cases for row in case.recorded), key=lambda row: row.t0)
+        cases.append(_OffloadCase(rows, trace, ALL, all_recorded, all_calls, wait_s))
+    notes = list(_notes(rows, trace, cases, found_of, calls_of, wait_s))
+    return Report("offload", rows.run, (_summary(cases), _serving_options(cases)), tuple(notes))
 
 
 def matched_calls(
-    own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]
+    recorded: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]
 ) -> tuple[list[ReplayedCall], int]:
-    """The calls of one function, and how many of them are known to be of trajectories.
+    """The calls of one function, and the number of calls that were matched with a trajectory.
 
-    A call is given the trajectory of the function's domains that ended first after it, within `MATCH_S`, and that
-    began before it was asked for; as many more are passed over as it had items. Each trajectory is used once.
+    A call is matched with the first trajectory of the function's domains that ended after it, within `MATCH_S`, and
+    began before the call was requested. A call of n items uses up n trajectories. Each trajectory is used once.
     """
-    ours = [life for life in lives if life[0] in domains]
+    candidates = [life for life in lives if life[0] in domains]
     n, found, calls = 0, 0, {}
-    for at in sorted(range(len(own)), key=lambda i: own[i].t1):
-        row = own[at]
+    for at in sorted(range(len(recorded)), key=lambda i: recorded[i].t1):
+        row = recorded[at]
         asked = row.t0 - row.queued_s
         call = ReplayedCall(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.cold_billed_s)), job=row.function)
-        while n < len(ours) and ours[n][2] < row.t1:
+        while n < len(candidates) and candidates[n][2] < row.t1:
             n += 1
         took = 0
-        while n < len(ours) and took < row.items and ours[n][2] <= row.t1 + MATCH_S:
-            domain, began, _ = ours[n]
+        while n < len(candidates) and took < row.items and candidates[n][2] <= row.t1 + MATCH_S:
+            domain, began, _ = candidates[n]
             if took == 0 and began <= asked:
                 call, found = replace(call, since=began, kind=domain), found + 1
             n, took = n + 1, took + 1
         calls[at] = call
-    return [calls[at] for at in range(len(own))], found
+    return [calls[at] for at in range(len(recorded))], found
 
 
 class _OffloadCase:
-    """One function (or all), with its calls and what every way of serving them takes."""
+    """One function (or all), with its calls and the cost of each way of serving them."""
 
     def __init__(
         self,
         rows: RunRows,
-        given: CallTrace,
+        trace: CallTrace,
         name: str,
-        own: Sequence[CallRow],
+        recorded: Sequence[CallRow],
         calls: Sequence[ReplayedCall],
         wait_s: float,
     ) -> None:
-        self.name, self.own, self.calls = name, own, calls
+        self.name, self.recorded, self.calls = name, recorded, calls
         self._rows = rows
-        names = {row.function for row in own}
-        self.memory_mb = max(row.memory_mb for row in own)
-        self.provider = max(sorted({r.provider for r in own}), key=lambda p: sum(r.provider == p for r in own))
+        names = {row.function for row in recorded}
+        self.memory_mb = max(row.memory_mb for row in recorded)
+        self.provider = max(
+            sorted({r.provider for r in recorded}), key=lambda p: sum(r.provider == p for r in recorded)
+        )
         self.work_s = sum(call.seconds for call in calls)
-        self._specs = [given.specs[n] for n in sorted(names) if n in given.specs]
+        self._specs = [trace.specs[n] for n in sorted(names) if n in trace.specs]
         self._seconds = rows.facts.seconds
         cores = max([1.0, *(getattr(s, "cpu", 0.0) or 0.0 for s in self._specs)])
-        if given.core_gb:
-            cores = max(cores, self.memory_mb * MIB_GB / given.core_gb)
-        self.worker_usd_s = cores * given.core_usd_hour / 3600.0
+        if trace.core_gb:
+            cores = max(cores, self.memory_mb * MIB_GB / trace.core_gb)
+        self.worker_usd_s = cores * trace.core_usd_hour / 3600.0
         self.functions_usd = sum(line.usd for line in functions.lines(rows) if line.resource.partition(":")[2] in names)
         self._names = names
-        self.few = min_dedicated_workers(calls, wait_s)
+        self.fewest = min_dedicated_workers(calls, wait_s)
         self.peak = min_dedicated_workers(calls, 0.0, quantile=1.0)
 
     def dedicated(self, workers: int) -> tuple[CallReplay, float, float]:
-        """Workers that are there for the whole run: the replay, their seconds and dollars."""
+        """Workers that are kept for the whole run: the replay, their seconds and dollars."""
         found = replay_dedicated(self.calls, workers)
         worker_s = max(found.span_s, self._seconds) * workers
         return found, worker_s, worker_s * self.worker_usd_s
 
     def elastic(self, scaling: ScalingRule | None) -> tuple[CallReplay, float]:
-        """Functions that scale, with the cold start that was seen and the function's keep-alive; and their bill."""
+        """Functions that scale, with the observed cold start and the function's keep-alive; and their bill."""
         found = replay_elastic(
             self.calls,
             cold_s=self.cold_s,
@@ -197,19 +199,19 @@ class _OffloadCase:
             most=max([1, *(getattr(s, "concurrency", 1) for s in self._specs)]) if self._specs else 10_000,
         )
         prices, idle_s = self._rows.prices, max(0.0, found.worker_s - found.busy_s - found.cold_s)
-        started = sum(row.cold_billed_s > 0 for row in self.own)
-        start_s = sum(row.cold_billed_s for row in self.own) / started if started else 0.0
-        billed_s = sum(row.billed_s - row.cold_billed_s for row in self.own) + found.cold_starts * start_s
+        started = sum(row.cold_billed_s > 0 for row in self.recorded)
+        start_s = sum(row.cold_billed_s for row in self.recorded) / started if started else 0.0
+        billed_s = sum(row.billed_s - row.cold_billed_s for row in self.recorded) + found.cold_starts * start_s
         usd = prices.function_usd(
-            self.provider, billed_s=billed_s, memory_mb=self.memory_mb, requests=len(self.own)
+            self.provider, billed_s=billed_s, memory_mb=self.memory_mb, requests=len(self.recorded)
         ) + prices.idle_usd(self.provider, seconds=idle_s, memory_mb=self.memory_mb)
         return found, usd
 
     @property
     def cold_s(self) -> float:
         """Mean cold start of the calls that had one."""
-        seen = [row.cold_start_s for row in self.own if row.cold_start_s > 0]
-        return sum(seen) / len(seen) if seen else 0.0
+        observed = [row.cold_start_s for row in self.recorded if row.cold_start_s > 0]
+        return sum(observed) / len(observed) if observed else 0.0
 
     @property
     def keep_s(self) -> float:
@@ -217,7 +219,7 @@ class _OffloadCase:
         return max([getattr(s, "keep_alive_s", default) for s in self._specs], default=default)
 
     def metered(self) -> tuple[float | None, float | None]:
-        """Seconds of the workers as they were, and the busy share; None where nobody metered them."""
+        """Metered seconds of the workers, and their busy share; None if they were not metered."""
         states: dict[str, float] = defaultdict(float)
         for worker in self._rows.workers:
             if worker.function in self._names:
@@ -226,15 +228,15 @@ class _OffloadCase:
         return (life, states[WorkerState.BUSY] / life) if life else (None, None)
 
     def waited(self, quantile: float) -> float:
-        """Of the run itself: before a worker was free."""
-        return CallReplay(tuple(row.queued_s for row in self.own), 0, 0, 0, 0, 0, 0).wait(quantile)
+        """The run's own waits for a free worker, at a quantile."""
+        return CallReplay(tuple(row.queued_s for row in self.recorded), 0, 0, 0, 0, 0, 0).wait(quantile)
 
 
 TICK_S = 1.0
-"""How often the replayed autoscalers decide, in seconds (Knative: 2)."""
+"""Interval of the replayed autoscalers' decisions, in seconds (Knative: 2)."""
 
 
-def _serving_options(views: Iterable[_OffloadCase]) -> Table:
+def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
     columns = (
         TableColumn("function"),
         TableColumn("served_by"),
@@ -247,45 +249,46 @@ def _serving_options(views: Iterable[_OffloadCase]) -> Table:
         TableColumn("usd", "usd"),
     )
     found: list[tuple[Cell, ...]] = []
-    for view in views:
-        life, used = view.metered()
-        starts = sum(row.cold_start_s > 0 for row in view.own)
+    for case in cases:
+        life, used = case.metered()
+        starts = sum(row.cold_start_s > 0 for row in case.recorded)
         found.append(
             (
-                view.name,
+                case.name,
                 "as billed",
                 None,
                 life,
                 used,
-                1e3 * view.waited(0.5),
-                1e3 * view.waited(0.99),
+                1e3 * case.waited(0.5),
+                1e3 * case.waited(0.99),
                 starts,
-                view.functions_usd,
+                case.functions_usd,
             )
         )
-        for workers, why in _choices(view):
-            one, worker_s, usd = view.dedicated(workers)
+        for workers, why in _choices(case):
+            one, worker_s, usd = case.dedicated(workers)
             share = one.busy_s / worker_s if worker_s else None
-            found.append((view.name, why, workers, worker_s, share, *_waits(one), 0, usd))
-        if view.name == ALL:
+            found.append((case.name, why, workers, worker_s, share, *_waits(one), 0, usd))
+        if case.name == ALL:
             continue
         scalings: tuple[tuple[str, ScalingRule | None], ...] = (
             ("on demand", None),
             ("Knative", ReactiveScaling()),
-            ("forecast", ForecastScaling(view.cold_s + TICK_S)),
+            ("forecast", ForecastScaling(case.cold_s + TICK_S)),
         )
         for label, scaling in scalings:
-            one, usd = view.elastic(scaling)
+            one, usd = case.elastic(scaling)
             found.append(
-                (view.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one), one.cold_starts, usd)
+                (case.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one), one.cold_starts, usd)
             )
     return Table("ways", "The same calls served in other ways", columns, tuple(found))
 
 
-def _choices(view: _OffloadCase) -> list[tuple[int, str]]:
-    """Numbers of dedicated workers that are worth a line: one, the fewest that are quick enough, none ever waits."""
-    chosen = {view.peak: "dedicated, no wait", view.few: "dedicated, enough"}
-    if view.few > 1:
+def _choices(case: _OffloadCase) -> list[tuple[int, str]]:
+    """Numbers of dedicated workers with a line in the table: one, the fewest that are fast enough, and the fewest
+    without any wait."""
+    chosen = {case.peak: "dedicated, no wait", case.fewest: "dedicated, enough"}
+    if case.fewest > 1:
         chosen[1] = "dedicated, one"
     return sorted(chosen.items())
 
@@ -294,7 +297,7 @@ def _waits(one: CallReplay) -> tuple[float, float]:
     return 1e3 * one.wait(0.5), 1e3 * one.wait(0.99)
 
 
-def _summary(views: Iterable[_OffloadCase]) -> Table:
+def _summary(cases: Iterable[_OffloadCase]) -> Table:
     columns = (
         TableColumn("function"),
         TableColumn("calls", "count"),
@@ -306,19 +309,19 @@ def _summary(views: Iterable[_OffloadCase]) -> Table:
         TableColumn("dedicated_wins_above", "share"),
     )
     found: list[tuple[Cell, ...]] = []
-    for view in views:
-        one, worker_s, usd = view.dedicated(view.few)
-        per_s = view.functions_usd / view.work_s if view.work_s else 0.0
+    for case in cases:
+        one, worker_s, usd = case.dedicated(case.fewest)
+        per_s = case.functions_usd / case.work_s if case.work_s else 0.0
         found.append(
             (
-                view.name,
-                len(view.calls),
-                view.work_s,
-                view.functions_usd,
-                view.few,
+                case.name,
+                len(case.calls),
+                case.work_s,
+                case.functions_usd,
+                case.fewest,
                 usd,
                 one.busy_s / worker_s if worker_s else None,
-                view.worker_usd_s / per_s if per_s else None,
+                case.worker_usd_s / per_s if per_s else None,
             )
         )
     return Table(
@@ -330,27 +333,27 @@ def _summary(views: Iterable[_OffloadCase]) -> Table:
 
 
 def _notes(
-    rows: RunRows, given: CallTrace, views: Sequence[_OffloadCase], found: int, calls: int, wait_s: float
+    rows: RunRows, trace: CallTrace, cases: Sequence[_OffloadCase], found: int, calls: int, wait_s: float
 ) -> Iterable[str]:
-    if not views:
+    if not cases:
         return
     yield f"enough: the fewest workers whose p99 wait is at most {wait_s:g} s; they are paid for the whole run"
     yield (
-        f"a worker holds a core, or more where its memory or `cpu` wants it: ${given.core_usd_hour:g} per core-hour "
-        f"({given.core_source or 'no price'})"
+        f"a worker holds a core, or more where its memory or `cpu` wants it: ${trace.core_usd_hour:g} per core-hour "
+        f"({trace.core_source or 'no price'})"
     )
     yield (
         f"forecast: {found} of {calls} calls matched with the trajectory of their domains that ended first after them "
         f"(within {MATCH_S:g} s)"
     )
-    if not any(row.queued_s for view in views for row in view.own):
+    if not any(row.queued_s for case in cases for row in case.recorded):
         yield "no call is known to have waited for a worker: calls are replayed as they were begun"
-    if any(len(view.calls) == MOST for view in views if view.name != ALL):
+    if any(len(case.calls) == MOST for case in cases if case.name != ALL):
         yield f"only the last {MOST:,} calls of a function are replayed"
-    own = [view.provider for view in views if view.name != ALL and not rows.prices.billed(view.provider)]
+    own = [case.provider for case in cases if case.name != ALL and not rows.prices.billed(case.provider)]
     for provider in sorted(set(own)):
         yield f"{provider}: workers on the run's own cores: dollars of its calls are what they would cost elsewhere"
-    for provider in sorted({view.provider for view in views if view.name != ALL}):
+    for provider in sorted({case.provider for case in cases if case.name != ALL}):
         for price in rows.prices.sources(provider):
             yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
     yield from functions.notes(rows)

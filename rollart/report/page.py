@@ -1,7 +1,7 @@
-"""Reports as pages: one HTML file that needs nothing else, no network and no script.
+"""Reports as pages: one self-contained HTML file, without network or scripts.
 
 The page forbids itself to load or run anything (its content security policy), follows the reader's light or dark theme,
-and prints. Colours are those of Okabe and Ito, which people with any kind of colour vision tell apart.
+and prints. Colours are those of Okabe and Ito, which are distinguishable with any kind of colour vision.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 .s6{fill:var(--c6);background:var(--c6)}.s7{fill:var(--c7);background:var(--c7)}
 @media print{body{background:var(--card)}main{max-width:none;padding:0}}
 """
-"""Without `<`, `>`, `&` and `"`, which HTML and XML read differently here."""
+"""The style sheet has no `<`, `>`, `&` or `"`, which HTML and XML parse differently here."""
 
 
-def page(report: Report, pictures: Sequence[MarkupElement] = ()) -> str:
-    """Any report: pictures, if there are any, then its tables and notes."""
+def page(report: Report, charts: Sequence[MarkupElement] = ()) -> str:
+    """Any report: charts, if there are any, then its tables and notes."""
     tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
     return document(
-        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*pictures, *tables, *notes(report.notes)]
+        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*charts, *tables, *notes(report.notes)]
     )
 
 
@@ -105,7 +105,7 @@ def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
 
 
 def card(title: str, *parts: Child, under: str = "") -> MarkupElement:
-    """A titled box; `under` says the unit, or how to read it."""
+    """A titled box; `under` is its subtitle: the unit, or a note on how to read it."""
     sub = element("p", under, class_="sub")
     return element("section", element("h3", title), sub, *parts, class_="card")
 
@@ -116,7 +116,7 @@ def folded(table: Table) -> MarkupElement:
 
 
 def table_of(table: Table) -> MarkupElement:
-    """The table as people read it."""
+    """The table for people, as HTML."""
     table = for_people(table)
     if not table.rows:
         return element("p", "nothing yet", class_="muted")
@@ -134,7 +134,7 @@ def table_of(table: Table) -> MarkupElement:
 
 
 def notes(lines: Iterable[str]) -> Iterable[MarkupElement]:
-    """Notes for the foot; nothing without any."""
+    """Notes for the foot; empty without notes."""
     items = [element("li", line) for line in lines]
     if items:
         yield element("ul", *items, class_="notes")

@@ -1,4 +1,4 @@
-"""The prices behind a report's dollars: each with what it was multiplied by, its source and its date. Pure."""
+"""The prices behind a report's dollars: each with its amount, source and date. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["prices_table"]
 
 
 def prices_table(rows: RunRows) -> Table:
-    """The billed rows add up to the total, the others to what would be paid elsewhere (property test)."""
+    """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
     columns = (
         TableColumn("price"),
         TableColumn("unit"),
@@ -75,7 +75,7 @@ def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
 
 
 def _names(pools: Sequence[PoolPrice]) -> str:
-    """Devices with the pools that they are in; pools of one price stand together."""
+    """Devices with their pools, e.g. `H20 (a, b)`."""
     by_device: dict[str, list[str]] = defaultdict(list)
     for pool in pools:
         by_device[pool.device].append(pool.pool)

@@ -1,4 +1,4 @@
-"""Workload profiles of a run, finished or live, from its ledger: what the placer plans the next one with."""
+"""Workload profiles of a run, finished or live, from its ledger: input for planning the next run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MIB_GB = 2**20 / 1e9
 def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple[DomainProfile, ...]:
     """Profiles of the domains that have finished trajectories, by name; `source` names the run.
 
-    With a `half_life`, in trajectories, the late ones count most: a policy that learns changes its own workload.
-    UsageError if there is no ledger or nothing has finished.
+    With a `half_life`, in trajectories, late trajectories count most: a policy that learns changes its own workload.
+    UsageError if there is no ledger or no trajectory has finished.
     """
     with LedgerReader(run_dir) as reader:
         rows, calls, config = reader.finished(), reader.invocation_sums(), reader.config()
@@ -58,7 +58,7 @@ def observed_trajectories(
 
 
 def _rewards(config: Mapping[str, Any], calls: Sequence[InvocationSum]) -> dict[str, RewardCost]:
-    """What scoring one trajectory of each domain took in function workers: mean billed seconds per item, summed over
+    """Cost of scoring one trajectory of each domain in function workers: mean billed seconds per item, summed over
     its functions, and the memory of the largest."""
     seconds: dict[str, float] = {}
     memory: dict[str, int] = {}

@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
 FORMATS = ("table", "json", "csv", "html")
 
 SCHEMA_VERSION = 2
-"""Of the JSON: grows when a key changes its meaning or goes away, not when one is added."""
+"""Version of the JSON: grows when a key is removed or changes its meaning, not when a key is added."""
 
 
 def render(report: Report, form: str, *, width: int = 110, colour: bool = False) -> str:
@@ -104,7 +104,7 @@ GAP = 3
 
 
 def _needed(column: TableColumn, cells: Sequence[str]) -> int:
-    """Width below which something breaks: headings do so between words, numbers never, texts only where all that a
-    table holds is too wide."""
+    """Least width of a column: headings may break between words, numbers never, texts only if the whole table is too
+    wide."""
     heading = max(map(len, column.name.split("_")))
     return heading if column.wrap else max(heading, *map(len, cells))

@@ -1,4 +1,4 @@
-"""What reports are made of: a run's sums, read once, and tables as values."""
+"""Input and output types of reports: a run's sums, read once from its ledger, and tables as values."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ Cell: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """A column's name and how people read it: text, count, seconds, ms, usd, share (of 1), number. Without `people`
-    it is for machines only; with `wrap` a text may take several lines."""
+    """A column's name and format: text, count, seconds, ms, usd, share (of 1), number. Without `people` it is for
+    machines only; with `wrap` a text may take several lines."""
 
     name: str
     kind: str = "text"
@@ -95,12 +95,12 @@ class CostLine:
     seconds: float
     usd: float
     billed: bool = True
-    """False for dollars that somebody else's machines would have cost: they are part of no total."""
+    """False for the price of the same calls at a provider, which is part of no total."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPrice:
-    """What a device of a pool costs per hour, who says so, and when it was read (empty where nobody noted it)."""
+    """The hourly price of a pool's device, with its source and date (empty if unknown)."""
 
     pool: str
     device: str
@@ -111,7 +111,7 @@ class PoolPrice:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """Everything reports are computed from."""
+    """The rows of a ledger from which all reports are computed."""
 
     run: str
     facts: RunFacts
@@ -130,32 +130,32 @@ class RunRows:
     filtered: Sequence[RunEvent] = ()
     """Trajectories of filtered groups against kept ones, in the same way."""
     shares: Sequence[RunEvent] = ()
-    """What domains were to have and had, at each publish."""
+    """Due and actual shares of domains, at each publish."""
     concurrency: Sequence[RunEvent] = ()
-    """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
+    """Concurrency limits of the engines, and trajectories that waited or were evicted, an event at each publish."""
     handoffs: Sequence[RunEvent] = ()
-    """What became of hand-offs between prefill and decode engines, an event at each publish."""
+    """Outcomes of hand-offs between prefill and decode engines, an event at each publish."""
     updates: Sequence[RunEvent] = ()
-    """Engines that loaded a version by themselves, and how many they had left out."""
+    """Versions that engines loaded one by one, and the number of versions skipped before."""
     broadcasts: Sequence[RunEvent] = ()
-    """To each engine: versions that it received and, after those, what it did not."""
+    """For each engine: versions received by broadcast, followed by those missed."""
     making: Sequence[RunEvent] = ()
-    """What environment hosts made, in sums by host and domain."""
+    """Environments made by environment hosts, in sums by host and domain."""
     places: Sequence[RunEvent] = ()
-    """What episodes waited for a place on an environment host, in sums by what they are for."""
+    """Waits of episodes for a slot on an environment host, in sums by purpose."""
     engines: Sequence[RunEvent] = ()
-    """What engines did by their own counters, an event per engine and interval."""
+    """Work of engines by their own counters, an event per engine and interval."""
     nodes: Sequence[RunEvent] = ()
-    """Nodes that joined, were to leave or were lost, and what the plan did about it, by time."""
+    """Nodes that joined, were about to leave or were lost, and the reactions of the plan, by time."""
     device_hours: Sequence[tuple[float, float]] = ()
-    """Hours of devices by their price per hour."""
+    """(dollars per hour, device-hours), by price."""
     pools: Sequence[PoolPrice] = ()
     fault_threshold: float | None = None
-    """Share of platform faults above which the run ends."""
+    """Share of infrastructure faults above which the run ends."""
 
 
 def collect(reader: LedgerReader, run: str) -> RunRows:
-    """Read a run's sums. Prices are the ones that it started with."""
+    """Read a run's sums. Prices are those of the run's start."""
     config = reader.config()
     prices = config.get("prices")
     return RunRows(
@@ -211,7 +211,7 @@ FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drai
 
 
 def _nodes(reader: LedgerReader) -> list[RunEvent]:
-    """From the first change of nodes on that came after the engines; nothing where there was none."""
+    """Events from the first node change after the engines started; empty without such a change."""
     serving = min((event.t for event in reader.events("engine_started")), default=math.inf)
     changes = [event for kind in NODES for event in reader.events(kind) if event.t > serving]
     first = min((event.t for event in changes), default=math.inf)
@@ -220,7 +220,7 @@ def _nodes(reader: LedgerReader) -> list[RunEvent]:
 
 
 def _unmetered(reader: LedgerReader, config: Mapping[str, Any]) -> list[WorkerSum]:
-    """Worker time of providers whose client sees calls alone."""
+    """Estimated worker time of providers that report only calls to the client."""
     calls = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
     settings = config.get("functions", {})
     keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}

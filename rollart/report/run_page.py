@@ -16,24 +16,24 @@ from rollart.report.timeline_chart import duration, timeline_chart, timeline_leg
 __all__ = ["cost_page", "timeline_page"]
 
 BUSY = (("busy", "busy"), ("not busy", "idle"))
-"""Name and class of the two parts of what a role costs."""
+"""Name and class of the two parts of a role's cost."""
 
 
 def cost_page(report: Report) -> str:
-    """`report.summarize.cost`'s report with its dollars drawn."""
+    """The report of `report.summarize.cost` with charts of its dollars."""
     tables = {table.name: table for table in report.tables}
-    pictures = [
+    charts = [
         *_drawn("Dollars by role", "USD, busy and not", _by_role(tables["by_role"]), legend(BUSY)),
         *_drawn("Idle and waste", "USD by role and cause", _single(tables["waste"], names=2, value=2)),
         *_drawn(
             "Engine time by what became of the trajectory", "USD", _single(tables["trajectories"], names=1, value=3)
         ),
     ]
-    return page(report, [element("div", *pictures, class_="cards spaced")] if pictures else [])
+    return page(report, [element("div", *charts, class_="cards spaced")] if charts else [])
 
 
 def timeline_page(report: Report, found: Timeline) -> str:
-    """Any report of a run with who did what when above it."""
+    """Any report of a run with the run's timeline above it."""
     if not found.bands:
         return page(report)
     report = replace(report, tables=tuple(_without_sketches(table) for table in report.tables))
@@ -45,7 +45,7 @@ def timeline_page(report: Report, found: Timeline) -> str:
 def _drawn(
     title: str, unit: str, groups: Sequence[BarGroup], keys: MarkupElement | None = None
 ) -> Iterable[MarkupElement]:
-    """A chart; nothing where there is nothing to draw."""
+    """A chart; nothing if all values are 0."""
     if any(bar.total > 0 for group in groups for bar in group.bars):
         yield card(title, keys, bar_chart(title, groups, unit=DOLLARS), under=unit)
 
@@ -69,7 +69,7 @@ def _single(table: Table, *, names: int, value: int) -> list[BarGroup]:
 
 
 def _without_sketches(table: Table) -> Table:
-    """The picture is better than sketches in letters."""
+    """The table without text sketches, which the chart replaces."""
     columns = tuple(replace(c, people=c.people and c.name not in SKETCHES) for c in table.columns)
     return replace(table, columns=columns)
 

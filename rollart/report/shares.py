@@ -1,4 +1,4 @@
-"""Shares of domains: what each was to have of what was trained, and what it had. Pure."""
+"""Shares of domains in the trained trajectories: due and actual. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["DomainShareSummary", "compared_shares", "shares", "domain_shares"]
 
 @dataclass(frozen=True, slots=True)
 class DomainShareSummary:
-    """One domain at the end. `drift` = groups trained beyond those due (negative: fewer), `worst` its largest size."""
+    """One domain at the end of a run. `drift` is the number of groups trained minus those due, `worst` its largest
+    absolute value during the run."""
 
     floor: float
     cap: float
@@ -44,7 +45,7 @@ def domain_shares(events: Sequence[RunEvent]) -> dict[str, DomainShareSummary]:
 
 
 def shares(rows: RunRows) -> Table:
-    """Of one run."""
+    """The shares of one run."""
     columns = (
         TableColumn("domain"),
         TableColumn("floor", "share"),
@@ -61,7 +62,7 @@ def shares(rows: RunRows) -> Table:
 
 
 def compared_shares(by: Mapping[str, Sequence[Mapping[str, DomainShareSummary]]]) -> Table:
-    """Of simulations, by schedule: means over seeds, and the worst drift of any."""
+    """The shares of simulations, by schedule: means over seeds, and the worst drift of any seed."""
     columns = [TableColumn("domain")]
     for name in by:
         columns += [

@@ -1,4 +1,4 @@
-"""What simulations found: schedules beside each other, with confidence intervals over seeds. Pure."""
+"""Results of simulations: schedules beside each other, with confidence intervals over seeds. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = ["FIGURES", "SimulationFigures", "Figure", "simulation_figures", "inte
 
 @dataclass(frozen=True, slots=True)
 class SimulationFigures:
-    """One simulation in figures. Times are virtual seconds; step figures are means over the steps after the `skipped`
-    first ones, in which the pipeline fills. `lags` count trained samples by versions between their first token and the
-    one they were trained from; `waste` dollars by "role: cause"; `waits` device-seconds by "role: state: cause"."""
+    """Figures of one simulation. Times are virtual seconds; step figures are means over the steps after the first
+    `skipped` steps, in which the pipeline fills. `lags` counts trained samples by the number of versions between their
+    first token and their training; `waste` is dollars by "role: cause"; `waits` is device-seconds by "role: state:
+    cause"."""
 
     schedule: str
     seed: int
@@ -43,14 +44,14 @@ class SimulationFigures:
     waits: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, DomainShareSummary] = field(default_factory=dict)
     faults: FaultCost | None = None
-    """What a fault plan cost."""
+    """Cost of the fault plan, if there is one."""
     timeline: Timeline | None = None
-    """Where it was asked for."""
+    """The timeline, if it was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one step: end, seconds of waiting for its batch, of training and of publishing, and what it trained."""
+    """One step: its end, seconds of waiting for its batch, of training and of publishing, and its batch's size."""
 
     ended: float
     waited_s: float
@@ -104,7 +105,7 @@ def simulation_figures(
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a simulation: `key` names it for machines and stays, `what` for people."""
+    """A figure of a simulation: `key` is its stable name for machines, `what` its name for people."""
 
     key: str
     what: str
@@ -167,7 +168,7 @@ def _figures(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
 
 
 def _shares_of_lags(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
-    """A seed counts as much as another, whatever it trained."""
+    """Share of trained samples by lag. All seeds have the same weight, whatever their number of samples."""
     lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
     rows: list[tuple[Cell, ...]] = []
     for lag in lags:
@@ -185,7 +186,7 @@ def _sums(
     by: Mapping[str, Sequence[SimulationFigures]],
     of: Callable[[SimulationFigures], Mapping[str, float]],
 ) -> Table:
-    """By cause, the largest first; a seed that did not meet a cause counts with 0."""
+    """Sums by cause, the largest first; a seed without a cause counts as 0."""
     amounts = {schedule: [of(f) for f in own] for schedule, own in by.items()}
     causes = dict.fromkeys(cause for own in amounts.values() for one in own for cause in one)
     rows: list[tuple[Cell, ...]] = []
@@ -199,14 +200,14 @@ def _sums(
 
 
 def _beside(by: Iterable[str], kind: str) -> Iterable[TableColumn]:
-    """A column per schedule, and one for machines with its interval."""
+    """A column per schedule, and a column for machines with its interval."""
     for name in by:
         yield TableColumn(name, kind)
         yield TableColumn(f"{name} ±", kind, people=False)
 
 
 def _each(found: Sequence[SimulationFigures]) -> Table:
-    """Every simulation by itself, so that another can test differences as it likes."""
+    """Every single simulation, for statistical tests of differences."""
     head = (
         TableColumn("schedule"),
         TableColumn("seed", "count"),
@@ -235,7 +236,7 @@ def _lag(found: SimulationFigures) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and half of its 95 % confidence interval (Student's t); None of that for one value."""
+    """Mean, and half of its 95 % confidence interval (Student's t), None for a single value."""
     mean = _mean(values)
     if len(values) < 2:
         return mean, None

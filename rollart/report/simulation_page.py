@@ -16,11 +16,11 @@ from rollart.report.timeline_chart import timeline_chart, timeline_legend
 __all__ = ["simulation_page"]
 
 PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "busy"), ("publish_s", "publish", "sync"))
-"""What a step is made of: figure, name, class."""
+"""The parts of a step: figure, name, class."""
 
 
 def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
-    """`report` is `report.simulation.simulation`'s, whose figures are what is drawn."""
+    """The page of a report of `report.simulation.simulation`, with charts of its figures."""
     tables = {table.name: table for table in report.tables}
     figures = _Figures(tables["figures"])
     paints = {name: series_paint(n) for n, name in enumerate(figures.schedules)}
@@ -101,7 +101,7 @@ def _grouped(
 
 
 def _used(table: Table) -> Table:
-    """Without devices that nothing runs on: thousands of cores would hide all else."""
+    """The table without unused devices: thousands of idle cores would dominate the chart."""
     return replace(table, rows=tuple(row for row in table.rows if not str(row[0]).startswith("unused:")))
 
 

@@ -1,7 +1,7 @@
-"""Where the money went. Pure: a run's sums in, tables out.
+"""The cost report. Pure: a run's sums in, tables out.
 
 Every dollar is one `CostLine`; all tables are sums of the same lines, so they agree with the total (property test).
-Totals are what is billed. What function workers on the run's own cores would have cost elsewhere stands beside them.
+Totals are billed dollars. The price elsewhere of function workers on the run's own cores is shown beside them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rollart.report.rows import ENGINE_ROLES, Cell, CostLine, Report, RunRows, T
 __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
 
 WARM_START = "warm_start"
-"""Busy time with a name of its own, so that imitation and RL are reported apart. It bought something: no waste."""
+"""Cause of busy time in the warm start, so that imitation and RL are reported separately. It is not waste."""
 
 NOT_WASTE = frozenset({"trained", "evaluated", "waiting", "unattributed"})
-"""Fates of trajectories whose engine time bought something, or may still."""
+"""Outcomes of trajectories whose engine time was useful, or may still be."""
 
 
 @dataclass(frozen=True, slots=True)
 class FateCost:
-    """Engine time of trajectories by what became of them, and its dollars."""
+    """Engine time of trajectories with one outcome, and its dollars."""
 
     fate: str
     trajectories: int
@@ -65,7 +65,8 @@ def cost_lines(rows: RunRows) -> list[CostLine]:
 
 
 def fates(rows: RunRows) -> list[FateCost]:
-    """Busy engine dollars by what became of the trajectories; the rest is `unattributed`. Adds up to all of them."""
+    """Busy engine dollars by the outcome of trajectories; the rest is `unattributed`. They add up to all busy
+    dollars."""
     engine = [i for i in rows.intervals if i.role in ENGINE_ROLES and i.state == ResourceState.BUSY]
     busy_s, busy_usd = math.fsum(i.seconds for i in engine), math.fsum(i.usd for i in engine)
     by_fate: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])

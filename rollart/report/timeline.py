@@ -1,8 +1,8 @@
-"""Who was busy, waiting or syncing when. Pure, from a ledger's rows.
+"""Timelines of a run: busy, waiting and syncing time of its parts. Pure, from a ledger's rows.
 
-A band is what one row of a timeline shows: one resource where a run has few, all of a role in a pool where it has many;
-then a domain's trajectories by what they were in, and a function's calls. A band holds mean amounts per bin of time, so
-that a timeline is as large for 3,000 GPUs as for three.
+A band is one row of a timeline: one resource if a run has few, all resources of a role in a pool if it has many; then a
+domain's trajectories by phase, and a function's calls. A band holds mean amounts per bin of time, so that a timeline is
+as large for 3,000 GPUs as for three.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rollart.report.rows import Cell, Report, Table, TableColumn
 __all__ = ["BINS", "SKETCHES", "Band", "Bins", "Timeline", "timeline", "timeline_of", "timeline_report"]
 
 BINS = 320
-"""Enough for a curve on a page; more would be narrower than a stroke."""
+"""Number of bins: enough for a curve on a page; more would be narrower than a stroke."""
 
 MOST_ROWS = 24
-"""Resources that get a row each; a run with more has rows for roles and pools."""
+"""Largest number of resources that get a row each; a run with more has rows for roles and pools."""
 
 FEW = 2
-"""Resources of a role in a pool that get a row each even there."""
+"""Largest number of resources of a role in a pool that get a row each even in a large run."""
 
 ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unused")
-"""Order of rows: down the way of a trajectory."""
+"""Order of rows: along the path of a trajectory."""
 
 DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
 FAULT_EVENTS = frozenset(
@@ -47,7 +47,7 @@ FAULT_EVENTS = frozenset(
         "trainer_restarted",
     }
 )
-"""Events that cost something: their row says when there were how many."""
+"""Events that lose work: their row shows how many occurred when."""
 
 RESET, STEP, ELSEWHERE = "reset", "environment", "generation"
 QUEUED, COLD, RUNNING = "queued", "cold start", "running"
@@ -55,9 +55,9 @@ QUEUED, COLD, RUNNING = "queued", "cold start", "running"
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """One row. `amounts` has, by state, the mean amount in each bin: devices, trajectories or calls at a time, as the
-    `kind` says; of faults, by kind of event, how many there were in it. `whole` is what full height stands for: all
-    devices, or the most in any bin."""
+    """One row. `amounts` has, by state, the mean amount in each bin: concurrent devices, trajectories or calls, by
+    `kind`; for faults, by kind of event, their number in the bin. `whole` is the amount at full height: all devices, or
+    the largest amount in any bin."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class Band:
     amounts: Mapping[str, tuple[float, ...]]
 
     def share(self, state: str) -> float:
-        """Of what the band had over all its life, the part in `state`; 0 if it had nothing."""
+        """The share of the band's total amount that is in `state`; 0 for an empty band."""
         total = math.fsum(math.fsum(values) for values in self.amounts.values())
         return math.fsum(self.amounts.get(state, ())) / total if total else 0.0
 
@@ -99,7 +99,7 @@ class Bins:
         self._steps = [0.0] * (bins + 1)
 
     def add(self, t0: float, t1: float, amount: float = 1.0) -> None:
-        """`amount` from t0 to t1; what lies outside is left out."""
+        """Add `amount` from t0 to t1, cut to the timeline."""
         a, b = max(0.0, t0 / self._width), min(float(self._bins), t1 / self._width)
         if b <= a:
             return
@@ -139,7 +139,7 @@ class _Stack:
 
 
 def timeline(reader: LedgerReader, *, bins: int = BINS) -> Timeline:
-    """Of one ledger. A run that has recorded nothing has no bands."""
+    """The timeline of one ledger. A run without records has no bands."""
     seconds = reader.facts().seconds
     if seconds <= 0:
         return Timeline(0.0, bins, ())
@@ -159,8 +159,8 @@ def timeline_of(
     pools: Mapping[str, str] | None = None,
     bins: int = BINS,
 ) -> Timeline:
-    """From rows as `LedgerReader.spans`, `stays`, `call_spans` and `occurrences` give them; `pools` by resource,
-    where they are known."""
+    """The timeline of rows as returned by `LedgerReader.spans`, `stays`, `call_spans` and `occurrences`; `pools` maps a
+    resource to its pool, where known."""
     bands = (
         *_devices(seconds, spans, pools or {}, bins),
         *_trajectories(seconds, stays, bins),
@@ -251,7 +251,7 @@ def _pooled_bands(name: str, bands: Sequence[Band], members: int) -> Band:
 
 
 def _trajectories(seconds: float, stays: Iterable[tuple[str, float, float, float, float]], bins: int) -> list[Band]:
-    """A reset is a trajectory's first; when its steps were is not written down: they are spread over what is left."""
+    """A trajectory begins with its reset. The times of its steps are not recorded: they are spread over the rest."""
     stacks: dict[str, _Stack] = defaultdict(lambda: _Stack(seconds, bins))
     count: dict[str, int] = defaultdict(int)
     for domain, t0, t1, reset_s, env_s in stays:
@@ -306,7 +306,7 @@ SKETCH = 24
 
 
 def _sketch(band: Band) -> str:
-    """What was done over time, as blocks: busy devices, or all that was under way."""
+    """Activity over time as blocks: busy devices, or all live trajectories or calls."""
     chosen = [band.amounts.get(ResourceState.BUSY, ())] if band.kind == DEVICES else list(band.amounts.values())
     values = [math.fsum(column) for column in zip(*chosen, strict=True)]
     if not values or band.whole <= 0:

@@ -26,10 +26,10 @@ __all__ = ["duration", "timeline_chart", "timeline_legend"]
 
 WIDTH, LEFT, RIGHT = 1100.0, 222.0, 90.0
 LOW, HIGH, GAP = 15.0, 38.0, 7.0
-"""Heights of a row for one resource and for many, and what is between rows."""
+"""Heights of a row for one resource and for many, and the gap between rows."""
 
 SLOTS = 60
-"""Stretches of a row that say their figures when they are pointed at."""
+"""Number of segments of a row with tooltips."""
 
 PAINT: Mapping[str, tuple[str, str]] = {
     ResourceState.BUSY: ("busy", "busy"),
@@ -48,7 +48,7 @@ PAINT: Mapping[str, tuple[str, str]] = {
 
 
 def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElement:
-    """`until` (seconds): where the axis ends, so that several timelines are of one scale."""
+    """The chart of a timeline. `until` (seconds): end of the axis, to give several timelines the same scale."""
     end = max(found.seconds, until or 0.0) or 1.0
     x1 = WIDTH - RIGHT
     parts: list[MarkupElement] = []
@@ -72,13 +72,13 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElem
 
 
 def timeline_legend(found: Sequence[Timeline]) -> MarkupElement:
-    """Of the states that there are, by kind of row."""
+    """The legend of the states that occur in the timelines."""
     seen = {state for one in found for band in one.bands for state in band.amounts}
     return legend((name, paint) for state, (paint, name) in PAINT.items() if state in seen)
 
 
 def duration(seconds: float) -> str:
-    """`2 h 30 min`; the two largest units that it has."""
+    """`2 h 30 min`: the two largest units that are not 0."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     rest, found = round(seconds), []
@@ -111,7 +111,7 @@ STEPS = (
     172_800,
     604_800,
 )
-"""Seconds between marks that people count in."""
+"""Candidate distances of axis marks, in seconds."""
 
 
 def _axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:
@@ -141,7 +141,7 @@ def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: fl
 
 
 def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, height: float) -> Iterable[MarkupElement]:
-    """A mark for each bin with faults, the taller the more there were; one is a quarter."""
+    """A mark for each bin with faults, by logarithmic height; a single fault has a quarter of the height."""
     for n, column in enumerate(zip(*band.amounts.values(), strict=True)):
         count = math.fsum(column)
         if count:
@@ -189,7 +189,7 @@ def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
 def _area(
     low: Sequence[float], high: Sequence[float], whole: float, x0: float, width: float, y: float, height: float
 ) -> str:
-    """Closed outline between two stairs; nothing where they are the same."""
+    """Closed outline between two step curves; '' if they are equal."""
     if not whole > 0 or all(b - a < whole * 1e-4 for a, b in zip(low, high, strict=True)):
         return ""
 
@@ -202,7 +202,7 @@ def _area(
 
 
 def _stairs(levels: Sequence[str], x0: float, width: float, *, forth: bool) -> str:
-    """Stairs in one direction; level stretches are one line."""
+    """A step curve in one direction; equal levels are merged into one line."""
     order = range(len(levels)) if forth else range(len(levels) - 1, -1, -1)
     pieces: list[str] = []
     last = ""

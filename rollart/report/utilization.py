@@ -1,4 +1,4 @@
-"""What the hardware did and what the domains got from it. Pure."""
+"""Utilization of the hardware, and throughput of the domains. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def utilization(rows: RunRows) -> Report:
         _updates(rows),
         _broadcasts(rows),
         _making(rows),
-        _places(rows),
+        _slot_waits(rows),
     )
     return Report("utilization", rows.run, tables)
 
@@ -62,10 +62,10 @@ def _resources(rows: RunRows) -> Table:
 
 
 def _down(rows: RunRows) -> Table:
-    """Seconds that resources were lost, by cause: from the death of an engine or a trainer until it serves again; and
-    those that trajectories waited for a place on an environment host."""
+    """Lost seconds by cause: of engines and trainers from their death until they serve again, and of trajectories that
+    waited for a slot on an environment host."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
-    for claim, fields in _waits(rows).items():
+    for claim, fields in _waits_by_claim(rows).items():
         if claim in RUNNING:
             lost["place", f"trajectories ({claim})"] = float(fields.get("wait_s") or 0)
     for i in rows.intervals:
@@ -76,7 +76,7 @@ def _down(rows: RunRows) -> Table:
 
 
 def _nodes(rows: RunRows) -> Table:
-    """Nodes that came and went, and what the plan did about it."""
+    """Nodes that joined and left, and the reactions of the plan."""
     columns = (
         TableColumn("t", "seconds"),
         TableColumn("what"),
@@ -108,8 +108,8 @@ def _rates(rows: RunRows) -> Table:
         TableColumn("per_busy_engine_second", "number"),
     )
     found = [
-        (what, n, n / seconds if seconds else None, n / busy if busy and what != "trained tokens" else None)
-        for what, n in amounts.items()
+        (name, n, n / seconds if seconds else None, n / busy if busy and name != "trained tokens" else None)
+        for name, n in amounts.items()
     ]
     return Table("rates", "Amounts and rates", columns, tuple(found))
 
@@ -156,8 +156,8 @@ def _domains(rows: RunRows) -> Table:
 
 
 def _handoffs(rows: RunRows) -> Table:
-    """Turns that were prefilled on another engine than they were decoded on: those whose hand-off failed were prefilled
-    again at home, and those that pulled nothing made the prefill for nothing."""
+    """Turns that were prefilled on a prefill engine and decoded on another engine. Turns whose hand-off failed were
+    prefilled again on the decode engine; for turns that pulled nothing, the prefill was wasted."""
     decoded, failed, empty = (
         int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
     )
@@ -175,24 +175,24 @@ def _handoffs(rows: RunRows) -> Table:
 
 
 def _cancelled(rows: RunRows) -> Table:
-    """Trajectories cancelled as redundant beside those that were kept, as the last publish saw them. What is cancelled
-    is cut off: its figures are lower bounds, and what it would have been paid is unknown."""
+    """Trajectories cancelled as redundant against kept ones, as of the last publish. Cancelled trajectories are cut
+    off: their figures are lower bounds, and their rewards are unknown."""
     found = _against(rows.cancelled, "cancelled")
     title = "Cancelled as redundant against kept"
     return Table("cancelled", title, _columns("cancelled"), found, people=bool(found))
 
 
 def _filtered(rows: RunRows) -> Table:
-    """Trajectories of groups that were filtered, all rewards alike, beside those of kept ones: what is too easy or too
-    hard is not trained, and this is by how much that shifts the rest."""
+    """Trajectories of filtered groups (all rewards equal) against those of kept groups. Too easy and too hard prompts
+    are not trained; the table shows how much that shifts the distribution."""
     found = _against(rows.filtered, "filtered")
     title = "Filtered (rewards alike) against kept"
     return Table("filtered", title, _columns("filtered"), found, people=bool(found))
 
 
 def _concurrency(rows: RunRows) -> Table:
-    """How many trajectories an engine took at a time, version by version, and what its KV memory cost: `evicted` ones
-    were computed again when they came back, `preempted` requests under way."""
+    """Concurrent trajectories per engine, by version, and the effects of scarce KV memory: prefixes of `evicted`
+    trajectories were recomputed at their next turn, `preempted` counts running requests."""
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
     columns = (TableColumn("version"), *(TableColumn(name, "count") for name in names))
     found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
@@ -201,8 +201,8 @@ def _concurrency(rows: RunRows) -> Table:
 
 
 def _updates(rows: RunRows) -> Table:
-    """Versions that engines loaded one by one (`weights.update`), and those that they left out before: bytes that were
-    never sent, at the size of the version that was. What an engine has not made up for at the end is not counted."""
+    """Versions that engines loaded one by one (`weights.update`), and versions that they skipped before: bytes that
+    were never sent, at the size of the loaded version. Versions skipped after an engine's last load are not counted."""
     columns = (
         TableColumn("engine"),
         TableColumn("loads", "count"),
@@ -221,8 +221,8 @@ def _updates(rows: RunRows) -> Table:
 
 
 def _broadcasts(rows: RunRows) -> Table:
-    """Versions that engines had by broadcast (`weights.collective`), while they went on generating: bytes of all their
-    workers, and seconds from the word to take part to the last byte. What they missed they read from files."""
+    """Versions that engines received by broadcast (`weights.collective`) while generating: bytes of all their workers,
+    and seconds from the request to take part to the last byte. Missed versions were read from files."""
     columns = (
         TableColumn("engine"),
         TableColumn("received", "count"),
@@ -246,8 +246,8 @@ def _broadcasts(rows: RunRows) -> Table:
 
 
 def _making(rows: RunRows) -> Table:
-    """How episodes came to their environments on each host: made in their reset, which waited for it, made ahead, or
-    reset after another episode."""
+    """Origin of the episodes' environments on each host: made during the reset, which waited for it (`cold`), made
+    ahead, or reused after another episode."""
     columns = (
         TableColumn("host"),
         TableColumn("domain"),
@@ -265,9 +265,9 @@ def _making(rows: RunRows) -> Table:
     return Table("environments", "Environments made, seconds waited for and ahead", columns, lines, people=bool(lines))
 
 
-def _places(rows: RunRows) -> Table:
-    """Waits for a place on an environment host, whose hosts were full: of trajectories, held-out episodes, members
-    beyond a group's, and environments ahead of need, which gave theirs up to the others."""
+def _slot_waits(rows: RunRows) -> Table:
+    """Waits for a slot while all environment hosts were full: of trajectories, held-out episodes, redundant group
+    members, and prefetched environments, which gave up their slots to the others."""
     columns = (
         TableColumn("episodes"),
         TableColumn("places", "count"),
@@ -277,12 +277,12 @@ def _places(rows: RunRows) -> Table:
         TableColumn("given_up", "count"),
     )
     names = ("places", "waited", "wait_s", "longest_s", "given_up")
-    lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits(rows).items())
+    lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits_by_claim(rows).items())
     return Table("places", "Waits for a place on an environment host", columns, lines, people=bool(lines))
 
 
-def _waits(rows: RunRows) -> dict[str, dict[str, float]]:
-    """The sums of each claim, over all lives of the run: each counts from nothing."""
+def _waits_by_claim(rows: RunRows) -> dict[str, dict[str, float]]:
+    """The sums of each claim, over all lives of the run, each of which counts from 0."""
     found: dict[str, dict[str, float]] = {}
     last: dict[str, Mapping[str, float]] = {}
     for event in rows.places:
@@ -301,27 +301,27 @@ def _waits(rows: RunRows) -> dict[str, dict[str, float]]:
 
 
 RUNNING = ("train", "evaluate", "spare")
-"""Claims of trajectories; environments ahead of need wait at nobody's cost."""
+"""Claims of trajectories; waits of prefetched environments delay no trajectory."""
 
 
-def _columns(what: str) -> tuple[TableColumn, ...]:
+def _columns(treatment: str) -> tuple[TableColumn, ...]:
     return (
         TableColumn("figure"),
-        TableColumn(what, "number"),
+        TableColumn(treatment, "number"),
         TableColumn("kept", "number"),
-        TableColumn(f"{what}_count", "count"),
+        TableColumn(f"{treatment}_count", "count"),
         TableColumn("kept_count", "count"),
         TableColumn("cliffs_delta", "number"),
         TableColumn("warning", wrap=True),
     )
 
 
-def _against(events: Sequence[RunEvent], what: str) -> tuple[tuple[Cell, ...], ...]:
+def _against(events: Sequence[RunEvent], treatment: str) -> tuple[tuple[Cell, ...], ...]:
     last = {event.subject: event.fields for event in events}
     found: list[tuple[Cell, ...]] = []
     for name, f in last.items():
         more = "more" if float(f["delta"] or 0) > 0 else "less"
-        warning = f"{what} ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
+        warning = f"{treatment} ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
         found.append(
             (
                 FIGURES.get(name, name),
@@ -343,4 +343,4 @@ FIGURES = {
     "difficulty": "reward of their group",
     "reward": "reward",
 }
-"""What the figures of `policy.redundancy.bias_report` are called here."""
+"""Names of the figures of `policy.redundancy.bias_report` in the report."""

@@ -66,7 +66,7 @@ def test_the_same_plan_and_seed_do_the_same(resolved: Resolved, tmp_path: Path) 
     assert one.trace == same.trace != other.trace
     assert one.faults is not None
     assert one.faults == same.faults
-    assert one.faults.trouble.outages
+    assert one.faults.observed.outages
 
 
 def test_engines_that_die_are_down_paid_and_come_back(resolved: Resolved, tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_engines_that_die_are_down_paid_and_come_back(resolved: Resolved, tmp_pa
     engines = sum(a.name.startswith("engine-") for a in resolved.plan.assignments)
     cost = found.faults
     assert cost is not None
-    assert cost.trouble.outages == {"engine": engines}
-    assert cost.trouble.down_s == {"engine": pytest.approx(30.0 * engines)}
-    assert cost.trouble.lost_kv_tokens > 0
+    assert cost.observed.outages == {"engine": engines}
+    assert cost.observed.down_s == {"engine": pytest.approx(30.0 * engines)}
+    assert cost.observed.lost_kv_tokens > 0
     assert cost.down_device_s > 0
     assert cost.down_usd > 0
     assert found.seconds > calm.seconds + 20, "nothing could be generated for 30 s"
@@ -91,7 +91,7 @@ def test_a_trainer_waits_for_its_devices(resolved: Resolved, tmp_path: Path) -> 
     plan = planned(outages=[{"parts": ["trainer-0"], "at_s": 1, "seconds": 40}])
     found = played(resolved, tmp_path / "run", plan)
     assert found.faults is not None
-    assert found.faults.trouble.down_s == {"trainer": pytest.approx(40.0)}
+    assert found.faults.observed.down_s == {"trainer": pytest.approx(40.0)}
     with LedgerReader(tmp_path / "run") as reader:
         down = [i for i in reader.intervals() if i.role == "trainer" and i.state == ResourceState.DOWN]
     assert sum(i.seconds for i in down) > 10
@@ -108,7 +108,7 @@ def test_hosts_take_their_environments_with_them(resolved: Resolved, tmp_path: P
     plan = planned(hosts=4, outages=[{"parts": ["host-0", "host-1"], "at_s": 3, "seconds": 4}])
     found = played(resolved, tmp_path / "run", plan)
     assert found.faults is not None
-    assert found.faults.trouble.outages == {"host": 2}
+    assert found.faults.observed.outages == {"host": 2}
     assert any(cause.startswith("environment") for cause in found.faults.aborted)
     assert found.faults.aborted_engine_s >= 0
     assert sum(found.lags.values()) == STEPS * 16, "what broke was begun again"
@@ -121,7 +121,7 @@ def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolv
     plan = planned(outages=[{"parts": ["environment-0", "environment-1"], "at_s": 3, "seconds": 4}])
     found = played(hosted, tmp_path / "run", plan)
     assert found.faults is not None
-    assert found.faults.trouble.outages == {"environment": 2}
+    assert found.faults.observed.outages == {"environment": 2}
     assert any(cause.startswith("environment") for cause in found.faults.aborted)
     assert sum(found.lags.values()) == STEPS * 16, "what broke was begun again"
     (tmp_path / "faults.yaml").write_text("outages:\n  - {parts: [host-0], at_s: 1}\n")
@@ -139,7 +139,7 @@ def test_hosts_of_function_workers_go_down_and_no_reward_is_lost(resolved: Resol
     plan = planned(rates=[{"parts": ["reward-*"], "every_s": 3.0, "seconds": 1.0}])
     found = played(hosted, tmp_path / "run", plan)
     assert found.faults is not None
-    assert found.faults.trouble.outages["reward"] > 2
+    assert found.faults.observed.outages["reward"] > 2
     assert sum(found.lags.values()) == STEPS * 16
     with LedgerReader(tmp_path / "run") as reader:
         calls = [(c.status, c.cause) for c in reader.calls()]

@@ -85,7 +85,7 @@ def test_a_run_survives_its_faults_or_says_why_not(
         cost = simulation_finding(done).faults
         assert (cost is None) == (plan == FaultPlanSpec(hosts=HOSTS))
         if cost is not None:
-            assert all(seconds >= 0 for seconds in cost.trouble.down_s.values())
+            assert all(seconds >= 0 for seconds in cost.observed.down_s.values())
             assert cost.down_device_s <= done.seconds * 16 + 1e-6
 
 
