@@ -1,4 +1,4 @@
-"""Trains the reward model of the lake: a small network from what an observation shows to the moves that are left."""
+"""Trains the reward model of the lake: a small network from an observation to the number of moves to the goal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollart.quickstart.rewards.distance_model import WEIGHTS, features
 __all__ = ["FAR", "examples", "train"]
 
 FAR = 8.0
-"""Label of a cell with no way to the goal, holes included: as far as an episode is long."""
+"""Label of a cell without a path to the goal, holes included: the length of an episode."""
 
 _LAKES = 3000
 _HIDDEN = 128

@@ -1,8 +1,8 @@
-"""Reward model: how far from the goal did each turn leave the player?
+"""Reward model: the progress of each turn towards the goal.
 
-A small network reads an observation's text and predicts the moves that are left; a turn is paid
-0.2 × (moves left before − moves left after). That is the difference of a potential: it tells the policy early which
-moves are good. A hole counts as far away.
+A small network reads an observation's text and predicts the number of moves to the goal; the reward of a turn is
+0.2 × (moves left before − moves left after). This is a potential-based shaping reward, which shows the policy early
+which moves are good. A hole counts as far away.
 Stands alone: numpy and safetensors. The weights are an artefact (`distance_model.safetensors`).
 """
 
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 WEIGHTS = "distance_model.safetensors"
 SHAPING = 0.2
-"""Reward per move closer: a whole way is worth about as much as reaching the goal."""
+"""Reward per move closer: a whole path is worth about as much as reaching the goal."""
 
 
 class DistanceModel:
@@ -49,9 +49,9 @@ class DistanceModel:
 
 
 def features(observations: list[str]) -> Any:
-    """One row per observation of an episode: what surrounds the player, fp32 (n, 2 × (2 × size − 1)²).
+    """One row per observation of an episode: the surroundings of the player, fp32 (n, 2 × (2 × size − 1)²).
 
-    First what is closed (holes and all beyond the edge), then where the goal is, both seen from the player.
+    First a mask of closed cells (holes and cells beyond the edge), then one of the goal, both centred on the player.
     """
     words = observations[0].split()
     first = next(i for i, word in enumerate(words) if word.startswith("at:"))

@@ -30,9 +30,9 @@ def _score(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(messages: list[dict[str, str]]) -> str | None:
-    """What follows the last mark; None if the policy never got that far."""
-    said = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
-    _, mark, tail = said.rpartition(ANSWER_MARK)
+    """The text after the last mark; None without a mark."""
+    content = next((m["content"] for m in reversed(messages) if m["role"] == "assistant"), "")
+    _, mark, tail = content.rpartition(ANSWER_MARK)
     return tail if mark else None
 
 

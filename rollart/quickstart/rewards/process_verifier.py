@@ -1,9 +1,9 @@
 """Process reward: which of the policy's tokens are the derivation's?
 
-`metadata.action_tokens` is what the policy said, token by token, the stop token included; `metadata.derivation` the
-worked answer in the same form. Every position is judged on its own: credit up to the first error only was tried
-and does not learn, because a policy that errs early would hear nothing about the rest.
-Stands alone: nothing but the standard library.
+`metadata.action_tokens` has the policy's tokens, the stop token included; `metadata.derivation` has the tokens of the
+worked answer. Every position is scored independently: credit up to the first error only was tried and does not learn,
+because a policy that errs early would get no signal about the rest.
+Self-contained: only the standard library.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def handler(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _score(item: dict[str, Any]) -> dict[str, Any]:
-    said: list[str] = item["metadata"]["action_tokens"]
+    actions: list[str] = item["metadata"]["action_tokens"]
     derivation: list[str] = item["metadata"]["derivation"]
     if not derivation:
         raise ValueError(f"item {item['id']!r} has an empty derivation: its environment gives no worked steps")
-    steps = [float(i < len(derivation) and token == derivation[i]) for i, token in enumerate(said)]
+    steps = [float(i < len(derivation) and token == derivation[i]) for i, token in enumerate(actions)]
     value = sum(steps) / len(derivation)
     return {
         "id": item["id"],
