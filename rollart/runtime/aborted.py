@@ -1,4 +1,4 @@
-"""How a trajectory ends without a sample."""
+"""The exception that ends a trajectory without a sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["TrajectoryAborted", "environment_fault"]
 
 
 class TrajectoryAborted(Exception):
-    """A trajectory ends without a sample, for a reason that the ledger keeps. Data, not a crash.
+    """A trajectory ends without a sample, for a reason that the ledger records. Data, not a crash.
 
-    `host`: the environment host that failed it, if one did; `incident`: the end of a host, which others share."""
+    `host`: the environment host at fault, if any; `incident`: the host failure that ended it, which several
+    trajectories may share."""
 
     def __init__(self, reason: AbortReason, detail: str = "", *, host: str = "", incident: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -24,7 +25,7 @@ class TrajectoryAborted(Exception):
 
 
 def environment_fault(what: str, error: Exception, environment: Environment | None) -> TrajectoryAborted:
-    """What went wrong with an environment, as a sentence that names its host and where to look."""
+    """An environment's error as an abort whose detail names the host and the command that shows its log."""
     own = host_of(environment)
     host, incident = own, ""
     if isinstance(error, LeaseExpired):

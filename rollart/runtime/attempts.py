@@ -1,4 +1,4 @@
-"""The attempts of a group's members: run, score, keep, try again, and charge whatever became of each."""
+"""Attempts of group members: run, score, journal, retry, and charge each attempt with its outcome."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["AttemptRunner", "trajectory_charge"]
 
 
 class AttemptRunner:
-    """Each member's own task calls `member` and lives in it. It waits for its trajectory, its reward and the journal;
-    a cancellation whose reason stands in its `TrajectoryState` ends it. `quiet` is set whenever a trajectory ended.
+    """Each member has its own task, which runs `member`. It waits for its trajectory, its reward and the journal; a
+    cancellation, with the reason in its `TrajectoryState`, ends it. `quiet` is set whenever a trajectory ends.
 
-    Invariant: a group has no more samples written down than it needs, each once.
+    Invariant: the journal holds no more samples of a group than the group needs, each once.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AttemptRunner:
         self.closed = False
 
     async def member(self, run: GroupRun, member: int) -> None:
-        """One member of a group: attempts until it is scored or its group is gone."""
+        """Run attempts of one group member until it is scored or its group has ended."""
         attempt = 0
         try:
             while not self.closed and self._groups.holds(run):
@@ -68,7 +68,7 @@ class AttemptRunner:
                     await self._keep(run, member, sample, live)
                     return
                 except TrajectoryAborted as aborted:
-                    # An environment may turn our cancellation into an error of its own: it was ours all the same.
+                    # An environment may convert the cancellation into its own error; the cancellation's reason counts.
                     ended = aborted if live.abort is None else TrajectoryAborted(live.abort)
                 except asyncio.CancelledError:
                     if live.abort is None:
@@ -76,7 +76,7 @@ class AttemptRunner:
                     ended = TrajectoryAborted(live.abort)
                 if live.abort is not None:
                     _uncancel()
-                if run.live.pop(member, None) is not None:  # else its row was written with its sample
+                if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
                     self._recorder.charge(self._charge(live, str(ended.reason), None))
                 if not self._again(run, member, live, ended, attempt):
                     return
@@ -84,7 +84,7 @@ class AttemptRunner:
             self._groups.ended(run)
 
     def _again(self, run: GroupRun, member: int, live: TrajectoryState, ended: TrajectoryAborted, attempt: int) -> bool:
-        """An attempt ended without a sample: whether there is to be another."""
+        """Handle an attempt that ended without a sample. True if the member starts another one."""
         reason, detail = ended.reason, ended.detail
         if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
             if reason is AbortReason.REDUNDANT:
@@ -114,7 +114,7 @@ class AttemptRunner:
             self.quiet.set()
 
     async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
-        """Write the sample down, unless its group has enough of them."""
+        """Journal the sample, unless its group has enough samples."""
         self._faults.ended(None)
         self._redundant.ended(run.domain, None)
         if run.enough:
@@ -130,7 +130,7 @@ class AttemptRunner:
         await self._settle(run, member, sample, live)
 
     async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
-        """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""
+        """Count a durable sample, unless its group was dropped or a publish made the sample stale meanwhile."""
         if not self._groups.holds(run):
             if run.ended is AbortReason.REDUNDANT:
                 self._cancellations.cancelled(run, live, sample)

@@ -1,4 +1,4 @@
-"""Hosts follow nodes: as many as there are devices for, and none on a node that is to go."""
+"""Autoscaling of hosts to the cluster's nodes: as many hosts as the devices allow, and none on a leaving node."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from rollart.runtime.nodes import NodeTracker
 __all__ = ["AutoscaledHosts", "HostAutoscaler"]
 
 RETRY_S = 30.0
-"""After a host for which there was no room: what is free lies on too many nodes, or others hold it."""
+"""Delay after a spawn that found no room: the free devices are spread over too many nodes, or other work holds them."""
 
 LONGEST_S = 3600.0
 
 
 class AutoscaledHosts(Protocol):
-    """Hosts of one kind that are kept alive: `HostFleet`, `FunctionFleet`."""
+    """A supervised fleet of hosts of one kind: `EnvironmentHostSupervisor`, `FunctionHostSupervisor`."""
 
     heard: Callable[[], None]
 
     def where(self) -> Mapping[str, str]:
-        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+        """The node of each host that does not retire ('' for a host without a node), in the order in which to retire
+        hosts."""
 
     def up(self) -> Collection[str]:
-        """Those that take work now."""
+        """Hosts that accept work now."""
 
     async def spawn(self) -> str:
-        """One host more, once it has its place. `RollartError` if it finds none."""
+        """Add a host; returns once it is placed on a node. `RollartError` if no node can hold it."""
 
     def retire(self, name: str) -> None:
-        """It gets no more work, and ends when what it has is done."""
+        """Give the host no more work, and end it when its present work is done."""
 
 
 class HostAutoscaler:
-    """A task of the run: `run` never returns. It alone spawns and retires hosts of the crew while it runs.
+    """A task of the run; `run` never returns. While it runs, it alone spawns and retires hosts of the fleet.
 
-    It waits for nodes that come or go, for hosts that come up or end, and after a host that found no room `RETRY_S`.
-    Who is on a node that is to go leaves it at once, as soon as another one is up, and one comes for it elsewhere; how
-    many there should be follows the nodes when these have settled. Bounds: never more than `count` says of what is
-    there, but for those that finish what they have; while one is up, one stays up.
+    It waits for nodes that join or leave, for hosts that start or end, and for `RETRY_S` after a spawn that found no
+    room. A host on a leaving node is retired as soon as a host elsewhere is up, and a replacement is spawned. The
+    number of hosts follows the nodes once these have settled. Bounds: never more hosts than `count` allows for the
+    present devices, apart from retiring hosts that finish their work; if a host is up, at least one stays up.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class HostAutoscaler:
         *,
         what: str,
     ) -> None:
-        """`count`: hosts, at least one, for so many devices by pool; `what` they hold, in a word."""
+        """`count`: the number of hosts, at least one, for the devices by pool. `what`: the kind of work that the hosts
+        hold, as the subject of events."""
         self._crew = crew
         self._nodes = nodes
         self._count = count
@@ -67,7 +69,7 @@ class HostAutoscaler:
         self._woken = asyncio.Event()
         self._known: set[str] = set()
         self._given_up = 0
-        """Hosts that ended unasked: they are not replaced until there are more devices."""
+        """Hosts that ended without being retired: they are not replaced until there are more devices."""
         self._counted = 0
 
     async def run(self) -> None:
@@ -87,10 +89,10 @@ class HostAutoscaler:
             self._crew.heard = lambda: None
 
     def _look(self) -> int:
-        """Let those go that have to; how many more should come."""
+        """Retire the hosts that must leave; returns the number of hosts to spawn."""
         here, up, leaving = self._crew.where(), self._crew.up(), self._nodes.doomed()
         want, settled = self._wanted(here), self._nodes.settled()
-        if not settled:  # who is lost may be back on another node by then
+        if not settled:  # a lost host may be back on another node once the nodes have settled
             want = min(want, len(here) + self._coming)
         going = [name for name, node in here.items() if node in leaving]
         staying = [name for name in here if name not in going]

@@ -1,4 +1,4 @@
-"""What the runtime needs to know of a task domain: how to make its world, how to sample, how much of it to train."""
+"""A task domain as the runtime uses it: its environment, its sampling settings and its share of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Domain", "derive_seed", "training_seed"]
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """`quota` samples of it, in groups of `group_size`, make up its part of every batch."""
+    """A task domain. Every batch contains `quota` of its samples, in groups of `group_size`."""
 
     name: str
     environment: EnvironmentFactory
@@ -26,7 +26,7 @@ class Domain:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     harness: HarnessFactory | None = None
-    """An agent program in the environment's place."""
+    """An agent program that replaces the environment."""
 
     def sampling(self, *, seed: int, max_tokens: int, allowed: tuple[int, ...] | None, greedy: bool) -> Sampling:
         return Sampling(
@@ -40,11 +40,11 @@ class Domain:
 
 
 def derive_seed(*parts: str | int) -> int:
-    """One seed per entity: 63 bits from the run's seed and the entity's id, the same on every machine."""
+    """A seed of 63 bits from the run's seed and an entity's id, the same on every machine."""
     text = ":".join([str(p) for p in parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def training_seed(run_seed: int, domain: str, index: int) -> int:
-    """The seed of a domain's `index`-th prompt: never that of a held-out episode."""
+    """The seed of a domain's `index`-th prompt; never equal to the seed of a held-out episode."""
     return derive_seed(run_seed, domain, index) % EVAL_SEEDS_FROM

@@ -1,4 +1,4 @@
-"""Held-out episodes, greedy, on the engines that training uses, while nothing trains."""
+"""Evaluation: held-out episodes with greedy sampling, on the engines of the training run, while no training runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Evaluation", "EvaluationResult"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Success per domain: of `episodes` that ended with a verdict, `successes` succeeded. `unknown` ended without one
-    (their environment never says), `faults` met the infrastructure's."""
+    """Success in one domain: of `episodes` that ended with a verdict, `successes` succeeded. `unknown` episodes ended
+    without a verdict (their environment gives none); `faults` episodes ended in infrastructure faults."""
 
     episodes: int
     successes: int
@@ -29,13 +29,13 @@ class EvaluationResult:
 
     @property
     def rate(self) -> float | None:
-        """Share of successes among the episodes with a verdict; None without any: unknown is not zero."""
+        """Share of successes among the episodes with a verdict; None if there are none: unknown is not zero."""
         return self.successes / self.episodes if self.episodes else None
 
 
 class Evaluation:
-    """Runs `episodes` of each domain at most `concurrency` at a time. An episode that meets a fault is tried once more,
-    then left out of the rate; its faults count towards the run's rate like those of training."""
+    """Runs `episodes` episodes of each domain, at most `concurrency` at a time. An episode that ends in a fault is
+    retried once, then excluded from the success rate; its faults count towards the run's fault rate, as in training."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The rate of infrastructure faults, and the threshold at which a run stops rather than train on what is left."""
+"""The rate of infrastructure faults, and the threshold at which a run stops instead of training on the remainder."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ __all__ = ["WINDOW", "FaultMeter"]
 
 
 MIN_INCIDENTS = 3
-"""Ends of hosts before what they took is judged: two at about the same time are machines that failed."""
+"""Minimum number of incidents before their losses can stop a run: two at about the same time are failed machines."""
 
 MAX_INCIDENT_SHARE = 0.5
-"""Share of attempts that the ends of hosts may take, or `max_rate` where that is more."""
+"""Maximum share of attempts that may be lost to incidents, unless `max_rate` is higher."""
 
 WINDOW = 1000
-"""Attempts that are looked back on for what ends of hosts took, at least."""
+"""Minimum number of recent attempts over which losses to incidents are counted."""
 
 
 @dataclass(slots=True)
 class FaultMeter:
-    """Counts attempts and infrastructure faults of the whole run. `max_rate` is a share of attempts; below
-    `min_count` faults nothing is judged, so that one early crash does not end a run.
+    """Counts attempts and infrastructure faults of the whole run. `max_rate` is a share of attempts. With fewer than
+    `min_count` faults the rate is not checked, so that one early crash does not end a run.
 
-    The end of an environment host takes hundreds of episodes at once, whatever they were doing: they are one fault, and
-    so are all that one node takes with several hosts (`policy.incidents`). A run also stops when, of the last `window`
-    attempts that ended, more were lost so than ended otherwise, with three incidents or more and `min_count` attempts.
-    Bound: of any `window` attempts in a row no more than half of them and one incident's episodes are lost so; where
-    `max_rate` is above a half it is the bound, and 1 is none. What was before the window is forgotten: an outage of the
-    first day stops no run on its second."""
+    The end of an environment host aborts hundreds of episodes at once, in any state. All episodes of one incident count
+    as one fault; the ends of several hosts of a node are one incident (`policy.incidents`). A run also stops when more
+    than half of the last `window` ended attempts were lost to incidents (the first attempt of each incident not
+    counted), if at least `MIN_INCIDENTS` incidents and `min_count` such attempts are in the window. Bound: among any
+    `window` consecutive attempts, at most half plus the episodes of one incident are lost to incidents; a `max_rate`
+    above one half replaces the half, and 1 disables the limit. Older attempts are forgotten: an outage on the first day
+    does not stop a run on its second day."""
 
     max_rate: float
     min_count: int
@@ -46,12 +47,12 @@ class FaultMeter:
 
     @property
     def together(self) -> int:
-        """Attempts of the window that were lost to an end that was counted already."""
+        """Attempts in the window that were lost to an incident beyond its first attempt."""
         return self.losses.together
 
     def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
-        """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; those of one `incident`
-        together once."""
+        """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; all attempts of one
+        `incident` count once."""
         if not self.losses.add(incident):
             return
         self.attempts += 1
@@ -60,7 +61,7 @@ class FaultMeter:
             self.details[detail] = self.details.get(detail, 0) + 1
 
     def check(self) -> None:
-        """Raises `FaultRateExceeded` naming the most frequent fault."""
+        """Raise `FaultRateExceeded` if a limit is exceeded; an exceeded fault rate names the most frequent fault."""
         if self.faults >= self.min_count and self.faults > self.max_rate * self.attempts:
             worst, count = max(self.details.items(), key=lambda kv: (kv[1], kv[0]))
             raise FaultRateExceeded(

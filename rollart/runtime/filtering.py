@@ -1,4 +1,4 @@
-"""Dynamic filtering under way: which complete groups are left out of training, and what they looked like."""
+"""Dynamic filtering of complete groups, and statistics of the filtered groups against the kept ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = ["GroupFilter", "additional_prompts"]
 
 
 class GroupFilter:
-    """Judges every group once, when it is complete. Synchronous; called by the scheduler alone.
+    """Classifies every group once, when it is complete. Synchronous; called only by the scheduler.
 
-    A group that a crash left complete is judged again, with the same verdict: it depends on the rewards alone.
+    A group that was complete at a crash is classified again on resume, with the same verdict, because the verdict
+    depends on the rewards alone.
     """
 
     def __init__(self, domains: Sequence[Domain], settings: FilterSettings, recorder: Recorder) -> None:
@@ -40,7 +41,8 @@ class GroupFilter:
         self._said: set[str] = set()
 
     def leaves_out(self, run: GroupRun) -> bool:
-        """Whether the group is left out. RunFailed if too many of its domain were, and the run does not keep them."""
+        """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted and
+        the run does not train such groups (`keep`)."""
         if not self._settings.zero_variance:
             return False
         refills = self._refills[run.domain.name]
@@ -56,7 +58,7 @@ class GroupFilter:
         return False
 
     def trained(self, consumed: Iterable[Group], version: int) -> None:
-        """These groups are in the version: their domains may filter as many again."""
+        """These groups were trained: reset the refill budgets of their domains."""
         for domain in {group.domain for group in consumed}:
             self._refills[domain].trained()
             self._said.discard(domain)
@@ -81,5 +83,5 @@ class GroupFilter:
 
 
 def additional_prompts(domains: Sequence[Domain], count: int) -> dict[str, int]:
-    """`count` prompts beyond a step's, shared out like the step's groups."""
+    """`count` prompts beyond those of a step, apportioned to domains like the step's groups."""
     return Apportionment(tuple(DomainShare(d.name, d.quota / d.group_size) for d in domains)).step(count)

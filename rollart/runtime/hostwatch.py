@@ -1,4 +1,4 @@
-"""When a host must be started again: its process ended, its connection broke, or its health is bad."""
+"""Causes for restarting a host: its process ended, its connection broke, or its health is bad."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from rollart.runtime.leases import Leases
 __all__ = ["HostLimits", "HostPart", "HostOccupancy", "WatchedHost", "gather_or_cancel", "wait_for_restart_cause"]
 
 REAP_S = 2.0
-"""How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
+"""Seconds to wait for a process's exit after its connection broke: the exit gives the better cause."""
 
 MAX_HUNG_THREADS = 64
-"""Threads that hang at which a host is started again whatever it holds: each keeps its stack and what it had open."""
+"""Number of hung threads at which a host is restarted regardless of its episodes: each keeps its stack and its open
+files and sockets."""
 
 HEALTH_CHECKS_PER_LIMIT = 4
-"""Health checks in the time after which silence counts as a host's end."""
+"""Number of health checks within the silence that counts as the end of a host."""
 
 
 class WatchedHost(Protocol):
-    """Of a host's connection, what is watched."""
+    """The watched part of a host's connection."""
 
     @property
     def id(self) -> str: ...
@@ -40,7 +41,7 @@ class WatchedHost(Protocol):
 
 
 class HostProcess(Protocol):
-    """Of a host's process, what is watched."""
+    """The watched part of a host's process."""
 
     @property
     def id(self) -> str: ...
@@ -49,7 +50,7 @@ class HostProcess(Protocol):
 
 
 class HostPart(Protocol):
-    """A host's process as the fleet sees it. Its clock runs from its making to `close`."""
+    """A host's process as the fleet sees it. Its clock runs from its creation to `close`."""
 
     @property
     def id(self) -> str: ...
@@ -59,24 +60,24 @@ class HostPart(Protocol):
 
     @property
     def node(self) -> str:
-        """Where it runs; '' if nowhere yet."""
+        """The node on which it runs; '' before it has one."""
 
     async def start(self) -> EnvironmentHost:
-        """Start the process and greet it; one left from before is killed first. `PartDied` or `EnvironmentFault` if it
-        fails, `SpecError` if it can make no environment of the run's."""
+        """Start the process and complete the handshake; a process left from before is killed first. `PartDied` or
+        `EnvironmentFault` if that fails, `SpecError` if the host can create none of the run's environments."""
 
     async def wait(self) -> str:
         """Returns when the process ends, with the cause in words."""
 
     async def close(self) -> None:
-        """It is wanted no more: end the process, and its place is free."""
+        """The host is no longer needed: end the process and free its placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """`per_host` episodes at a time; a host that is silent or blocked for `health_s` is started again (infinite: it is
-    never asked), and so is one that has not started after `start_s`. A call that takes `call_s` hangs: its caller does
-    not wait longer."""
+    """`per_host` episodes at a time. A host that is silent or blocked for `health_s` is restarted (infinite: no health
+    checks), as is a host that has not started after `start_s`. A call that takes `call_s` counts as hung: its caller
+    waits no longer."""
 
     per_host: int = 512
     health_s: float = 15.0
@@ -86,19 +87,19 @@ class HostLimits:
     pull_s: float = 600.0
     """Longest wait for an episode's images."""
     max_restarts: int = 5
-    """Of a host in a row without an episode that went well: the bound is against crash loops."""
+    """Consecutive restarts of a host without a successful episode: the bound is against crash loops."""
     patience_s: float = 0.0
-    """How long the last host goes on looking for a node beyond that, while none could hold it."""
+    """How long the last host keeps looking for a node beyond `max_restarts`, while no node can hold it."""
     memory: MemoryRules = field(default_factory=MemoryRules)
 
     def waits(self, cause: Exception | None, seconds: float) -> bool:
-        """Whether the last host, which has been down for so long and could not start because of that, tries again."""
+        """True if the last host, down for `seconds` because its start failed with `cause`, tries again."""
         return isinstance(cause, NoPlace) and seconds < self.patience_s
 
 
 class HostOccupancy(Protocol):
-    """A host's episodes as the watch sees them. `resting`: it should get no more while others serve, so that it can be
-    started again."""
+    """A host's episodes as the health watch sees them. `resting`: the host gets no episode while another host can take
+    it, so that it becomes empty and can be restarted."""
 
     resting: bool
 
@@ -106,11 +107,11 @@ class HostOccupancy(Protocol):
     def live(self) -> int: ...
 
     async def emptied(self) -> None:
-        """Returns when it is to end and holds no episode any more."""
+        """Returns when the host is retiring and holds no episode."""
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Do all of it at a time; of the rest nothing is under way any more when the first error is raised."""
+    """Run all coroutines concurrently. The first error is raised once the others have been cancelled and have ended."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(work) for work in works]
     try:
@@ -130,8 +131,8 @@ async def wait_for_restart_cause(
     limits: HostLimits,
     memory: Callable[[HostHealth], str] = lambda _: "",
 ) -> str:
-    """Wait for a reason to start the host again, in words; '' once it is to end and is empty. `memory`: why its memory
-    is one, '' if it is not."""
+    """Wait for a cause to restart the host, as text; '' once the host is retiring and empty. `memory` returns the cause
+    if the host's memory demands a restart, '' otherwise."""
     causes: dict[str, str] = {}
     over = asyncio.Event()
 
@@ -165,7 +166,7 @@ async def wait_for_restart_cause(
 async def _wait_for_bad_health(
     host: HostOccupancy, link: WatchedHost, leases: Leases, limits: HostLimits, memory: Callable[[HostHealth], str]
 ) -> str:
-    """Ask for its health until that is bad; why."""
+    """Check the host's health periodically until it is bad; returns the cause."""
     limit = limits.health_s
     if limit == math.inf:
         await asyncio.Event().wait()
@@ -177,7 +178,7 @@ async def _wait_for_bad_health(
         except LeaseExpired:
             return f"it was silent for {limit:g} s"
         except EnvironmentFault as error:
-            if error.incident:  # its end, of which the connection and the process tell more
+            if error.incident:  # the host ended: its connection and its process give a better cause
                 await asyncio.Event().wait()
             return error.message
         if health.stuck_s >= limit:

@@ -1,4 +1,4 @@
-"""Environments of users that live in the controller's process: no call of theirs can hold it."""
+"""Users' environments in the controller's process, contained so that no call to them can hold the run up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def in_process(make: EnvironmentFactory) -> EnvironmentFactory:
-    """The same environments, contained."""
+    """Wrap the factory so that each environment is an `InProcessEnvironment`."""
 
     @guard
     def made() -> Environment:
@@ -30,12 +30,12 @@ def in_process(make: EnvironmentFactory) -> EnvironmentFactory:
 class InProcessEnvironment:
     """Implements `Environment` over a user's object. One call at a time.
 
-    Each call runs in a task of its own, which waits only for the user's code; a caller that is cancelled returns at
-    once, and the task is cancelled and then left behind (`UserCodeGuard.cancel_call`). `close` waits for such a task
-    to end before it calls the user's.
+    Each call runs in its own task, which waits only for the user's code. A cancelled caller returns at once; the task
+    is cancelled, and abandoned if it does not end (`rollart.foreign.cancel_call`). `close` waits for such a task to end
+    before it calls the user's `close`.
 
-    An environment whose attribute `quick` is true promises to answer without waiting, and is called without a task; a
-    call that waits all the same is a fault.
+    An environment whose attribute `quick` is true promises to return without waiting and is called without a task; a
+    call that waits nevertheless is a fault.
     """
 
     __slots__ = ("_call", "_environment", "_task")
@@ -67,7 +67,7 @@ class InProcessEnvironment:
         try:
             return _answer(what, call)
         finally:
-            if task.cancelling() > cancelling:  # by the call itself: nothing else ran meanwhile
+            if task.cancelling() > cancelling:  # cancelled by the call itself: no other code ran meanwhile
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0)
                 while task.cancelling() > cancelling:
@@ -76,7 +76,7 @@ class InProcessEnvironment:
 
     async def _in_task(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        # No TaskGroup's: one waits for its tasks for ever.
+        # Not in a TaskGroup, which would wait for the task without bound.
         task = loop.create_task(_awaited(what, call), name=f"{what} of {type(self._environment).__name__}")
         self._task = task
         ended: asyncio.Future[None] = loop.create_future()

@@ -1,4 +1,5 @@
-"""The pace of a run under the schedule `paced`: batches wait for groups at their bound, and admission for a publish."""
+"""Pacing of a run under the schedule `paced`: batches wait for groups at their staleness bound, and admission waits for
+a publish."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from rollart.runtime.leases import Leases
 __all__ = ["BatchPace", "StartPace", "IncompleteGroup"]
 
 NAMED_GROUPS = 3
-"""Groups that the lease of a wait names."""
+"""Number of groups named in the lease of a wait."""
 
 STEPS = 8
-"""Recent steps whose median is taken for the next one: long enough to ride out one slow step, short enough to follow a
-policy whose answers grow."""
+"""Number of recent steps whose median predicts the next one: enough to ride out one slow step, few enough to follow a
+policy whose responses grow longer."""
 
 MIN_FINISHED_GROUPS = 8
-"""Finished groups of a domain before admission trusts their durations: of fewer the 90th percentile is the maximum."""
+"""Finished groups of a domain before admission trusts their durations: of fewer, the 90th percentile is the maximum."""
 
 EARLY_STEP_SHARE = 0.1
-"""Share of a step after a publish in which a start loses too little time for a deferral to be worth it."""
+"""Share of a step after a publish within which a start loses too little time for a deferral to pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,16 @@ class IncompleteGroup:
     domain: str
 
     def at(self, version: int) -> PacedGroup:
-        """As a batch for `version` sees it: what has not begun will begin under that version at the earliest."""
+        """The group as a batch for `version` sees it: if it has not begun, it begins under that version at the
+        earliest."""
         return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
 
 
 @dataclass(slots=True)
 class BatchPace:
-    """Holds a batch back while it lacks groups whose bound it is. Owned by the buffer, which waits for one batch
-    at a time. Each wait is under a lease: once it expires, that batch goes without, and its publish ends those groups
-    as stale.
+    """Holds a batch back while it lacks groups for which it is the last batch within their bound. Owned by the buffer,
+    which waits for one batch at a time. Each wait has a lease: once it expires, the batch is trained without those
+    groups, and its publish drops them as stale.
     """
 
     leases: Leases
@@ -59,7 +61,7 @@ class BatchPace:
     unfinished: Callable[[], Sequence[IncompleteGroup]] = tuple
     """The scheduler's incomplete groups, of all domains."""
     given_up: int = -1
-    """The version whose batch waits no longer."""
+    """The version whose batch no longer waits."""
 
     async def hold(self, version: int, lacking: Sequence[PacedGroup], released: Awaitable[None]) -> None:
         """Wait for `released`, for `wait_s` at most."""
@@ -78,33 +80,33 @@ class BatchPace:
 
 @dataclass(slots=True)
 class StartPace:
-    """Defers a prompt that would reach its bound unfinished if it started now, to the next publish: a start has the
-    most time there, and the prompt starts whatever is expected of it. So a prompt is deferred once at most.
+    """Defers a prompt that would reach its bound unfinished if it started now. It starts at the next publish, where it
+    has the most time, whatever its expected duration: a prompt is deferred at most once.
 
-    Synchronous; the scheduler reports batches, publishes and complete groups. Durations are learned per prompt, drawn
-    towards those of its domain (`LengthRanker`, in seconds).
+    Synchronous; the scheduler reports batches, publishes and complete groups. Durations are estimated per prompt and
+    shrunk towards those of its domain (`LengthRanker`, in seconds).
     """
 
     alpha: int
     recorder: Recorder
     ranker: LengthRanker = field(default_factory=LengthRanker)
     training: set[str] = field(default_factory=set)
-    """Groups of batches that are taken and not published."""
+    """Groups of batches that were taken and are not yet published."""
     _publishes: int = 0
     _published: float = 0.0
     _periods: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _deferred: dict[str, int] = field(default_factory=dict)
-    """By group, the publishes before it was deferred."""
+    """By group, the number of publishes before it was deferred."""
 
     def taken(self, groups: Iterable[str], now: float) -> None:
-        """A batch went to training."""
+        """A batch was taken for training."""
         self.training.update(groups)
         if self._publishes:
             self._waits.append(now - self._published)
 
     def ended(self, groups: Iterable[str]) -> None:
-        """Groups left training, trained or refused."""
+        """Groups left training: they were trained or refused."""
         self.training.difference_update(groups)
 
     def published(self, now: float) -> None:
@@ -114,15 +116,15 @@ class StartPace:
         self._publishes += 1
 
     def completed(self, prompt: str, domain: str, seconds: float) -> None:
-        """A group began `seconds` ago and has its samples."""
+        """A group has all its samples, `seconds` after it began."""
         self.ranker.finished(prompt, domain, seconds)
 
     def starts(self, group: str, prompt: str, domain: str, now: float) -> bool:
-        """False if the group is to start at the next publish. The caller asks only while a publish is sure to come."""
+        """False if the group should start at the next publish. Called only while a publish is sure to come."""
         if (deferred := self._deferred.get(group)) is not None:
             return deferred < self._publishes
         expected, left = self.ranker.estimate(prompt, domain), 0.0
-        if self.alpha > 0 or not self.training:  # at 0 the batch in training was the last chance of all that begins now
+        if self.alpha > 0 or not self.training:  # with alpha 0, a new group is too late for that batch
             if not self._periods or not self._waits or expected.known < MIN_FINISHED_GROUPS:
                 return True
             step, since = median(self._periods), now - self._published

@@ -1,4 +1,4 @@
-"""From a finished trajectory to a training sample: score it, and lay the rewards on its tokens."""
+"""Conversion of a finished trajectory to a training sample: scoring, and assignment of rewards to tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["TrajectoryScorer", "train_sample"]
 
 
 class TrajectoryScorer:
-    """Called by each trajectory's own task, so what waits for a reward is bounded by admission."""
+    """Called by each trajectory's own task, so admission bounds the number of trajectories that wait for a reward."""
 
     def __init__(self, rewarder: Rewarder, leases: Leases, *, reward_s: float) -> None:
         self._rewarder = rewarder
@@ -35,7 +35,7 @@ class TrajectoryScorer:
         self._reward_s = reward_s
 
     async def score(self, trajectory: Trajectory) -> TrainSample:
-        """The sample, or `TrajectoryAborted` with INFRA_FAULT: a platform that failed is never a reward."""
+        """Score a trajectory. `TrajectoryAborted` with INFRA_FAULT if the platform fails, which is never a reward."""
         try:
             async with self._leases.hold(trajectory.id, "its reward", self._reward_s * 1.5, Expiry.RETRY):
                 outcome = await self._rewarder.score(trajectory, self._reward_s)
@@ -47,8 +47,8 @@ class TrajectoryScorer:
 
 
 def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
-    """Flatten a scored trajectory. Step rewards are paid token by token; without them the value is paid at the last
-    action token. A ModelFault pays its floor there."""
+    """Flatten a scored trajectory into columns per token. Step rewards are assigned one per action token; without them
+    the value goes to the last action token, and so does the floor of a ModelFault."""
     match outcome:
         case Scored(value=value, steps=steps):
             score = value
@@ -84,7 +84,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
 
 @dataclass(slots=True)
 class _TokenColumns:
-    """A trajectory's segments token by token. One pass: every trajectory goes through here."""
+    """Columns per token of a trajectory's segments, built in one pass because every trajectory goes through here."""
 
     token_ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)

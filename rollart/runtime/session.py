@@ -1,4 +1,4 @@
-"""A run from its first evaluation to its last: everything wired, the parts already made by `compose`."""
+"""Execution of a run from its first evaluation to its last; `compose` has created and wired the parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["EvaluationPlan", "RunSession"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How many held-out episodes per domain, and whether before and after training."""
+    """Number of held-out episodes per domain, and whether they run before and after training."""
 
     episodes: int
     start: bool = True
@@ -28,9 +28,10 @@ class EvaluationPlan:
 
 
 class RunSession:
-    """Runs the control plane's tasks in one TaskGroup: supervision for ever, scheduling and training to their end.
+    """Runs the control plane's tasks in one TaskGroup: scheduling and training to their end, supervision
+    meanwhile.
 
-    The first task that fails ends all of them; the error that reaches the caller is that task's own.
+    The first task that fails ends all of them, and its error propagates to the caller.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RunSession:
         rebalancer: Rebalancer | None = None,
         beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] | None = None,
     ) -> None:
-        """`beside`: tasks by name that run as long as the body does."""
+        """`beside`: further background tasks by name, which are cancelled when training and evaluations are done."""
         self._beside = beside or {}
         self._gateway = gateway
         self._scheduler = scheduler
@@ -60,7 +61,7 @@ class RunSession:
         self._rebalancer = rebalancer
 
     async def run(self, *, step: int, steps: int, recovered: Recovered | None = None) -> None:
-        """Steps `step` .. `steps` - 1 from the gateway's version."""
+        """Run steps `step` .. `steps` - 1, starting from the gateway's version."""
         background: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as tasks:
             if self._supervisor is not None:
