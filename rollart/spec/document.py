@@ -49,23 +49,23 @@ class Document:
     name: str
     values: dict[str, Any]
     keys: dict[KeyPath, SourcePosition] = field(default_factory=dict)
-    places: dict[KeyPath, SourcePosition] = field(default_factory=dict)
+    positions: dict[KeyPath, SourcePosition] = field(default_factory=dict)
 
-    def place(self, loc: KeyPath, *, key: bool = False) -> SourcePosition:
+    def position(self, loc: KeyPath, *, key: bool = False) -> SourcePosition:
         """Position of a value (or of its key), or of the nearest enclosing value that is in the text."""
         if key and loc in self.keys:
             return self.keys[loc]
         for end in range(len(loc), -1, -1):
-            if loc[:end] in self.places:
-                return self.places[loc[:end]]
+            if loc[:end] in self.positions:
+                return self.positions[loc[:end]]
         return SourcePosition(self.name)
 
-    def forget(self, loc: KeyPath, place: SourcePosition) -> None:
-        """Replace the positions of everything at and below `loc` by `place`."""
-        for table in (self.keys, self.places):
+    def set_position(self, loc: KeyPath, position: SourcePosition) -> None:
+        """Replace the positions of everything at and below `loc` by `position`."""
+        for table in (self.keys, self.positions):
             for known in [k for k in table if k[: len(loc)] == loc]:
                 del table[known]
-            table[loc] = place
+            table[loc] = position
 
 
 class _Loader(yaml.SafeLoader):
@@ -175,7 +175,7 @@ class _DocumentBuilder:
             raise SpecError(f"more than {MAX_NODES} values (rule: aliases may not blow up)", where=str(self.at(node)))
         if id(node) in self._open:
             raise SpecError("an alias contains itself (rule: a spec is a tree)", where=str(self.at(node)))
-        self._document.places[loc] = self.at(node)
+        self._document.positions[loc] = self.at(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._open.add(id(node))

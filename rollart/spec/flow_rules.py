@@ -19,16 +19,16 @@ def flow_problems(run: RunSpec) -> list[RuleViolation]:
 
 def _columns(run: RunSpec) -> Iterable[RuleViolation]:
     """A column is filled once, from data that is available before the batch is complete."""
-    columns, place = run.training.columns, ("training", "columns")
+    columns, loc = run.training.columns, ("training", "columns")
     if len(set(columns)) < len(columns):
-        yield RuleViolation(place, f"training.columns is {', '.join(columns)} (rule: each at most once)")
+        yield RuleViolation(loc, f"training.columns is {', '.join(columns)} (rule: each at most once)")
     if "ref_logprobs" in columns and not run.training.loss.kl:
-        yield RuleViolation(place, "training.columns has ref_logprobs (rule: with training.loss.kl above 0)")
+        yield RuleViolation(loc, "training.columns has ref_logprobs (rule: with training.loss.kl above 0)")
     if "advantage" not in columns:
         return
     if run.batch.sampler == "token_budget":
         yield RuleViolation(
-            place,
+            loc,
             "training.columns has advantage with batch.sampler token_budget (rule: fifo or deadline; "
             "baselines are over the samples that are trained)",
         )
@@ -43,7 +43,7 @@ def _columns(run: RunSpec) -> Iterable[RuleViolation]:
 
 def _weights(run: RunSpec) -> Iterable[RuleViolation]:
     """Engines may differ in version where trajectories of different versions are trained together."""
-    weights, place = run.weights, ("weights", "update")
+    weights, loc = run.weights, ("weights", "update")
     if weights.store is not None:
         yield from _store(weights.store)
         if weights.collective is not None:
@@ -55,24 +55,24 @@ def _weights(run: RunSpec) -> Iterable[RuleViolation]:
     if weights.update != "all":
         if run.schedule in LAG:
             yield RuleViolation(
-                place,
+                loc,
                 f"weights.update is {weights.update} under `schedule: {run.schedule}` (rule: all, or a schedule with a "
                 "window of groups: paced, rollart, areal, roll_flash)",
             )
         elif run.staleness == 0:
             yield RuleViolation(
-                place,
+                loc,
                 f"weights.update is {weights.update} with staleness 0 (rule: all, or staleness of at least 1: no "
                 "engine may serve an old version)",
             )
         elif run.staleness == 1 and weights.update == "on_divergence":
             yield RuleViolation(
-                place,
+                loc,
                 "weights.update is on_divergence with staleness 1 (rule: staleness of at least 2: with 1 every engine "
                 "has to load every version)",
             )
     if weights.update == "on_divergence" and weights.threshold is None:
-        yield RuleViolation(place, "weights.update is on_divergence (rule: with weights.threshold)")
+        yield RuleViolation(loc, "weights.update is on_divergence (rule: with weights.threshold)")
     for key, update in (("longest_s", "delayed"), ("fraction", "staggered"), ("threshold", "on_divergence")):
         if getattr(weights, key) is not None and weights.update != update:
             yield RuleViolation(
@@ -82,16 +82,16 @@ def _weights(run: RunSpec) -> Iterable[RuleViolation]:
 
 def _sampler(run: RunSpec) -> Iterable[RuleViolation]:
     """Each sampler has the settings that it needs, and none of another's."""
-    batch, place = run.batch, ("batch", "sampler")
+    batch, loc = run.batch, ("batch", "sampler")
     needed = {"token_budget": "tokens", "deadline": "deadline_s"}.get(batch.sampler)
     if needed is not None and getattr(batch, needed) is None:
-        yield RuleViolation(place, f"batch.sampler is {batch.sampler} (rule: with batch.{needed})")
+        yield RuleViolation(loc, f"batch.sampler is {batch.sampler} (rule: with batch.{needed})")
     if batch.sampler != "fifo" and run.training.stream:
-        yield RuleViolation(place, f"batch.sampler is {batch.sampler} with training.stream (rule: fifo)")
+        yield RuleViolation(loc, f"batch.sampler is {batch.sampler} with training.stream (rule: fifo)")
     if batch.sampler == "deadline":
         if run.schedule in LAG:
             yield RuleViolation(
-                place,
+                loc,
                 f"batch.sampler is deadline under `schedule: {run.schedule}` (rule: a schedule with a window of "
                 "groups: paced, rollart, areal, roll_flash)",
             )
@@ -116,15 +116,13 @@ def _sampler(run: RunSpec) -> Iterable[RuleViolation]:
 
 
 def _store(store: WeightStoreSpec) -> Iterable[RuleViolation]:
-    place = ("weights", "store")
+    loc = ("weights", "store")
     if (store.kind == "s3") != store.url.startswith("s3://"):
         rule = "s3://BUCKET or s3://BUCKET/PREFIX" if store.kind == "s3" else "a directory"
-        yield RuleViolation(
-            (*place, "url"), f"weights.store.url is '{store.url}' with kind {store.kind} (rule: {rule})"
-        )
+        yield RuleViolation((*loc, "url"), f"weights.store.url is '{store.url}' with kind {store.kind} (rule: {rule})")
     elif store.kind == "s3" and not store.url.removeprefix("s3://").partition("/")[0]:
         yield RuleViolation(
-            (*place, "url"), f"weights.store.url is '{store.url}' (rule: s3://BUCKET or s3://BUCKET/PREFIX)"
+            (*loc, "url"), f"weights.store.url is '{store.url}' (rule: s3://BUCKET or s3://BUCKET/PREFIX)"
         )
     if store.local is not None and not PurePosixPath(store.local).is_absolute():
-        yield RuleViolation((*place, "local"), f"weights.store.local is '{store.local}' (rule: an absolute path)")
+        yield RuleViolation((*loc, "local"), f"weights.store.local is '{store.local}' (rule: an absolute path)")

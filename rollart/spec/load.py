@@ -144,7 +144,7 @@ def _validate(
         spec = model.model_validate(document.values)
     except ValidationError as error:
         raise _spec_error(list(_problems(error, model, top, document))) from None
-    problems = [_LocatedProblem(document.place(p.loc), p.message) for p in rules(spec)]
+    problems = [_LocatedProblem(document.position(p.loc), p.message) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
         problems += _settings_problems(spec, document)
     if problems:
@@ -198,15 +198,15 @@ def _problems(
     for each in error.errors(include_url=False):
         loc: KeyPath = (*at, *each["loc"])
         known = each["type"] not in ("extra_forbidden", "missing")
-        place = (_document_path(loc, document.values), abbreviated(each["input"])) if known else (loc, each["type"])
-        same.setdefault(place, []).append(each)
+        location = (_document_path(loc, document.values), abbreviated(each["input"])) if known else (loc, each["type"])
+        same.setdefault(location, []).append(each)
     for (loc, _), several in same.items():
         if len(several) == 1:
             yield _problem(several[0], model, top, document, at=at)
             continue
         rules = dict.fromkeys(_rule(e["type"], _rule_text(e)) for e in several)
         name, value = _dotted(loc, top), abbreviated(several[0]["input"])
-        yield _LocatedProblem(document.place(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
+        yield _LocatedProblem(document.position(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
 
 
 def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()) -> _LocatedProblem:
@@ -218,15 +218,15 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *
         within = _dotted(_document_path(loc[:-1], document.values), top)
         keys = "its own keys" if at else f"keys of `rollart schema {top}`"
         return _LocatedProblem(
-            document.place(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})"
+            document.position(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})"
         )
     if error["type"] == "missing":
         within = _dotted(loc[:-1], top)
         return _LocatedProblem(
-            document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)"
+            document.position(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)"
         )
     loc = _document_path(loc, document.values)
-    return _LocatedProblem(document.place(loc), value_problem(error, _dotted(loc, top)))
+    return _LocatedProblem(document.position(loc), value_problem(error, _dotted(loc, top)))
 
 
 def value_problem(error: Any, name: str) -> str:

@@ -29,27 +29,27 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> None:
-    place = SourcePosition(f"override '{text}'")
+    position = SourcePosition(f"override '{text}'")
     at: Any = document.values
     loc: KeyPath = ()
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
-        key = _step(at, part, ".".join(parts[:i]), place)
+        key = _step(at, part, ".".join(parts[:i]), position)
         loc = (*loc, key)
         if last:
             at[key] = value
         elif isinstance(at, dict) and at.get(part) is None:
             at[part] = {}
-            document.forget(loc, place)
+            document.set_position(loc, position)
         at = at[key]
-    document.forget(loc, place)
+    document.set_position(loc, position)
 
 
-def _step(at: Any, part: str, path: str, place: SourcePosition) -> str | int:
+def _step(at: Any, part: str, path: str, position: SourcePosition) -> str | int:
     """The key or index that `part` selects in the container `at`."""
     if isinstance(at, dict):
         if not part:
-            raise SpecError("a part of the path is empty (rule: key.key=value)", where=str(place))
+            raise SpecError("a part of the path is empty (rule: key.key=value)", where=str(position))
         return part
     if isinstance(at, list):
         names = [item.get("name") for item in at if isinstance(item, dict)]
@@ -60,6 +60,6 @@ def _step(at: Any, part: str, path: str, place: SourcePosition) -> str | int:
         known = [str(name) for name in names if name]
         raise SpecError(
             f"'{path}' has no item '{part}' (rule: an index below {len(at)} or a name{did_you_mean(part, known)})",
-            where=str(place),
+            where=str(position),
         )
-    raise SpecError(f"'{path}' is a single value {at!r}: it has no '{part}'", where=str(place))
+    raise SpecError(f"'{path}' is a single value {at!r}: it has no '{part}'", where=str(position))

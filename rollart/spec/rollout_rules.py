@@ -36,22 +36,22 @@ def _beyond(run: RunSpec) -> Iterable[RuleViolation]:
         )
     if tail is None:
         return
-    place = ("rollout", "tail_batching")
+    loc = ("rollout", "tail_batching")
     if run.schedule not in ("sync", "sync_plus"):
         yield RuleViolation(
-            place,
+            loc,
             f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
             "rounds are steps)",
         )
     if max(redundancy.groups, redundancy.size) > 1:
         yield RuleViolation(
-            place,
+            loc,
             "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
             "than is needed by itself)",
         )
     if run.batch.tokens is not None:
         yield RuleViolation(
-            place,
+            loc,
             f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
             "that ends it, so its batch has no token budget)",
         )
@@ -59,11 +59,11 @@ def _beyond(run: RunSpec) -> Iterable[RuleViolation]:
 
 def _filter(run: RunSpec) -> Iterable[RuleViolation]:
     """Filtered groups have no advantage, and their replacements are drawn one by one."""
-    filtering, place = run.rollout.filter, ("rollout", "filter")
+    filtering, loc = run.rollout.filter, ("rollout", "filter")
     if not filtering.zero_variance:
         if filtering.max_additional_running_prompts:
             yield RuleViolation(
-                (*place, "max_additional_running_prompts"),
+                (*loc, "max_additional_running_prompts"),
                 f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} "
                 "(rule: with zero_variance, whose losses they replace; without it, rollout.redundancy.groups)",
             )
@@ -71,7 +71,7 @@ def _filter(run: RunSpec) -> Iterable[RuleViolation]:
     for domain in run.domains:
         if domain.advantage.baseline != "group" or domain.group_size == 1:
             yield RuleViolation(
-                (*place, "zero_variance"),
+                (*loc, "zero_variance"),
                 f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
                 f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
                 "groups teach something though their rewards are alike)",
@@ -79,7 +79,7 @@ def _filter(run: RunSpec) -> Iterable[RuleViolation]:
             return
     if run.rollout.tail_batching is not None and filtering.max_additional_running_prompts:
         yield RuleViolation(
-            (*place, "max_additional_running_prompts"),
+            (*loc, "max_additional_running_prompts"),
             f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} beside "
             "rollout.tail_batching (rule: 0: its rounds say what is started)",
         )
@@ -87,15 +87,15 @@ def _filter(run: RunSpec) -> Iterable[RuleViolation]:
 
 def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
     """The search has room to move."""
-    spec, place = run.rollout.concurrency, ("rollout", "concurrency")
+    spec, loc = run.rollout.concurrency, ("rollout", "concurrency")
     if not spec.least <= spec.start <= spec.most:
         yield RuleViolation(
-            (*place, "start"),
+            (*loc, "start"),
             f"rollout.concurrency.start is {spec.start} (rule: least {spec.least} <= start <= most {spec.most})",
         )
     if not spec.low < spec.high:
         yield RuleViolation(
-            (*place, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
+            (*loc, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
         )
     if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
         setting = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
@@ -106,7 +106,7 @@ def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
         )
     if spec.settle_s < spec.interval_s:
         yield RuleViolation(
-            (*place, "settle_s"),
+            (*loc, "settle_s"),
             f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
             "fall takes longer to show than a rise)",
         )
@@ -116,17 +116,17 @@ def _lending(run: RunSpec) -> Iterable[RuleViolation]:
     """Lent devices train on finished trajectories while the rollout ends."""
     if run.rollout.lending is None:
         return
-    place = ("rollout", "lending")
+    loc = ("rollout", "lending")
     if run.schedule != "sync_plus" or not run.training.stream:
         yield RuleViolation(
-            place,
+            loc,
             f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
             f"{str(run.training.stream).lower()} (rule: sync_plus, and true: finished trajectories are trained while "
             "the rest is rolled out)",
         )
     if run.rollout.parallelism is not None:
         yield RuleViolation(
-            place, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)"
+            loc, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)"
         )
 
 
@@ -150,7 +150,7 @@ def _fairness(run: RunSpec) -> Iterable[RuleViolation]:
         return
     sizes = sorted({d.group_size for d in run.domains})
     tail, own = run.rollout.tail_batching, any(d.trajectories is not None for d in run.domains)
-    for broken, place, rule in (
+    for broken, loc, rule in (
         (len(sizes) > 1, ("domains",), f"one group_size in all domains, where these have {sizes}"),
         (own, ("domains",), "no `trajectories` of domains, but weights"),
         (run.batch.tokens is not None, ("batch", "tokens"), "no token budget"),
@@ -158,6 +158,4 @@ def _fairness(run: RunSpec) -> Iterable[RuleViolation]:
         (tail is not None, ("rollout", "tail_batching"), "no tail batching, whose rounds have quotas"),
     ):
         if broken:
-            yield RuleViolation(
-                place, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})"
-            )
+            yield RuleViolation(loc, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})")

@@ -1,4 +1,4 @@
-"""Rules between the fields of a spec, each with the place that breaks it. Pure."""
+"""Rules between the fields of a spec, each violation with its key path. Pure."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ def _validated(
         spec = model.model_validate(copy.deepcopy(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise SpecError(f"{option}: {value_problem(first, place)}") from None
+        key = ".".join(str(part) for part in first["loc"])
+        raise SpecError(f"{option}: {value_problem(first, key)}") from None
     problems = rules(spec)
     if problems:
         raise SpecError("\n".join(f"{option}: {problem.message}" for problem in problems))

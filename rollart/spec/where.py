@@ -48,21 +48,21 @@ class SpecSources:
         """Of the file that a run's directory keeps. It has no line numbers, since no user wrote it."""
         return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
 
-    def place(self, found: SpecFinding) -> str:
-        """`file:line:column`."""
-        document = self.run if found.loc[0] == "run" else self.cluster
-        return str(document.place(found.loc[1:], key=found.key))
+    def position(self, finding: SpecFinding) -> str:
+        """A finding's position as `file:line:column`."""
+        document = self.run if finding.loc[0] == "run" else self.cluster
+        return str(document.position(finding.loc[1:], key=finding.key))
 
 
 def raise_findings(found: Sequence[SpecFinding], where: SpecSources | None = None) -> None:
     """Raise one SpecError for all findings, a line each. Does nothing without findings."""
     if not found:
         return
-    places = ["" if where is None else where.place(one) for one in found]
-    first, *rest = [(place, one.message) for place, one in zip(places, found, strict=True)]
+    positions = ["" if where is None else where.position(one) for one in found]
+    first, *rest = [(position, one.message) for position, one in zip(positions, found, strict=True)]
     remedies = list(dict.fromkeys(one.remedy for one in found if one.remedy))
     raise SpecError(
-        "\n".join([first[1], *(f"{place}: {message}" if place else message for place, message in rest)]),
+        "\n".join([first[1], *(f"{position}: {message}" if position else message for position, message in rest)]),
         where=first[0],
         remedy=remedies[0] if len(remedies) == 1 else "",
     )
