@@ -1,4 +1,4 @@
-"""The choice of the next prompts: slots of the window, rounds of tail batching, and redundant groups."""
+"""Admission of prompts: slots of the window, rounds of tail batching, and redundant groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["PromptAdmission"]
 
 
 class PromptAdmission:
-    """Owns the slots and the order of prompts. Synchronous; the scheduler asks between two awaits.
+    """Owns the slots and the order of prompts. Synchronous; the scheduler calls it between two awaits.
 
-    `drawn` and `consumed` count per domain and survive a resume, which counts whole batches; `short`, which the buffer
-    shows here, is what those since then went without. Invariant: samples that hold a slot never exceed
-    (alpha + 1) x batch, plus the redundant groups' (I4).
+    `drawn` and `consumed` count per domain and survive a resume, which counts whole batches. `short`, a view of the
+    buffer's count, is the number of samples that batches since then lacked. Invariant: samples that hold a slot never
+    exceed (alpha + 1) x batch, plus the samples of redundant groups (I4).
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class PromptAdmission:
         return fresh
 
     def _defers(self, domain: Domain) -> bool:
-        """Whether the domain's next prompt waits for the next publish. It must be sure to come: a batch is in training,
-        or every domain has a batch under way."""
+        """True if the domain's next prompt waits for the next publish. That publish must be certain: a batch is in
+        training, or every domain has a whole batch outstanding."""
         if self._pace is None:
             return False
         outstanding = self.slots.outstanding
@@ -101,8 +101,8 @@ class PromptAdmission:
         return domain.group_size + self.redundant.extra(domain).members
 
     def full(self, domain: Domain) -> Sequence[Domain]:
-        """Domains of which a whole batch needs no more groups, now that a group of this one is complete. In a window of
-        groups there is no surplus."""
+        """Domains whose batch needs no more groups, now that a group of `domain` is complete. A window of groups has no
+        surplus."""
         if self._rules.windowed:
             return ()
         if self._shares is not None:
@@ -110,8 +110,8 @@ class PromptAdmission:
         return (domain,) if self.slots.ready[domain.name] >= domain.quota else ()
 
     def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Samples per domain that the run may still start: the last step needs no more than its batch, and what is
-        redundant there."""
+        """Samples per domain that the run may still start: the last step needs only its batch and the redundant samples
+        (`extra`)."""
         if self._shares is not None:
             return self._shares.remaining(self.slots.outstanding)
         found = dict.fromkeys(self._domains, 0)
@@ -122,13 +122,13 @@ class PromptAdmission:
         return found
 
     def draw(self, domain: Domain, count: int) -> list[PendingPrompt]:
-        """The domain's next prompts."""
+        """Draw the domain's next prompts."""
         prompts = self.next(domain, count)
         self.drawn[domain.name] += count
         return prompts
 
     def next(self, domain: Domain, count: int) -> list[PendingPrompt]:
-        """Those that would be drawn."""
+        """The prompts that `draw` would return."""
         first = self.drawn[domain.name]
         return [
             PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
@@ -136,7 +136,7 @@ class PromptAdmission:
         ]
 
     def _next_round(self, rounds: TailBatchRounds) -> list[GroupLaunch]:
-        """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
+        """The next round of tail batching once the last batch is trained; before that, replacements of dropped ones."""
         fresh, rounds.replacements = rounds.replacements, []
         left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}
         if not fresh and any(left.values()) and not any(self.slots.outstanding.values()):

@@ -1,4 +1,4 @@
-"""The control plane of one run: every component made and connected over the ports it was given."""
+"""The control plane of one run: makes every component and connects them over the given ports."""
 
 from __future__ import annotations
 
@@ -47,64 +47,65 @@ __all__ = ["ControlPlane", "ControlSettings", "Hooks"]
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """How the run is scheduled and how long it waits, seconds. `token_budget` bounds a batch's tokens."""
+    """The schedule of a run and its longest waits, in seconds. `token_budget` bounds the tokens of a batch."""
 
     schedule: SchedulerSettings
     token_budget: int | None = None
     cut_tokens: int | None = None
-    """Tokens of a batch that are trained (`cutting.Cut`); None: all."""
+    """Tokens of a batch that are trained (`cutting.BatchTruncation`); None: all."""
     due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
-    """What is filled as samples end, before training takes them."""
+    """Columns that are filled once samples are complete, before training takes them."""
     reference: bool = False
-    """Version 0 is kept: the loss is held to it."""
+    """True if version 0 is kept, since the loss refers to it."""
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
     publish_s: float = 120.0
     pace_s: float = 1800.0
-    """Longest wait of a batch for groups at their bound, under a paced schedule."""
+    """Longest wait of a batch for groups at their staleness bound, under a paced schedule, seconds."""
     overlap: bool = False
-    """Publish a version beside the next training step, where the schedule lets that begin before it is current."""
+    """Publish a version during the next training step, if the schedule lets that step start before the version is
+    current."""
     updates: UpdatePolicy | None = None
-    """How engines follow a version one by one, where the schedule lets them differ; None: all at once."""
+    """Policy of rolling updates, if the schedule lets the versions of engines differ; None: all engines at once."""
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
-    """Where engines sit, by id; one that is not named sits nowhere in particular and does everything."""
+    """Placement of engines by id; an engine that is not named has no particular placement and every role."""
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     concurrency: ConcurrencySettings | None = None
-    """How many trajectories an engine takes. Not followed where turns are in lockstep: all would wait for those that
-    wait for them."""
+    """Trajectories that an engine admits at a time. Ignored with lockstep turns: admitted trajectories would wait at
+    the barrier for trajectories that wait for admission."""
     together: bool = False
-    """A group's members stay on one engine, and are let in and out as one."""
+    """A group's members stay on one engine, and are admitted and released as one."""
     lending: LendingSettings | None = None
-    """Engines help training while a rollout ends, where the trainer can borrow their devices."""
+    """Engines lend their devices to training while a rollout ends, if the trainer can borrow devices."""
     reshard: ReshardSettings | None = None
-    """Tensor parallelism follows preemption, where a fleet can start engines."""
+    """Tensor parallelism follows preemption, if a fleet can start engines."""
     measure: Callable[[Sequence[int]], int] = len
-    """How many tokens ids stand for: as many as they are, but in a simulated world."""
+    """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Callbacks of the control plane to its owner, on the loop. None of them may wait, except `recover_trainer`."""
+    """Callbacks of the control plane to its owner, called on the loop. Only `recover_trainer` may wait."""
 
     recover_trainer: Callable[[], Awaitable[None]]
     suspect: Callable[[EngineId], None]
     versions_in_use: Callable[[], Iterable[int]] = tuple
     borrow: Callable[[Sequence[EngineId]], None] | None = None
-    """The trainer's devices, besides its own: those of these engines. None: it can have no others."""
+    """Sets the engines whose devices the trainer borrows. None: it cannot borrow devices."""
     version: Callable[[int], None] = lambda _: None
     step: Callable[[StepDone], None] = lambda _: None
     evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
 
 
 class ControlPlane:
-    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `session` runs it all.
+    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `session` makes the run.
 
-    Nobody outside needs to know how they are connected: trajectories ask staleness of the scheduler, a publish frees
-    slots and aborts what is stale before engines resume.
+    Callers need not know the connections between the components: trajectories check their staleness against the
+    gateway's version, and a publish frees slots and aborts stale trajectories before engines resume.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ControlPlane:
         supervisor: EngineSupervisor | None = None,
         parts: Sequence[EnginePart] = (),
     ) -> RunSession:
-        """The run over this control plane; its engines have joined the gateway."""
+        """The run over this control plane, once its engines have joined the gateway."""
         return RunSession(
             self.gateway,
             self.scheduler,
@@ -217,7 +218,7 @@ class ControlPlane:
         )
 
     def _beside(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """Tasks that run as long as the run does."""
+        """Tasks that end with the run, by name."""
         found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
         if self.resharder is not None:
             found["parallelism"] = self.resharder.run
@@ -229,29 +230,29 @@ class ControlPlane:
         return found
 
     def move_by(self, fleet: Fleet) -> None:
-        """Engines can come and go: the fleet was made over this control plane's gateway."""
+        """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""
         if self.rebalancer is not None:
             self.rebalancer.move_by(fleet)
 
     def follow(self, nodes: NodeTracker | None) -> None:
-        """Nodes come and go: the plan is one for those that are there. None: they do not."""
+        """Let the rebalancer plan for the nodes that are present at the time. None: the nodes do not change."""
         if self.rebalancer is not None and nodes is not None:
             self.rebalancer.follow(nodes)
 
     def reshard_by(self, fleet: Fleet) -> None:
-        """The same for changes of tensor parallelism, which one of the two may make."""
+        """Set the fleet of the resharder. In a run, only one of rebalancer and resharder changes tensor parallelism."""
         if self.resharder is not None:
             self.resharder.move_by(fleet)
 
     def gone(self, engine: EngineId, cause: str) -> None:
-        """For the supervisor: an engine will not come back, and the run goes on without it."""
+        """Callback of the supervisor: an engine will not return, and the run continues without it."""
         if self.rebalancer is not None:
             self.rebalancer.notify(f"{engine} is gone: {cause}")
 
     def _rebalancing(
         self, planner: Planner | None, fleet: Fleet | None, runner: TrajectoryRunner, leases: Leases, recorder: Recorder
     ) -> Rebalancer | None:
-        """Without a planner the routes stay as they are, and nothing is measured for one."""
+        """None without a planner: the routes do not change, and no workload is measured."""
         if planner is None:
             return None
         runner.meter = WorkloadMeter()
@@ -275,7 +276,7 @@ class ControlPlane:
         return lender
 
     async def _drained(self) -> None:
-        """Weights may change: no trajectory is under way, where the schedule wants it so, and no engine is lent."""
+        """Returns once weights may change: no trajectory runs, if the schedule requires that, and no engine is lent."""
         await self.scheduler.drained()
         if self.lender is not None:
             self.lender.give_back()
@@ -350,7 +351,7 @@ def _prefetch(
 
 
 def _staleness_check(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
-    """What is asked at every turn (I2). Other schedules than those that abort there never do."""
+    """The check at every turn (I2): False always, unless the schedule aborts stale trajectories."""
     if not rules.aborts_stale:
         return lambda v0: False
     bound = rules.bound
@@ -366,7 +367,7 @@ def _gateway(
     together: GroupColocation | None,
 ) -> Gateway:
     rules, updates = settings.schedule.rules, settings.updates
-    differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and begin with one version
+    differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and start with one version
     return Gateway(
         leases,
         limits=settings.gateway,

@@ -23,10 +23,10 @@ __all__ = ["GroupRun", "GroupTable", "ActiveRollouts"]
 
 @dataclass(slots=True)
 class GroupRun:
-    """A group that holds slots and is not complete. `live` and `tasks` are its members under way, by member index.
+    """A group that holds slots and is not complete. `live` and `tasks` hold its running members, by member index.
 
-    It may run more members than it needs (`state.size`): it is complete with those that end first. A sample counts
-    from the moment that it is being written, so that no more are written than the group needs.
+    A group may run more members than it needs (`state.size`): the members that end first complete it. A sample counts
+    from the start of its write, so that no more samples are written than the group needs.
     """
 
     id: GroupId
@@ -37,46 +37,47 @@ class GroupRun:
     live: dict[int, TrajectoryState] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     trying: set[int] = field(default_factory=set)
-    """Members that may still bring a sample."""
+    """Members that may still produce a sample."""
     writing: dict[int, int] = field(default_factory=dict)
     """v0 of the members whose samples are being written."""
     opened: float = 0.0
-    """Loop seconds at which it got its slots."""
+    """Loop time at which it got its slots, seconds."""
     seniority: int = 0
-    """Lower, if it was opened before."""
+    """Order of opening: an older group has a lower number."""
     ended: AbortReason | None = None
-    """Why what ends from now on is no longer wanted."""
+    """Abort reason of members that end from now on, as the group no longer needs them; None while it does."""
     seen: list[Ended] = field(default_factory=list)
-    """Its samples as redundancy looks at them."""
+    """Snapshots of its sampled trajectories, for the report on selection bias."""
 
     @property
     def enough(self) -> bool:
-        """Whether its samples are there or being written."""
+        """True if enough samples are written or being written."""
         return len(self.samples) + len(self.writing) >= self.state.size
 
     @property
     def v0(self) -> int | None:
-        """The oldest version that any of its members began under; None while nothing is sampled."""
+        """The oldest policy version under which any member started; None as long as no token is sampled."""
         live = (member.begun for member in self.live.values())
         begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
         return min(begun, default=None)
 
     def wish(self, member: int) -> PlacementRequest:
-        """Its claim to a place on an environment host: a spare one's, if those before it suffice."""
+        """The member's request for a slot on an environment host. It is a spare member's if the samples and the members
+        before it suffice."""
         others = sum(other < member for other in self.trying) + len(self.samples)
         return PlacementRequest(
             PlacementPriority.TRAIN if others < self.state.size else PlacementPriority.SPARE, self.seniority
         )
 
     def spares(self, member: int) -> bool:
-        """Whether the others suffice without this member."""
+        """True if the samples and the other members suffice without this member."""
         return len(self.trying - {member}) + len(self.samples) >= self.state.size
 
     def whole(self) -> Group:
         return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
 
     def cancel(self, members: Iterable[int], reason: AbortReason) -> None:
-        """Abort members under way: each task sees a cancellation whose reason stands in its `TrajectoryState`."""
+        """Cancel the tasks of running members. The reason of the cancellation is in the member's `TrajectoryState`."""
         for member in members:
             live = self.live.get(member)
             if live is not None and live.abort is None:
@@ -85,7 +86,7 @@ class GroupRun:
 
 
 class RolloutObserver(Protocol):
-    """Callbacks for trajectories that begin, end their last turn, or leave, whatever the outcome. None may wait."""
+    """Callbacks for a trajectory that begins, ends its last turn, or leaves with any outcome. They must not wait."""
 
     def began(self, live: TrajectoryState) -> None: ...
 
@@ -95,10 +96,10 @@ class RolloutObserver(Protocol):
 
 
 class ActiveRollouts:
-    """Trajectories that roll out and have not asked for their reward: what functions are about to be called for.
+    """Trajectories in rollout that have not requested their reward yet: they are the next calls of functions.
 
-    Synchronous, and cheap with 20,000 of them: a dict by domain, in which the earliest stand first. Durations of those
-    that asked are kept until they are taken, the last few thousand at most.
+    Synchronous, and cheap with 20,000 trajectories: one dict per domain, the earliest first. Durations of finished
+    rollouts are kept until `ended` takes them, the last few thousand at most.
     """
 
     def __init__(self) -> None:
@@ -112,34 +113,34 @@ class ActiveRollouts:
         self._began.setdefault(live.domain.name, {})[live.id] = live.started
 
     def ask(self, live: TrajectoryState, now: float) -> None:
-        """It asks for its reward now."""
+        """The trajectory requests its reward now."""
         if self.watch is not None:
             self.watch.rolled(live)
         self._ended.append((live.domain.name, now - live.started))
         self.leave(live)
 
     def leave(self, live: TrajectoryState) -> None:
-        """It rolls out no more, however it ended. Idempotent."""
+        """The trajectory has ended its rollout, with any outcome. Idempotent."""
         if self.watch is not None:
             self.watch.left(live)
         self._began[live.domain.name].pop(live.id, None)
 
     def began(self) -> dict[str, list[float]]:
-        """By domain, when those under way began, earliest first: loop seconds."""
+        """Start times of the rollouts by domain, earliest first: loop seconds."""
         return {domain: list(began.values()) for domain, began in self._began.items()}
 
     def ended(self) -> list[tuple[str, float]]:
-        """Domain and seconds of those that asked since this was called last."""
+        """Domain and duration in seconds of the rollouts that requested a reward since the last call."""
         ended = list(self._ended)
         self._ended.clear()
         return ended
 
 
 class GroupTable:
-    """Owns the incomplete groups. Everything here is synchronous: decisions take effect between two awaits.
+    """Owns the incomplete groups. Every method is synchronous: decisions take effect between two awaits.
 
-    `on_drop` is called with each dropped group, `on_complete` with each complete one, `on_sample` before with each
-    sample, `on_retry` of each attempt that starts over.
+    `on_sample` is called with each sample, `on_complete` then with each complete group, `on_drop` with each dropped
+    group, and `on_retry` for each attempt that is repeated.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class GroupTable:
         self._opened = 0
         self._runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
-        """Given up, with members that still run."""
+        """Complete or dropped groups with members that still run."""
 
     def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
         self._opened += 1
@@ -171,7 +172,7 @@ class GroupTable:
         return run
 
     def finish(self, run: GroupRun, member: int, sample: TrainSample) -> None:
-        """A member is scored and durable."""
+        """Add the sample of a member, which is scored and durable."""
         run.samples[member] = sample
         run.trying.discard(member)
         self._on_sample(run, sample)
@@ -181,8 +182,8 @@ class GroupTable:
             self._on_complete(run)
 
     def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
-        """A member's attempt failed. True: try again; False: the group is dropped (or already was), or it has other
-        members enough: a redundant one that failed is not worth another attempt."""
+        """Handle a failed attempt of a member. True: retry it. False: the group is dropped (or was before), or its
+        other members suffice: a redundant member that failed is not worth another attempt."""
         if run.id not in self._runs:
             return False
         if run.spares(member):
@@ -199,7 +200,7 @@ class GroupTable:
         run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
 
     def dismiss(self, run: GroupRun, reason: AbortReason) -> None:
-        """The group is no longer wanted: its members end at once, with that reason. Its owner frees its slots."""
+        """Cancel a group that is no longer needed: its members end at once with `reason`. The caller frees slots."""
         self._leave(run, reason)
         run.cancel(list(run.live), reason)
 
@@ -216,8 +217,9 @@ class GroupTable:
         return self._runs.get(group_id)
 
     def published(self, version: int, judged: StalenessCheck = StalenessCheck.EVERY_TURN) -> None:
-        """A version is current. Judged at every turn: drop groups that can never be consumed whole, restart stale
-        members of the others. Judged at the batch: give stale groups up, and let their members run on."""
+        """Apply a new current version. With the staleness check at every turn: drop groups that can never be consumed
+        whole, and restart stale members of the others. With the check at the batch: drop stale groups, and let their
+        members run on."""
         if judged is StalenessCheck.AT_BATCH:
             for run in list(self._runs.values()):
                 begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
@@ -237,7 +239,7 @@ class GroupTable:
             run.cancel(list(run.live), reason)
 
     def ended(self, run: GroupRun) -> None:
-        """A member's task is over."""
+        """Forget a complete or dropped group whose last member's task has ended."""
         if run.id in self._leftover and not run.live:
             del self._leftover[run.id]
 
@@ -252,9 +254,9 @@ class GroupTable:
             self._leftover[run.id] = run
 
     def holds(self, run: GroupRun) -> bool:
-        """Whether the group is still under way."""
+        """True if the group is still incomplete and not dropped."""
         return self._runs.get(run.id) is run
 
     def live(self) -> int:
-        """Trajectories under way."""
+        """Number of running trajectories of incomplete groups."""
         return sum(len(run.live) for run in self._runs.values())

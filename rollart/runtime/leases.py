@@ -16,13 +16,13 @@ from rollart.ports import Recorder, RunEvent
 __all__ = ["HeldLease", "Leases"]
 
 COMPACT_AT = 1024
-"""Ended holds that may lie behind an open one before they are swept out: about 0.2 MB."""
+"""Ended holds that may queue behind an open hold before they are removed: about 0.2 MB."""
 
 
 class Leases:
-    """Hands out leases on one loop. Any task may call `hold`; the body is unblocked by its own end or by the
-    deadline, whichever comes first: then a `lease_expired` event is recorded, whatever the body does, and
-    `LeaseExpired` raised in it.
+    """Grants leases on one loop. Any task may call `hold`. The wait ends with the body or at the deadline, whichever
+    comes first. At the deadline a `lease_expired` event is recorded, whatever the body does, and `LeaseExpired` is
+    raised in the body.
 
     Invariant: a lease is in the book exactly while its body runs.
     """
@@ -37,12 +37,12 @@ class Leases:
         return HeldLease(self, owner, waiting_for, seconds, action)
 
     def describe(self) -> list[str]:
-        """Who has waited longest for what, one line each."""
+        """The longest waits, one line each: owner, duration and object of the wait."""
         now = asyncio.get_running_loop().time()
         return [lease.describe(now) for lease in self.book.oldest()]
 
     def moved(self, seconds: float) -> None:
-        """The loop did not run for so long: every deadline is as much later. Their timers move with the loop's."""
+        """The loop was suspended for `seconds`: move every deadline by as much. The timers move with its clock."""
         now = asyncio.get_running_loop().time()
         for lease in self.book.open.values():
             lease.deadline += min(seconds, now - lease.granted)
@@ -63,7 +63,7 @@ class Leases:
 
     @contextmanager
     def note(self, owner: str, waiting_for: str) -> Iterator[None]:
-        """A wait that something else bounds (a watchdog, a queue with its own rule): in the book, without a timer."""
+        """A wait with a bound elsewhere (a watchdog, a queue with a rule): it is in the book, but has no timer."""
         now = asyncio.get_running_loop().time()
         lease = self.book.grant(owner, waiting_for, now=now, seconds=math.inf, action=Expiry.FAIL_RUN)
         try:
@@ -73,11 +73,11 @@ class Leases:
 
 
 class HeldLease(Lease):
-    """The context manager behind `Leases.hold`; used once, by one task. It never waits itself, so `with` and
-    `async with` are the same; the former costs two coroutines less, which counts where a turn takes it.
+    """The context manager returned by `Leases.hold`; used once, by one task. It never waits itself, so `with` and
+    `async with` are equivalent. `with` saves two coroutines, which matters for the leases of turns.
 
-    Like `asyncio.timeout`, but without a timer of its own: leases of equal length expire in the order they were
-    granted, so one timer per length serves them all. Two of these are taken per turn.
+    It differs from `asyncio.timeout` in having no timer of its own: leases of equal length expire in the order in which
+    they were granted, so one timer serves all leases of a length. Each turn takes two leases.
     """
 
     __slots__ = ("_cancelling", "_expired", "_leases", "_task", "ended", "seconds")
@@ -116,14 +116,14 @@ class HeldLease(Lease):
         return self.__enter__()
 
     def renew(self, most_s: float) -> None:
-        """What is waited for comes nearer: the whole time from now on, but no more than `most_s` in all."""
+        """Restart the deadline after progress: `seconds` from now on, but no more than `most_s` since the grant."""
         if self.ended:
             return
         self.deadline = max(self.deadline, min(asyncio.get_running_loop().time() + self.seconds, self.granted + most_s))
         self._leases._lines[self.seconds].renewed = True
 
     def expire(self) -> None:
-        """The deadline passed: the body is cancelled, and `__exit__` makes `LeaseExpired` of that."""
+        """Handle the passed deadline: cancel the body; `__exit__` turns the cancellation into `LeaseExpired`."""
         self._expired = True
         self._leases.record_expiry(self, asyncio.get_running_loop().time())
         self._task.cancel()
@@ -133,7 +133,7 @@ class HeldLease(Lease):
     ) -> None:
         self.ended = True
         del self._leases.book.open[self.id]
-        # A foreign cancellation that came in the same instant stays a cancellation.
+        # Another cancellation of the task at the same instant stays a cancellation.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise LeaseExpired(self.owner, self.waiting_for, asyncio.get_running_loop().time() - self.granted) from None
 
@@ -144,7 +144,7 @@ class HeldLease(Lease):
 
 
 class _ExpiryQueue:
-    """The holds of one length, in the order of their deadlines, and the timer for the first that is still open."""
+    """The holds of one length, in the order of their deadlines, and the timer of the first open hold."""
 
     __slots__ = ("_book", "_loop", "holds", "renewed", "sweep_at", "timer")
 
@@ -154,11 +154,11 @@ class _ExpiryQueue:
         self.sweep_at = COMPACT_AT
         self.holds: deque[HeldLease] = deque()
         self.renewed = False
-        """Whether a deadline was moved: the holds are in order again before the next look at them."""
+        """True if a deadline was renewed: the holds are sorted before the next expiry."""
         self.timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
-        """A hold was added while no timer is set, or while many are kept: ended ones are swept out."""
+        """Set the timer if none is set, and remove ended holds if the queue is long."""
         if len(self.holds) > self.sweep_at:
             self.holds = deque(h for h in self.holds if not h.ended)
             self.sweep_at = 2 * len(self._book.open) + COMPACT_AT
@@ -166,7 +166,7 @@ class _ExpiryQueue:
             self.timer = self._loop.call_at(self.holds[0].deadline, self._due)
 
     def _due(self) -> None:
-        """Expire what is due, then wait for the next that is open; no timer while none is."""
+        """Expire the holds that are due, then set the timer for the next open hold, if there is one."""
         now = self._loop.time()
         if self.renewed:
             self.holds, self.renewed = deque(sorted(self.holds, key=lambda hold: hold.deadline)), False

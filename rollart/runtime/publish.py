@@ -15,15 +15,15 @@ from rollart.runtime.leases import Leases
 __all__ = ["Publisher"]
 
 PROBE_SAMPLES = 32
-"""Samples of a batch that a probe looks at, about: a forward pass over so many is little beside a step."""
+"""Approximate number of samples of a probe: a forward pass over so few is cheap compared with a training step."""
 
 
 class Publisher:
-    """Called by training alone, one publish at a time; a version that was staged is published beside the next step.
+    """Called by training alone, one publish at a time. A staged version is published during the next step.
 
-    The order is what makes kill -9 safe: write the version whole, then commit it together with the samples it
-    consumed in one transaction, then move the engines. A crash before the commit leaves the old version and all its
-    samples; a crash after it leaves the new version, which engines load when they start.
+    The order makes kill -9 safe: write the whole version, commit it and the samples it consumed in one transaction,
+    then move the engines. A crash before the commit leaves the old version and all its samples. A crash after it leaves
+    the new version, which engines load when they start.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Publisher:
         )
 
     async def stage(self, version: int) -> None:
-        """Returns when the trainer may go on: what is published as `version` is aside."""
+        """Copy the weights that will be published as `version`; returns when the trainer may continue."""
         async with self._leases.hold("publish", f"a copy of v{version}", self._publish_s, Expiry.RESTART_PART):
             await self._trainer.stage(version)
 

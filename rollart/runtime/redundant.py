@@ -26,26 +26,26 @@ from rollart.runtime.trajectory import TrajectoryState
 __all__ = ["SelectionBiasReport", "RedundancyController"]
 
 REMEMBERED_TRAJECTORIES = 2000
-"""Trajectories of either kind that a report looks back on: Cliff's delta is then known to about 0.03."""
+"""Trajectories of either kind that a report covers: Cliff's delta is then known to about 0.03."""
 
 RESIZE_ENDS = 8
-"""Ends of a domain between two looks at its health: a look sums a binomial tail, and a bad share moves slowly."""
+"""Ends of a domain between two checks of its health: a check sums a binomial tail, and the bad share changes slowly."""
 
 UNKNOWN_HOST = ""
-"""Environments say nothing of the host that they ran on."""
+"""Environments do not report the host that they ran on."""
 
 
 class RedundancyController:
     """The extra groups and members to launch. Synchronous; called by the scheduler alone.
 
-    Health counts attempts that met an infrastructure fault. Attempts that redundancy itself cancelled do not count, or
-    redundancy would sustain itself.
+    Health counts attempts that met an infrastructure fault. Attempts cancelled by redundancy itself do not count:
+    otherwise redundancy would sustain itself.
     """
 
     def __init__(
         self, domains: Sequence[Domain], settings: Redundancy, additional: Mapping[str, int] | None = None
     ) -> None:
-        """`additional`: groups per domain that always run beyond a step's, whatever the health."""
+        """`additional`: extra groups per domain that always run, whatever the health."""
         self._settings = settings
         self._additional = additional or {}
         self._health = HealthMeter()
@@ -53,7 +53,7 @@ class RedundancyController:
         self._ends = dict.fromkeys(self._now, 0)
 
     def ended(self, domain: Domain, reason: AbortReason | None) -> None:
-        """An attempt ended, with a sample (None) or without."""
+        """Count the end of an attempt: with a sample (None), or without one for `reason`."""
         if not self._settings.health:
             return
         if reason is None or reason is AbortReason.INFRA_FAULT:
@@ -65,12 +65,12 @@ class RedundancyController:
                 self._now[domain.name] = self._sized(domain)
 
     def extra(self, domain: Domain) -> RedundantLaunch:
-        """Groups beyond a batch's, and members beyond a group's, that are worth starting now."""
+        """Groups beyond a batch, and members beyond a group's size, that are worth starting now."""
         return self._now[domain.name]
 
     def slots(self, ready: Mapping[str, int], domains: Mapping[str, Domain], *, batches: bool) -> dict[str, int]:
-        """Samples per domain by which its window is wider now. With whole `batches`, by none once a batch is there:
-        what is started then would be dropped."""
+        """Samples per domain by which its window is wider now. With whole `batches` the number is 0 once a batch is
+        ready: a group started then would be dropped."""
         if not self.by_groups:
             return {}
         return {
@@ -100,26 +100,26 @@ class SelectionBiasReport:
         self._changed = False
 
     def kept(self, run: GroupRun) -> None:
-        """A group is complete."""
+        """Record the members of a complete group."""
         if self._on:
             self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
 
     def ended(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
-        """A member has a sample that its group may use."""
+        """Record a member whose sample its group may use."""
         if self._on:
             run.seen.append(trajectory_snapshot(live, sample))
 
     def dropped(self, run: GroupRun) -> None:
-        """A group is surplus; those of its members that ended were for nothing."""
+        """Record a surplus group: the work of its finished members is lost."""
         for seen in run.seen:
             self._cancel(_with_group_difficulty(run, seen))
 
     def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
-        """A member was, under way or when it was scored."""
+        """Record a member that was cancelled while it ran, or dropped once it was scored."""
         self._cancel(_with_group_difficulty(run, trajectory_snapshot(live, sample)))
 
     def report(self, version: int) -> None:
-        """An event per figure, if anything was cancelled since the last."""
+        """Emit one event per feature, if any trajectory was cancelled since the last report."""
         if not self._changed:
             return
         self._changed = False
@@ -143,14 +143,14 @@ class SelectionBiasReport:
 
 
 def trajectory_snapshot(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
-    """A trajectory as it stands now."""
+    """A snapshot of a trajectory in its present state."""
     age_s = asyncio.get_running_loop().time() - live.started
     reward = None if sample is None else sample.score
     return TrajectorySnapshot(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
 
 
 def _with_group_difficulty(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
-    """With its group's mean reward, as far as it is known."""
+    """The snapshot with the mean reward of its group's present samples as difficulty."""
     rewards = [s.score for s in run.samples.values()]
     difficulty = math.fsum(rewards) / len(rewards) if rewards else None
     return TrajectorySnapshot(seen.id, seen.tokens, seen.age_s, seen.turns, difficulty, seen.reward)

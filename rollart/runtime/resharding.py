@@ -1,5 +1,5 @@
-"""Tensor parallelism that follows preemption during a run (RollPacker §3.2): decided after each step, from the engines'
-counters, and carried out by the fleet."""
+"""Changes of tensor parallelism that follow preemption during a run (RollPacker §3.2): decided after each step from the
+engines' counters, and applied by the fleet."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rollart.runtime.rebalance import ADOPTED, UNDO_ATTEMPTS
 __all__ = ["Resharder", "ReshardSettings"]
 
 EngineGroup = tuple[str, EngineRole]
-"""Pool and role: its engines have one size, but while they are changed."""
+"""Pool and role. Its engines have one size, except during a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardSettings:
-    """`rules` by pool: a pool without one keeps its sizes. A change must pay within `horizon_s`; until one was made, a
-    move is taken to last `restart_s`. `move_s` is the lease of one. `refuses` says why a kind of engine cannot be
-    started anywhere, or ''."""
+    """`rules` by pool; a pool without a rule keeps its sizes. A change must pay for itself within `horizon_s`. Before
+    the first change, `restart_s` is the estimate of a move's duration. `move_s` is the lease of one move. `refuses`
+    returns the reason why a kind of engine cannot be started anywhere, or ''."""
 
     rules: Mapping[str, TensorParallelRule]
     horizon_s: float = 3600.0
@@ -44,7 +44,7 @@ class ReshardSettings:
 
 @dataclass(slots=True)
 class _ReshardState:
-    """By kind of round, since rounds of tail batching are not comparable; they share the size."""
+    """The state per kind of round, since the rounds of tail batching are not comparable. All kinds share the size."""
 
     by_round: dict[str, TensorParallelState] = field(default_factory=dict)
 
@@ -55,11 +55,11 @@ class _ReshardState:
 
 class Resharder:
     """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
-    the fleet; nobody waits for it. Its settings say which sizes there are; `move_by` gives it a fleet, without which it
-    does nothing.
+    the fleet; no other task waits for it. Its settings give the possible sizes. `move_by` sets the fleet; without a
+    fleet the task does nothing.
 
-    A move that fails changes nothing more: what was drained for it comes back, and that size is not tried again in this
-    run. Invariant: at most one change at a time, and no step in which engines moved is judged.
+    A failed move ends the change: the engines drained for it are started again, and that size is not tried again in
+    this run. Invariant: at most one change runs at a time, and a step in which engines moved is not evaluated.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Resharder:
         self._fleet = fleet
 
     def published(self) -> None:
-        """A step is over; its round is the one that was under way."""
+        """Signal the end of a step, which belongs to the current round."""
         self._ended = asyncio.get_running_loop().time(), self._round()
         self._stepped.set()
 
@@ -103,7 +103,7 @@ class Resharder:
             self._stepped.clear()
             ended, round_ = self._ended
             if self._fleet is not None and await self._look(ended, round_):
-                # What engines counted meanwhile is of no step: the next one to be judged begins with the next publish.
+                # The counters of the meantime belong to no step: the next evaluated step begins with the next publish.
                 self._stepped.clear()
                 await self._stepped.wait()
                 self._stepped.clear()
@@ -111,7 +111,7 @@ class Resharder:
             self._began = asyncio.get_running_loop().time()
 
     async def _look(self, ended: float, round_: str) -> bool:
-        """Judge the step for each group of engines; whether anything was moved."""
+        """Evaluate the step for each group of engines. True if engines moved."""
         did = await self._count()
         seats, moved = self._gateway.seats(), False
         by_kind: dict[EngineKind, list[EngineId]] = {}
@@ -162,7 +162,7 @@ class Resharder:
         return True
 
     async def _change(self, kind: EngineKind, target: EngineKind, engines: int, why: str) -> bool:
-        """Move engine by engine; False if one failed."""
+        """Change the group engine by engine. False if a move failed."""
         assert self._fleet is not None
         self._price(kind, target)
         began, made = asyncio.get_running_loop().time(), 0
@@ -229,7 +229,8 @@ class Resharder:
             self.moving = False
 
     def _price(self, kind: EngineKind, target: EngineKind) -> None:
-        """The new kind costs what its devices cost before: one without a price would draw every trajectory."""
+        """Set the price of the new kind from the price of its devices: an engine without a price would attract every
+        trajectory."""
         routes = self._gateway.routes
         prices = routes.prices
         if prices is None or target in prices.engines or kind not in prices.engines:
@@ -239,7 +240,7 @@ class Resharder:
         self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
 
     async def _count(self) -> dict[EngineId, EngineCounters]:
-        """The counters of each answering engine since it was asked last."""
+        """The increase of each responding engine's counters since the last call."""
         found: dict[EngineId, EngineCounters] = {}
         for engine, stats in (await self._gateway.stats()).items():
             computed = stats.prompt_tokens - stats.cached_tokens
@@ -249,7 +250,7 @@ class Resharder:
         return found
 
     def _context(self) -> float:
-        """Mean context of a turn, from trajectories that finished."""
+        """Mean context of a turn in finished trajectories, in tokens."""
         work = self._meter.work().values()
         whole = sum(w.share for w in work)
         if not whole:
@@ -262,7 +263,7 @@ class Resharder:
         return False
 
     def _adopted(self) -> None:
-        """A resume starts the engines there are."""
+        """Record the present engines: a resume starts those."""
         engines = [[e, s.pool, str(s.role), s.tp] for e, s in self._gateway.seats().items()]
         work = {domain: asdict(seen) for domain, seen in self._meter.work().items()}
         self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))

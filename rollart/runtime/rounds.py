@@ -12,13 +12,13 @@ from rollart.runtime.domain import Domain
 __all__ = ["RELAUNCH_MARK", "GroupLaunch", "PendingPrompt", "TailBatchRounds"]
 
 RELAUNCH_MARK = "~"
-"""Sets a repeated launch apart: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again.
-The journal counts repeated groups under the domain `lake~`, so that its count of a domain is that of its prompts."""
+"""Marks a repeated launch: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again. The
+journal counts repeated groups under the domain `lake~`, so that its count of a domain is the count of its prompts."""
 
 
 @dataclass(slots=True)
 class PendingPrompt:
-    """A prompt that is not trained yet. Its seed stays its own, however often it is launched."""
+    """A prompt that is not trained yet. Its seed stays the same, however often it is launched."""
 
     name: str
     domain: Domain
@@ -36,7 +36,7 @@ class PendingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GroupLaunch:
-    """A group to start now, with this many members; `samples` of it survived a crash."""
+    """A group to start now, with its number of members. `samples`: its samples that survived a crash."""
 
     prompt: PendingPrompt
     members: int
@@ -45,18 +45,18 @@ class GroupLaunch:
 
 @dataclass(slots=True)
 class TailBatchRounds:
-    """Owns the prompts of a run from the draw to the training. Synchronous; the scheduler calls it between two awaits.
+    """Owns the prompts of a run from draw to training. Synchronous; the scheduler calls it between two awaits.
 
-    `draw` makes a domain's next fresh prompts. Invariant: each prompt that was drawn is waiting, deferred, active,
-    trained or dropped (`TailBatching`). Its state need not be stored: what the journal holds as admitted is what waits
-    (first launches) and what is deferred (repeated ones), so a resume begins its round again and loses no prompt.
+    `draw` makes a domain's next fresh prompts. Invariant: each drawn prompt is waiting, deferred, active, trained or
+    dropped (`TailBatching`). The state need not be stored: of the prompts that the journal holds as admitted, first
+    launches are waiting and repeated launches are deferred. So a resume begins its round again and loses no prompt.
     """
 
     domains: Mapping[str, Domain]
     settings: TailSettings
     draw: Callable[[Domain, int], list[PendingPrompt]]
     replacements: list[GroupLaunch] = field(default_factory=list)
-    """Prompts that take the place of dropped ones in the round."""
+    """Prompts that replace dropped prompts in the round."""
     number: int = 0
     kind: str = ""
     _prompts: dict[str, PendingPrompt] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class TailBatchRounds:
         return sum(map(len, self._tail.deferred().values()))
 
     def begin(self, left: Mapping[str, int]) -> list[GroupLaunch]:
-        """The next round. `left` = prompts per domain that the run still trains: no more are ever drawn than that."""
+        """The next round. `left`: prompts per domain that the run still trains, an upper bound on the drawn prompts."""
         held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
         fresh = {
             name: self._draw(name, min(n, max(left[name] - held[name], 0))) for name, n in self._tail.demand().items()
@@ -83,7 +83,7 @@ class TailBatchRounds:
         return self._launches(started.launch)
 
     def completed(self, prompt: PendingPrompt) -> list[PendingPrompt]:
-        """A prompt has its samples. Returns the prompts that are deferred with it, for a later launch."""
+        """Mark a prompt complete. Returns the prompts that are deferred thereby, to a later launch."""
         effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
         for index in range(prompt.domain.group_size):
             effect = self._tail.finished(Response(prompt.name, launch, index))
@@ -91,7 +91,7 @@ class TailBatchRounds:
         return [self._prompts[name] for name in effect.deferred]
 
     def dropped(self, prompt: PendingPrompt) -> list[PendingPrompt]:
-        """A prompt is given up. Another one takes its place, in `replacements`."""
+        """Mark a prompt dropped and add another to `replacements`. Returns the prompts that are deferred thereby."""
         name = prompt.domain.name
         kept = self._tail.deferred()[name] or self._tail.waiting()[name]
         effect = self._tail.dropped(prompt.name, () if kept else self._draw(name, 1))
@@ -104,8 +104,8 @@ class TailBatchRounds:
         return self._prompts[group_id.partition(RELAUNCH_MARK)[0]]
 
     def resume(self, pending: Iterable[tuple[str, Domain, int]], samples: Sequence[TrainSample]) -> list[GroupId]:
-        """Take up what a crash left admitted, in the order of admission. Returns groups that a later launch of the same
-        prompt replaces: they are to be dropped."""
+        """Restore the prompts that were admitted at a crash, given in the order of admission. Returns groups replaced
+        by a later launch of the same prompt: the caller must drop them."""
         replaced: list[GroupId] = []
         for group_id, domain, seed in pending:
             name, _, launch = group_id.partition(RELAUNCH_MARK)

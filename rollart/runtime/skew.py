@@ -1,7 +1,7 @@
 """Skew-aware dispatch during a run: prediction of long trajectories, and engines reserved for them (StreamRL §4.3).
 
-Everything is learned from what finishes here: lengths by prompt and domain, seconds per token by kind of engine and
-batch. A resumed run starts anew, and knows as much again after a few dozen trajectories.
+Everything is learned from finished trajectories and turns of the run: lengths by prompt and domain, seconds per token
+by kind of engine and batch size. A resumed run learns anew, which takes a few dozen trajectories.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MIN_PREDICTIONS = 32
 """Predictions before a trajectory may be classified as long: a few groups."""
 
 PREDICTION_WINDOW = 512
-"""Predictions of late whose upper share is long: about what is in flight."""
+"""Recent predictions whose upper share counts as long: about as many as trajectories are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reserved:
-    """Engines for the long ones, and how many of them each takes at a time."""
+    """Engines reserved for long trajectories, and the most that each of them runs at a time."""
 
     engines: frozenset[str]
     batch: int
 
 
 class SkewAwareDispatcher:
-    """Synchronous; used by `KvAdmission`. Before lengths are learned, no trajectory is long and no engine reserved."""
+    """Synchronous; used by `KvAdmission`. Until lengths are learned, no trajectory is long and no engine reserved."""
 
     def __init__(self) -> None:
         self.ranker = LengthRanker()
@@ -43,8 +43,8 @@ class SkewAwareDispatcher:
         self._reserved: dict[EngineKind, _Reserved] = {}
 
     def judge(self, turn: TurnRequest, *, again: bool) -> float:
-        """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is
-        long. One that was judged before (`again`) counts no second time among those that it is compared with."""
+        """Predict the tokens that the turn's trajectory will generate, and set `turn.long`. A prediction that repeats
+        an earlier one (`again`) is not added to the window of recent predictions."""
         tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
         known = len(self._predicted) >= MIN_PREDICTIONS
         turn.long = known and tokens > self._predicted.quantile(1 - LONG_SHARE)
@@ -53,17 +53,17 @@ class SkewAwareDispatcher:
         return tokens
 
     def over(self, kv: SessionKv, *, whole: bool) -> None:
-        """A trajectory ended by itself (`whole`) or was stopped."""
+        """Learn the length of a trajectory that finished (`whole`) or was stopped."""
         note = self.ranker.finished if whole else self.ranker.stopped
         note(kv.prompt, kv.domain, kv.said)
 
     def saw(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
-        """A turn generated `tokens` there, among those that run now."""
+        """Record the speed of a turn that generated `tokens` on this engine, at its present batch size."""
         if tokens > 0:
             self._speeds.setdefault(member.seat.kind, BatchSpeed()).saw(max(member.running, 1), seconds / tokens)
 
     def reserve(self, homes: Sequence[RegisteredEngine], live: int, limit: int) -> None:
-        """Divide the engines of each kind anew, for `live` trajectories over all of them; `limit` of one at a time."""
+        """Reserve engines of each kind anew, for `live` trajectories over all engines, at most `limit` per engine."""
         kinds: dict[EngineKind, list[RegisteredEngine]] = {}
         for member in homes:
             kinds.setdefault(member.seat.kind, []).append(member)
@@ -72,7 +72,7 @@ class SkewAwareDispatcher:
         if len(self._predicted) >= MIN_PREDICTIONS:
             highest = self._predicted.quantile(1.0)
         if highest <= lowest:
-            return  # all are taken to be alike
+            return  # no trajectory is predicted to be longer than another
         for kind, members in kinds.items():
             speed = self._speeds.get(kind)
             share = live * len(members) // max(len(homes), 1)
@@ -89,8 +89,8 @@ class SkewAwareDispatcher:
             self._reserved[kind] = _Reserved(frozenset(names[: found.long_instances]), found.long_batch)
 
     def takes(self, member: RegisteredEngine, turn: TurnRequest, *, others_wait: bool) -> bool:
-        """Whether the engine is for this turn's trajectory. While none of the other sort waits, every engine is; those
-        of the long ones stay as empty as they need them."""
+        """True if the engine may take this turn's trajectory. An engine reserved for the other class (long or not) may
+        take it while no trajectory of that class waits. A reserved engine never exceeds its batch."""
         reserved = self._reserved.get(member.seat.kind)
         if reserved is None:
             return True

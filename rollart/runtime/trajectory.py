@@ -1,4 +1,4 @@
-"""One trajectory: an episode of turns between the policy and an environment, as straight-line await."""
+"""One trajectory: an episode of turns between the policy and an environment, as a straight sequence of awaits."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ __all__ = ["TrajectoryAborted", "TrajectoryState", "TrajectoryRunner", "WaitLimi
 
 
 CHARACTERS_PER_TOKEN_LIMIT = 16
-"""Characters per token of the context at which an observation is cut to find out that it is too long: tokens have about
-4. A tool's output may have many MB, and encoding one takes half a second of the controller's loop."""
+"""An observation with more characters than this times the context length is cut before it is encoded: a token has about
+4 characters. The output of a tool may have many MB, and encoding it takes half a second of the controller's loop."""
 
 _PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
 _TRAIN = Purpose.TRAIN
@@ -61,9 +61,9 @@ _TRAIN = Purpose.TRAIN
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """Seconds that a trajectory waits for its environment and its reward, and its longest context in tokens.
+    """Longest waits of a trajectory for its environment and its reward, in seconds, and its longest context in tokens.
 
-    `env_close_s` bounds a shutdown: every live trajectory closes its environment then.
+    `env_close_s` also bounds a shutdown, in which every live trajectory closes its environment.
     """
 
     env_reset_s: float = 60.0
@@ -75,7 +75,7 @@ class WaitLimits:
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """A trajectory under way: what staleness and the ledger must know of it before it ends."""
+    """The state of a running trajectory, for the staleness check and the ledger."""
 
     id: TrajectoryId
     group: GroupId
@@ -85,13 +85,13 @@ class TrajectoryState:
     run_seed: int
     started: float
     wish: PlacementRequest = field(default_factory=PlacementRequest)
-    """For a place on an environment host."""
+    """Its request for a slot on an environment host."""
     joined: bool = False
-    """It takes part in lockstep turns."""
+    """True once it takes part in lockstep turns."""
     v0: int | None = None
     sent: int | None = None
-    """Version under which its first turn was sent to an engine with a free slot: where its first token comes from,
-    until the answer says so itself."""
+    """Policy version under which its first turn was sent to an engine with a free slot. It stands in for `v0` until
+    the completion reports its own version."""
     tokens: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -102,28 +102,29 @@ class TrajectoryState:
     action_tokens: int = 0
     first_tokens: int = 0
     length: int = 0
-    """Tokens of its whole context so far."""
+    """Tokens of its whole context until now."""
     abort: AbortReason | None = None
 
     @property
     def begun(self) -> int | None:
-        """The version to judge its staleness by; None while nothing can have been sampled."""
+        """The policy version that its staleness is measured from; None as long as no token can have been sampled."""
         return self.sent if self.v0 is None else self.v0
 
     def note_sent(self, version: int) -> None:
-        """A turn was sent to an engine that generates it at once; an attempt that failed left no token behind."""
+        """Record the version of a turn sent to an engine that generates it at once. It replaces the version of a failed
+        attempt, which left no token."""
         self.sent = version
 
     def spend(self, seconds: float) -> None:
-        """Charge engine time to it."""
+        """Add engine time."""
         self.engine_seconds += seconds
 
 
 class TrajectoryRunner:
     """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
 
-    It waits for the environment, for the gateway and, in the batch schedule, for the turn barrier; every wait is under
-    a lease. `stale` is asked at every turn boundary (I2).
+    A run waits for the environment, for the gateway and, in the batch schedule, for the turn barrier. Every wait is
+    under a lease. `stale` is called at every turn boundary (I2).
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class TrajectoryRunner:
         measure: Callable[[Sequence[int]], int] = len,
         prefetch: Prefetcher | None = None,
     ) -> None:
-        """`measure`: how many tokens ids stand for. As many as they are, but where a world packs many into one.
-        `prefetch`: environments that were reset before their trajectories begin."""
+        """`measure`: number of tokens that a sequence of ids stands for: its length, except in a simulated world, where
+        one id may stand for many tokens. `prefetch`: environments that are reset before their trajectories start."""
         self._prefetch = prefetch
         self._measure = measure
         self._gateway = gateway
@@ -150,10 +151,10 @@ class TrajectoryRunner:
         self.stale = stale
         self._barrier = barrier
         self.meter = meter
-        """What the finished trajectories of training asked for, if anybody wants to know."""
+        """Collects the workload of finished training trajectories; None if no planner needs it."""
 
     async def run(self, live: TrajectoryState) -> Trajectory:
-        """The episode. Raises `TrajectoryAborted`; an environment that breaks or stalls is an infrastructure fault."""
+        """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
         if live.domain.harness is not None:
             return await self._harnessed(live, live.domain.harness)
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
@@ -184,8 +185,8 @@ class TrajectoryRunner:
             await self._close(live, environment)
 
     def _shown(self, text: str) -> tuple[tuple[int, ...], int]:
-        """The ids of an observation and how many tokens they stand for; of one that fills the context by far, of its
-        beginning, which fills it too."""
+        """The ids of an observation and the number of tokens that they stand for. If a text is far longer than the
+        context, only a prefix is encoded, provided that the prefix already fills the context."""
         most = CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
         if len(text) > most:
             shown = self._tokenizer.encode(text[:most])
@@ -197,7 +198,7 @@ class TrajectoryRunner:
     async def _act(
         self, live: TrajectoryState, observation: Observation, shown: tuple[int, ...], length: int, turn: int
     ) -> Completion:
-        """One answer of the policy to what it is shown, `length` tokens more."""
+        """Append the observation, which adds `length` tokens to the context, and generate the action."""
         live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, shown))
         live.tokens.extend(shown)
         live.length += length
@@ -257,8 +258,8 @@ class TrajectoryRunner:
         return completion
 
     async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
-        """An agent program's episode: it asks, as long as it likes or has turns left. What it makes of an answer is its
-        own matter, so staleness is checked before each answer is given out."""
+        """Run an agent program's episode: serve its requests until it ends or its turns are used up. The effect of a
+        completion inside the program is unknown, so staleness is checked before each completion is handed to it."""
         self._barrier.join()
         episode: HarnessEpisode | None = None
         try:
@@ -303,7 +304,7 @@ class TrajectoryRunner:
         return wanted
 
     def _take_over(self, live: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
-        """The branch that is trained becomes the trajectory."""
+        """Make the segments of the trained branch those of the trajectory."""
         live.segments[:] = segments
         live.turns[:] = harness_turns(segments, self._tokenizer, live.domain.stop_token_ids, step.reward)
         live.length = sum(len(s.token_ids) for s in segments)
@@ -337,7 +338,7 @@ class TrajectoryRunner:
         return self._tokenizer.decode(said)
 
     def _judge(self, live: TrajectoryState) -> None:
-        """Enforce I2 between two turns, and before an answer takes effect."""
+        """Enforce I2 between two turns, and before a completion takes effect."""
         if live.purpose is _TRAIN and self.stale(live.v0):
             raise TrajectoryAborted(AbortReason.STALE)
 
@@ -371,7 +372,7 @@ class TrajectoryRunner:
     async def _reset(
         self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
     ) -> Observation:
-        """The first observation, of its own reset or of a prefetched one."""
+        """The first observation, from a reset made here or from a prefetched environment."""
         try:
             await (
                 prepare_environment(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared()
@@ -411,7 +412,8 @@ class TrajectoryRunner:
         return step
 
     async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
-        """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
+        """Release the prefix KV and the environment of the episode. A close that stalls is recorded by its lease; a
+        close that fails is ignored."""
         limit = self._limits.env_close_s
         try:
             with (
