@@ -2,8 +2,8 @@
 
 Prefix KV is useful only while it is resident. If live trajectories need more KV than fits, engines evict blocks that
 are needed a moment later, and every turn recomputes its whole context. So a trajectory is assigned to an engine when
-its expected final context fits, and from then on its turns never wait here. A trajectory whose KV was evicted all the
-same queues again, before trajectories that have not begun.
+its expected final context fits, and from then on its turns never wait here. A trajectory whose KV is evicted
+nevertheless queues again, before trajectories that have not begun.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollart.runtime.turn import TurnRequest
 __all__ = ["ConcurrencySettings", "KvAdmission"]
 
 LENGTH_MEAN_WEIGHT = 0.02
-"""Weight of one finished trajectory in its domain's mean length: about fifty back."""
+"""Weight of one finished trajectory in its domain's mean length, which covers about the last fifty."""
 
 IDLE_ADMISSION_S = 5.0
 """An engine that was idle for so long accepts one more trajectory even without free KV memory: all of its sessions wait
@@ -41,8 +41,8 @@ STATS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencySettings:
-    """The search for each engine's limit, and the initial final lengths of trajectories in tokens, by domain.
-    `skew_aware`: the longest trajectories go first, and have reserved engines."""
+    """`aimd`: the search for each engine's limit. `expected`: initial estimates of final trajectory lengths in tokens,
+    by domain. `skew_aware`: the longest trajectories go first and have reserved engines."""
 
     aimd: AimdSettings = field(default_factory=AimdSettings)
     expected: Mapping[str, float] = field(default_factory=dict)
@@ -56,13 +56,14 @@ class _Waiter:
 
 
 class KvAdmission:
-    """Owns the limits and the line. `Turns` asks `enter` before a turn of a trajectory that lives nowhere.
+    """Owns the concurrency limits and the admission queues. `TurnExecutor` awaits `enter` before a turn of a trajectory
+    without a sticky engine.
 
-    `enter` waits for room (unblocked by a trajectory that ends or moves, by a higher limit, by an engine that joins or
-    falls quiet), and returns at once when no engine is eligible at all: that wait is somebody else's. Who
-    waits is placed in the order: begun before new, then as they came. Nothing wedges: homes' turns run whatever the
-    limits say, so trajectories end; and an engine where nothing runs for a while takes the first of the line, room or
-    not.
+    `enter` waits for free KV memory. It is unblocked by a trajectory that ends or moves, a higher limit, or an engine
+    that joins or becomes idle. It returns at once if no engine is eligible at all: the caller waits for engines.
+    Trajectories that have begun are admitted before new ones, and otherwise in order of arrival. There is no deadlock:
+    turns on sticky engines run regardless of the limits, so trajectories end; and an engine that was idle for
+    `IDLE_ADMISSION_S` accepts the head of the queue even without free memory.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class KvAdmission:
         tell: EmitEvent,
         place: Callable[[TurnRequest], bool | None],
     ) -> None:
-        """`place` assigns a turn's trajectory to an engine: True if it has one; None if no engine is eligible at
-        all."""
+        """`place` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None
+        if no engine is eligible at all."""
         self._settings = settings
         self._roster = roster
         self._leases = leases
@@ -98,7 +99,7 @@ class KvAdmission:
         self.admitted = self.waited = self.evicted = self.preempted = 0
 
     async def run(self) -> None:
-        """Poll the KV usage of engines, as long as turns run or wait: a permanent timer would hide a deadlock."""
+        """Poll the KV usage of engines while turns run or wait: a permanent timer would hide a deadlock."""
         while True:
             await self._look()
             await asyncio.sleep(self._settings.aimd.interval_s)
@@ -184,7 +185,7 @@ class KvAdmission:
             self._pumping = False
 
     def takes(self, member: RegisteredEngine, turn: TurnRequest, seats: int = 1) -> bool:
-        """True if the engine accepts this turn's trajectory, or so many members of its group."""
+        """True if the engine accepts this turn's trajectory, or `seats` members of its group."""
         kv = member.kv
         if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
             return True
@@ -231,7 +232,7 @@ class KvAdmission:
         self.pump()
 
     def gave_up(self, session: str) -> None:
-        """The trajectory is over before it had any state: it waited while weights changed."""
+        """The trajectory ended before it had any state, because it waited for a weight update."""
         self._came.pop(session, None)
 
     def joined(self, member: RegisteredEngine) -> None:
@@ -240,7 +241,7 @@ class KvAdmission:
             member.kv.set_capacity(*self._facts[member.engine.id])
 
     def report(self, version: int) -> None:
-        """The limits since the last time, for the ledger."""
+        """Emit the current limits, and the counts since the last report, to the ledger."""
         limits = sorted(self.limits.limit(m.engine.id) for m in self._homes())
         if not limits:
             return
@@ -260,8 +261,8 @@ class KvAdmission:
         self.admitted = self.waited = self.evicted = self.preempted = 0
 
     def wanted(self, domain: str, tokens: int) -> int:
-        """The expected final length in tokens, by domain. On average a trajectory uses half of it, but trajectories
-        that begin together are long together, and a smaller batch is faster."""
+        """The expected final length in tokens, at least `tokens`. On average a trajectory uses half of it, but
+        trajectories that begin at the same time are long at the same time, and a smaller batch is faster."""
         return max(tokens, int(self._final.get(domain, 0.0)))
 
     def _homes(self) -> list[RegisteredEngine]:

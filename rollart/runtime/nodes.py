@@ -15,10 +15,9 @@ __all__ = ["NodeTracker"]
 
 
 class NodeTracker:
-    """Told of nodes by whoever watches the cluster, on the loop; read by the rebalancer, to whom the reasons and the
-    departures are told, and by those who keep hosts on them.
-    `where` says which node each engine is on, '' if on none; `most` devices are used of each pool, for which the first
-    plan was made."""
+    """Tracks the nodes of a cluster. The cluster watcher reports node changes on the event loop; the rebalancer reads
+    reasons to plan and departures, and the host autoscalers read devices. `where`: the node of each engine, '' for an
+    engine without one. `most`: the maximum number of devices by pool, those of the first plan."""
 
     def __init__(
         self,
@@ -28,7 +27,7 @@ class NodeTracker:
         *,
         patience_s: float = 0.0,
     ) -> None:
-        """`patience_s`: how long a run without an engine waits for a node."""
+        """`patience_s`: how long a run without any engine waits for a node."""
         self.patience_s = patience_s
         self._presence = NodeAvailability(settings)
         self._where = where
@@ -54,7 +53,7 @@ class NodeTracker:
         self.wake()
 
     def joined(self, node: str, devices: Mapping[str, int]) -> None:
-        """A node with so many devices of each pool; nothing for one of no pool."""
+        """A node joined, with its devices by pool. A node of no pool is ignored."""
         if devices:
             self._presence.come(node, devices, _now())
             self.wake()

@@ -1,4 +1,4 @@
-"""Which images an episode needs: asked of the environment hosts, once for all members of a prompt."""
+"""Container images that an episode needs: the environment hosts name them, once per prompt."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rollart.runtime.leases import Leases
 __all__ = ["ImageResolver"]
 
 REMEMBERED_PROMPTS = 4096
-"""Prompts whose images are remembered: those of a few batches."""
+"""Number of prompts whose images are cached: those of a few batches."""
 
 MAX_CONCURRENT_QUERIES = 16
-"""Concurrent queries to all hosts together. An environment names its images on its host's loop, where the host's other
-episodes wait meanwhile."""
+"""Maximum concurrent queries, over all hosts. An environment names its images on its host's event loop, and blocks the
+host's other episodes meanwhile."""
 
 
 class ImageResolver:
-    """Any task may ask `wanted`. It waits for a host's answer, or for whoever asks the same already, under a lease of
-    the asker's; hosts are asked in turn, and where one ends the next is. Invariant: no prompt is asked for twice at a
-    time, nor again while it is remembered."""
+    """Any task may call `wanted`. It waits for a host's response, or for a pending query of the same prompt, under a
+    lease of the calling episode. Queries rotate over the hosts; if a host ends, the next one is queried. Invariant: a
+    prompt has at most one query at a time, and none while it is cached."""
 
     def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
         """`seen` is called with each host and its answer, which includes the images that it has."""
@@ -37,7 +37,7 @@ class ImageResolver:
         self._turn = 0
 
     async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
-        """Images that an episode needs; none where no host brings any. `links`: hosts that serve."""
+        """Images that an episode needs; none if no host can pull images for its domain. `links`: serving hosts."""
         able = [link for link in links if domain in link.image_domains]
         if not able:
             return frozenset()

@@ -19,15 +19,15 @@ SLOT_WAIT = "a place on an environment host"
 
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """One episode's, on one life of one host, until it is `free`d. `give_up`: what ends an episode that is ahead of
-    need; None where nothing may."""
+    """An episode's slot on one life of a host, held until `free`. `give_up` ends a prefetched episode; None if the
+    episode must not be ended."""
 
     host: EnvironmentHostState
     link: EnvironmentHost
     wish: PlacementRequest
     give_up: Callable[[], None] | None = None
     going: bool = False
-    """It was given up, and will be free."""
+    """True if it is being reclaimed and will be free."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _WaitTotals:
-    """Wait totals of one claim."""
+    """Wait totals of one priority."""
 
     places: int = 0
     waited: int = 0
@@ -52,23 +52,23 @@ class _WaitTotals:
 
 @dataclass(slots=True)
 class HostSlotPool:
-    """Owns the line and the places that are held ahead of need. Any task may `take`, which waits for a place, and holds
-    it until `free`; it is unblocked by a place that gets free, or by a host that starts (`look`), in the order of
-    `policy.places`.
+    """Owns the queue for slots and the slots of prefetched episodes. Any task may call `take`, which waits for a slot,
+    and holds the slot until `free`. `take` is unblocked by a slot that becomes free or by a host that starts (`look`),
+    in the order of `policy.places`.
 
-    The wait is under no lease: it is nobody's fault and takes as long as those take that hold the places, each of
-    whose calls has a lease. It always ends while any host serves or comes back: what is ahead of need gives its place
-    up, and an episode that runs waits for nothing that another episode must have a place for. Invariant: of a host's
-    present life never more places are held than it has; each is freed once.
+    The wait has no lease: it lasts as long as the episodes that hold the slots, and each of their calls has a lease. It
+    always ends while any host serves or comes back: prefetched episodes yield their slots, and a running episode never
+    waits for anything that requires another episode to get a slot. Invariant: no more slots of a host's present life
+    are held than it has, and each is freed once.
     """
 
     choose: Callable[[frozenset[str]], EnvironmentHostState | None]
-    """A host with room, for an episode that needs these images; None if all are full."""
+    """A host with a free slot for an episode that needs these images; None if all hosts are full."""
     leases: Leases
     recorder: Recorder
     line: PlacementQueue[_Waiter] = field(default_factory=PlacementQueue)
     ahead: dict[HostSlot, None] = field(default_factory=dict)
-    """Held ahead of need, oldest first."""
+    """Slots of prefetched episodes, oldest first."""
     going: int = 0
     sums: dict[PlacementPriority, _WaitTotals] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class HostSlotPool:
         wanted: frozenset[str] = frozenset(),
         give_up: Callable[[], None] | None = None,
     ) -> HostSlot:
-        """A place for an episode, which holds it from now on."""
+        """Wait for a slot for an episode, which holds the slot from then on."""
         loop = asyncio.get_running_loop()
         waiter, began = _Waiter(wish, wanted, give_up, loop.create_future()), loop.time()
         number = self.line.add(wish, waiter)
@@ -101,12 +101,12 @@ class HostSlotPool:
         return place
 
     def keep(self, place: HostSlot) -> None:
-        """Its trajectory runs: it is ahead of need no more."""
+        """The episode's trajectory has been admitted: its slot may no longer be reclaimed."""
         place.give_up = None
         self.ahead.pop(place, None)
 
     def free(self, place: HostSlot) -> None:
-        """Its episode is over. The place of a life that is over was lost with that."""
+        """The slot's episode is over. A slot of a host life that is over was lost with that life."""
         self.ahead.pop(place, None)
         self.going -= place.going
         if place.host.life is place.link:
@@ -141,12 +141,12 @@ class HostSlotPool:
             self._give_up(place, free=False)
 
     def tell(self) -> None:
-        """All sums, as they stand."""
+        """Emit the current totals of all priorities."""
         for claim in self.sums:
             self._tell(claim)
 
     def _give_up(self, place: HostSlot, *, free: bool = True) -> None:
-        """`free`: it will be, for another."""
+        """Reclaim a prefetched slot. `free`: another episode can use the slot."""
         assert place.give_up is not None
         del self.ahead[place]
         place.going = free

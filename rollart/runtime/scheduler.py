@@ -35,14 +35,14 @@ from rollart.runtime.trajectory import TrajectoryRunner
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 FAULT_WINDOW_BATCHES = 4
-"""Batches of attempts that are looked back on for what ends of hosts took, where those are more than `WINDOW`."""
+"""Size in batches of the window of attempts over which losses to incidents are counted, if larger than `WINDOW`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps` training steps in all;
-    `max_attempts` per group before its prompt is given up; faults above `max_fault_rate` end the run once there are
-    `min_faults`."""
+    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps`: the total number of training
+    steps; `max_attempts` per group before its prompt is given up; a fault rate above `max_fault_rate` ends the run once
+    there are `min_faults` faults."""
 
     seed: int
     steps: int
@@ -57,16 +57,16 @@ class SchedulerSettings:
     fairness: FairnessSettings | None = None
     """Shares of domains instead of quotas."""
     prefetch: PrefetchSettings | None = None
-    """Environments that are reset ahead of need."""
+    """Reset of environments before their trajectories are admitted."""
 
 
 class Scheduler:
     """Owns admission and the tasks of all training trajectories.
 
-    `run` waits for slots, which are freed by `published` (consumed samples) and by drops; it is unblocked by either.
-    `published` is called while every engine stands still, synchronously. Invariants: samples that wait or run never
-    exceed (alpha + 1) x batch, plus the redundant groups' where such are asked for (I4); a group enters the buffer
-    whole, once (I6); none older than alpha runs on (I2).
+    `run` waits for slots; it is unblocked by `published` (consumed samples) and by dropped groups, which free them.
+    `published` is synchronous, and is called while every engine stands still. Invariants: waiting and running samples
+    never exceed (alpha + 1) x batch, plus the samples of redundant groups if these are requested (I4); a group enters
+    the buffer whole, once (I6); no trajectory older than alpha versions continues (I2).
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Scheduler:
         )
         self._admitting.short = buffer.short
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
-        # Rewards as a stage of their own wait until every trajectory of the batch has ended.
+        # Rewards that are a separate stage wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
         self._groups = GroupTable(
             bound=self._bound,
@@ -125,7 +125,7 @@ class Scheduler:
             prefetch.on_known = self._freed.set
         self._drops: list[tuple[GroupId, str]] = []
         self._again: list[tuple[GroupId, str, int]] = []
-        """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
+        """New groups of deferred prompts: they are journaled before the old groups are dropped."""
         self._redundant = self._admitting.redundant
         speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
         self._cancellations = SelectionBiasReport(recorder, on=speculates)
@@ -148,7 +148,7 @@ class Scheduler:
         self.rolling = self._attempts.rolling
 
     async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:
-        """Admit groups until `close`; then abort what still runs. The last step is given no more than its batch."""
+        """Admit groups until `close`, then abort the running ones. The last step gets no more groups than its batch."""
         async with asyncio.TaskGroup() as tasks:
             if recovered is not None:
                 await self._readmit(tasks, recovered, version())
@@ -156,17 +156,17 @@ class Scheduler:
                 await self._write_drops()
                 fresh = self._admitting.reserve()
                 if fresh:
-                    # Together: one transaction of the journal, not one per group.
+                    # Concurrently: one transaction of the journal, not one per group.
                     await asyncio.gather(
                         *(self._journal.admit(p.group, p.journal_domain, p.seed) for p in [f.prompt for f in fresh])
                     )
                     self._open(tasks, fresh, version())
                 elif not self._attempts.closed and not self._drops:
-                    # Nothing is awaited since they were looked at: no close and no drop can fall between.
+                    # There is no await since the checks: neither a close nor a drop can come between.
                     self._look_ahead(tasks)
                     self._freed.clear()
                     await self._freed.wait()
-            self._end_surplus()  # of a resume that had no step left: `close` came before its groups
+            self._end_surplus()  # of a resume without a step left: `close` came before its groups
             self._groups.cancel_all(AbortReason.SHUTDOWN)
             if self._prefetch is not None:
                 self._prefetch.close()
@@ -214,7 +214,7 @@ class Scheduler:
             self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
 
     def taken(self, groups: Sequence[Group]) -> None:
-        """They are in training: under a schedule of whole batches the next one may start."""
+        """The groups are in training: under a schedule of whole batches, the next batch may start."""
         if self._shares is not None:
             self._shares.told()
         if self._pace is not None:
@@ -240,7 +240,7 @@ class Scheduler:
 
     @property
     def round(self) -> str:
-        """The kind of round of tail batching that is under way; '' without."""
+        """The kind of the current round of tail batching; '' without tail batching."""
         return "" if self._rounds is None else self._rounds.kind
 
     def _evict(self, version: int) -> None:
@@ -252,7 +252,7 @@ class Scheduler:
             self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
 
     def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
-        """Reset environments for the prompts that are drawn next, as many as the run will still start."""
+        """Prefetch environments for the prompts that are drawn next, at most as many as the run will still start."""
         if self._prefetch is None:
             return
         left = self._admitting.remaining({})
@@ -262,8 +262,8 @@ class Scheduler:
             self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
 
     def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[GroupLaunch], version: int) -> None:
-        """Run groups that hold slots. One that lost them while it was written down is not wanted any more; so is one
-        that the samples of another, kept over a crash, make surplus."""
+        """Run the groups that still hold slots: a group may have lost them while it was journaled, or because samples
+        of another group that survived a crash made it surplus."""
         opened = []
         for launch in launches:
             prompt = launch.prompt
@@ -319,7 +319,7 @@ class Scheduler:
         for member in members:
             name = f"{run.id}.{member}"
             task = run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
-            if self._together is not None:  # told also of one that is cancelled before it begins
+            if self._together is not None:  # also called for a member cancelled before it begins
                 task.add_done_callback(partial(self._member_left, self._together, run.id, member))
 
     @staticmethod
@@ -353,7 +353,7 @@ class Scheduler:
         self._attempts.quiet.set()
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:
-        """The batch is full without this group."""
+        """End a group without which the batch is full."""
         if (run := self._groups.get(group_id)) is not None:
             self._groups.dismiss(run, AbortReason.REDUNDANT)
             self._cancellations.dropped(run)
@@ -361,12 +361,12 @@ class Scheduler:
         self._event("group_redundant", group_id, domain=domain.name)
 
     def _defer(self, rounds: TailBatchRounds, prompts: Sequence[PendingPrompt]) -> None:
-        """Their launch ends; they wait for a later round, as groups of their own."""
+        """End the launch of these prompts. They wait for a later round, each as a new group."""
         for prompt in prompts:
             old = prompt.group
             if (run := self._groups.get(old)) is not None:
                 self._groups.dismiss(run, AbortReason.DEFERRED)
-            if old not in self._slots.held:  # it was to replace a lost one, and never began
+            if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
                 rounds.replacements = [r for r in rounds.replacements if r.prompt is not prompt]
                 self._again.append((old, prompt.journal_domain, prompt.seed))
                 self._slots.admit(old, prompt.domain.name, prompt.domain.group_size)
@@ -380,7 +380,7 @@ class Scheduler:
         self._replace(run)
 
     def _replace(self, run: GroupRun) -> None:
-        """The group gave up its slots: a fresh prompt takes its place."""
+        """Replace the prompt of a group that released its slots; admission does so if there is no tail batching."""
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.dropped(self._rounds.prompt(run.id)))
 

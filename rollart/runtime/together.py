@@ -1,6 +1,7 @@
 """Group colocation: the members of a group stay on one engine, as one unit of admission (`num_return_sequences`).
 
-The baseline of ROLL Flash's prompt replication (§2.1), which makes n independent tasks of a prompt with n responses.
+The baseline for the prompt replication of ROLL Flash (§2.1), which runs a prompt with n responses as n independent
+tasks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ __all__ = ["GroupColocation", "ColocatedGroup"]
 
 @dataclass(slots=True)
 class ColocatedGroup:
-    """A live group. `seats` = slots reserved on its engine; members are identified by their index in the group."""
+    """A live group. `seats`: slots reserved on its engine, occupied or not. Members are identified by their index in
+    the group."""
 
     group: str
     members: set[str]
@@ -51,10 +53,11 @@ class ColocatedGroup:
 class GroupColocation:
     """Owns the colocated groups. Synchronous; the scheduler reports groups, `TurnRouter` reports assignments.
 
-    A group's first member that is placed chooses the engine, with seats for all that have not ended; the others take
-    theirs whenever they come, at once. The room is free when the last of them is done. Where the home is lost, the next
-    that is placed chooses again for those that have none; one that lost its KV, or failed there, is placed by itself.
-    Nothing waits here but members for the one of them that stands in line, and if that is gone another does.
+    The first member that is assigned chooses the engine and reserves slots for all members that have not ended; the
+    others occupy their slots at once whenever they arrive. The slots are released when the last member is done. If the
+    engine is lost, the next assigned member chooses an engine for all members without one. A member whose KV was
+    evicted, or that failed on the engine, is assigned individually. Members wait only for the one member that queues
+    for the group; if that member stops waiting, another one queues.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class GroupColocation:
         """Called when an engine gained free slots."""
 
     def open(self, group: str, members: Iterable[int]) -> None:
-        """The group begins, with these members to run."""
+        """The group begins, with these members."""
         self._units[group] = ColocatedGroup(group, {str(m) for m in members})
 
     def left(self, group: str, member: int) -> None:
@@ -157,6 +160,6 @@ class GroupColocation:
 
 
 def _split(session: str) -> tuple[str, str]:
-    """The group and the number in it of a trajectory: of 'lake-12.3r2', 'lake-12' and '3'."""
+    """The group of a trajectory and its index there: 'lake-12' and '3' for 'lake-12.3r2'."""
     group, _, member = session.rpartition(".")
     return group, member.partition("r")[0]
