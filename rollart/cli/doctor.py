@@ -38,7 +38,7 @@ EXTRAS = {
 class DoctorFinding:
     """One finding: `ok`, `missing` (something optional), `fails` (nothing will run)."""
 
-    what: str
+    subject: str
     result: str
     detail: str
 
@@ -59,9 +59,9 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
 
     checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
     columns = (TableColumn("what"), TableColumn("result"), TableColumn("detail"))
-    table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
+    table = Table("checks", "Checks", columns, tuple((c.subject, c.result, c.detail) for c in checks))
     click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
-    failed = [c.what for c in checks if c.result == "fails"]
+    failed = [c.subject for c in checks if c.result == "fails"]
     if failed:
         raise RunFailed(f"this machine cannot run rollart: {', '.join(failed)}")
 

@@ -61,7 +61,7 @@ def comparison_table(
         figure = figures[key]
         mean, half = interval([figure.of(one) for one in findings])
         value = planned.get(key)
-        rows.append((key, figure.what, figure.unit, value, mean, half, mean / value if value else None))
+        rows.append((key, figure.label, figure.unit, value, mean, half, mean / value if value else None))
     return Table("simulated", "Beside a simulation", columns, tuple(rows))
 
 

@@ -103,7 +103,7 @@ def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> No
 def deploy(
     source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
 ) -> None:
-    """Deploy rewards to a provider. A version that is there already changes nothing."""
+    """Deploy rewards to a provider. Deploying an existing version changes nothing."""
     from rollart.cli.reward_tables import show_changes, show_deployed, trial_line
     from rollart.compose.price_files import effective_prices
     from rollart.compose.providers import TrialMeter, packages_in
@@ -343,7 +343,7 @@ def _with(
     *,
     meter: MeterSink | None = None,
 ) -> T:
-    """Open the provider's control plane, do something, and close it."""
+    """Call `do` with the provider's control plane, which is closed afterwards."""
     from rollart.compose.providers import canonical_provider, deployer, translated_errors
 
     name, functions = canonical_provider(provider), cluster_functions(cluster)

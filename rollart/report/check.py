@@ -52,7 +52,7 @@ class SimulationCheck:
 
     @property
     def loop_usd_error(self) -> float:
-        """Relative deviation of the loop's dollars; 0 where nothing costs anything."""
+        """Relative deviation of the loop's dollars; 0 if the loop costs nothing."""
         return self.simulated.loop_usd / self.recorded.loop_usd - 1.0 if self.recorded.loop_usd else 0.0
 
     @property

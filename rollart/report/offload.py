@@ -350,8 +350,8 @@ def _notes(
         yield "no call is known to have waited for a worker: calls are replayed as they were begun"
     if any(len(case.calls) == MOST for case in cases if case.name != ALL):
         yield f"only the last {MOST:,} calls of a function are replayed"
-    own = [case.provider for case in cases if case.name != ALL and not rows.prices.billed(case.provider)]
-    for provider in sorted(set(own)):
+    unbilled = [case.provider for case in cases if case.name != ALL and not rows.prices.billed(case.provider)]
+    for provider in sorted(set(unbilled)):
         yield f"{provider}: workers on the run's own cores: dollars of its calls are what they would cost elsewhere"
     for provider in sorted({case.provider for case in cases if case.name != ALL}):
         for price in rows.prices.sources(provider):

@@ -105,10 +105,10 @@ def simulation_figures(
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a simulation: `key` is its stable name for machines, `what` its name for people."""
+    """A figure of a simulation: `key` is its stable name for machines, `label` its name for people."""
 
     key: str
-    what: str
+    label: str
     unit: str
     of: Callable[[SimulationFigures], float]
 
@@ -160,7 +160,7 @@ def _figures(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
         columns += [TableColumn(name, "number"), TableColumn(f"{name} ±", "number")]
     rows: list[tuple[Cell, ...]] = []
     for figure in FIGURES:
-        row: list[Cell] = [figure.key, figure.what, figure.unit]
+        row: list[Cell] = [figure.key, figure.label, figure.unit]
         for own in by.values():
             row += interval([figure.of(f) for f in own])
         rows.append(tuple(row))

@@ -45,7 +45,7 @@ class SpecSources:
 
     @classmethod
     def saved(cls, path: str | Path) -> SpecSources:
-        """Of the file that a run's directory keeps. It has no line numbers, since no user wrote it."""
+        """The documents of a run's directory. They have no line numbers, since no user wrote them."""
         return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
 
     def position(self, finding: SpecFinding) -> str:

@@ -214,7 +214,7 @@ def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
     try:
         with UserCodeGuard():
             found: Any = getattr(importlib.import_module(module), name)()
-    except Exception as error:  # a user's module may do anything
+    except Exception as error:  # a user's module may raise any exception
         raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None
     finally:
         if added:
