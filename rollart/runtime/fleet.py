@@ -1,4 +1,4 @@
-"""Engines that come and go while a run goes on: the `Fleet` port over gateway, supervision and a place to run."""
+"""Engines that start and end during a run: the `Fleet` port over gateway, supervision and devices."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ __all__ = ["EngineFleet", "EngineSite", "ReservedEngine"]
 
 @dataclass(frozen=True, slots=True)
 class ReservedEngine:
-    """An engine that has devices and a name of its own, but no process yet."""
+    """An engine that has devices and a unique name, but no process yet."""
 
     part: EnginePart
     seat: EnginePlacement
 
 
 class EngineSite(Protocol):
-    """The devices that engines run on. It bills them: an engine's from `place` on, until `clear` has ended it."""
+    """The devices that engines run on. It bills the devices of an engine from `place` until `clear` has ended it."""
 
     def free(self) -> Mapping[str, int]:
-        """Devices by pool that nothing holds; below 0 where more are held than are there."""
+        """Free devices by pool; negative if engines hold more devices than the pool has."""
 
     def resize(self, devices: Mapping[str, int]) -> None:
-        """So many devices are there now, by pool (absent: none), and are billed."""
+        """Set the present devices by pool (0 for an absent pool); these are billed."""
 
     async def place(self, kind: EngineKind) -> ReservedEngine:
-        """Take free devices and a name that no engine of the run ever had. `RollartError` if there are none."""
+        """Reserve free devices and a name that no engine of the run has had. `RollartError` if too few are free."""
 
     async def clear(self, engine_id: EngineId) -> None:
-        """Stop the engine's process for good, if there is one, and give its devices back. Bounded; may be called
-        again."""
+        """Stop the engine's process for good, if it has one, and free its devices. Bounded in time and idempotent."""
 
 
 class EngineFleet:
-    """Implements `Fleet`. Called by the rebalancer; `gone` by supervision.
+    """Implements `Fleet`. Called by the rebalancer and the resharder; `gone` is called by supervision.
 
-    `apply` waits for the move before it, for a weight update to end, then for the engine's start or for its last turn.
-    A start that fails leaves nothing behind. A drain is decided once it has begun: whatever interrupts it, the engine
-    goes, because its trajectories have left it already. A turn longer than `drain_s` is generated anew elsewhere.
+    `apply` waits for the previous move, for the end of a weight update, then for the engine's start or its last turn.
+    A failed start leaves nothing behind. A drain is final once it has begun: the engine leaves even if the drain is
+    interrupted, because its trajectories have left it already. A turn longer than `drain_s` is repeated elsewhere.
     """
 
     def __init__(
@@ -95,18 +94,18 @@ class EngineFleet:
                         await self._site.clear(engine_id)
 
     def gone(self, engine_id: EngineId) -> None:
-        """Supervision gave it up. Its devices are taken back when the next move is made."""
+        """Supervision gave the engine up. Its devices are freed before the next move."""
         self._gone.append(engine_id)
 
     async def _clear(self) -> None:
-        """Take devices back. What fails on the way, or is cancelled, is left for the next move."""
+        """Free the devices of engines that were given up. After an error or a cancellation, the next move continues."""
         while self._gone:
             await self._site.clear(self._gone[0])
             self._gone.pop(0)
 
     async def _start(self, kind: EngineKind) -> None:
         async with self._gateway.still():
-            pass  # not into an update: the engine would load the version that goes
+            pass  # not during an update: the engine would load the outgoing version
         placed = await self._site.place(kind)
         engine_id = placed.part.id
         try:
@@ -120,7 +119,7 @@ class EngineFleet:
             raise
 
     async def _drain(self, kind: EngineKind, wanted: EngineId | None) -> None:
-        """`wanted`: this one, which may have been retired already."""
+        """Drain one engine of the kind. `wanted`: this engine, which may have been retired already."""
         async with self._gateway.still():
             may = self._gateway.stable() if wanted is None else {wanted}
             engine_id = next((e for e in self._gateway.at(kind) if e in may), None)
@@ -129,7 +128,7 @@ class EngineFleet:
             self._gateway.retire(engine_id)
         began, late = asyncio.get_running_loop().time(), False
         try:
-            # It may die from now on: it would not be restarted, and its turns are routed again.
+            # If the engine dies from now on, it is not restarted, and its turns are routed again.
             await self._supervisor.release(engine_id)
             await self._gateway.drain(engine_id, seconds=self._drain_s)
         except LeaseExpired:

@@ -1,4 +1,4 @@
-"""Hosts of function workers, kept alive: each is started, watched, and started again where there is room for it."""
+"""Supervision of the hosts of function workers: start, watch, and restart each host wherever a node has room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FunctionHostSupervisor", "FunctionPart"]
 
 
 class FunctionPart(Protocol):
-    """A host's process as the fleet sees it. Its clock runs from its making to `close`."""
+    """A host's process, as its supervisor uses it. Its clock runs from its construction to `close`."""
 
     @property
     def id(self) -> str: ...
@@ -32,44 +32,45 @@ class FunctionPart(Protocol):
 
     @property
     def node(self) -> str:
-        """Where it runs; '' if nowhere yet."""
+        """The node that it runs on; '' if it has none yet."""
 
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
-        """Start the process and connect with it; one left from before is killed first. It takes workers from then on.
-        `notify` is called when a call or a worker there begins or ends. `PartDied` if it fails."""
+        """Start the process and connect to it; a process left over from before is killed first. The host then accepts
+        workers. `notify` is called when a call or a worker there begins or ends. `PartDied` if the start fails."""
 
     async def wait(self) -> str:
-        """Returns when the process ends, with the cause in words."""
+        """Returns when the process ends, with the cause as text."""
 
     async def close(self) -> None:
-        """It is wanted no more: end the process, and its place is free."""
+        """End the process for good and free its slot on the node."""
 
 
 @dataclass(slots=True)
 class _FunctionHostState:
     part: FunctionPart
     link: FunctionHost | None = None
-    """While it serves."""
+    """Its connection while it serves."""
     leaving: bool = False
     restarts: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def stays(self) -> bool:
-        """Whether it serves, or is on its way and not to go."""
+        """True if it serves, or if it is starting and not retired."""
         return self.link is not None or not self.leaving
 
 
 class FunctionHostSupervisor:
-    """Owns the hosts of a run's function workers and the task that keeps each alive; which calls their workers get is
-    the backend's matter.
+    """Owns the hosts of a run's function workers and the supervising task of each host. The backend assigns calls to
+    workers.
 
-    `run` starts the hosts and lives as long as they are wanted; `ready` waits until those of the start serve; `resize`,
-    `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies or hangs is started
-    again, wherever the runtime finds room; calls that its workers were in go to workers of the others, and while there
-    is no other they wait for it.
-    Bounds: at most `limits.max_restarts` starts in a row of a host that has answered nothing in between; the last one
-    that is given up ends `run` with `PartDied`.
+    `run` starts the hosts and runs until it is cancelled. `ready` waits until the initial hosts serve. `resize`,
+    `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies or hangs is restarted
+    wherever the runtime finds room. The calls of its workers are repeated by workers of other hosts; if there is no
+    other host, they wait for this one.
+
+    Bounds: a host that answers no call is restarted at most `limits.max_restarts` times in a row, then given up. If the
+    last host is given up, `run` ends with `PartDied`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class FunctionHostSupervisor:
         recorder: Recorder,
         limits: HostLimits,
     ) -> None:
-        """`make`: the part of a name. `names`: of the hosts in their order, without end."""
+        """`make`: makes the part of a given name. `names`: an endless iterator of the hosts' names, in their order."""
         self._make = make
         self._names = names
         self._count = count
@@ -94,10 +95,10 @@ class FunctionHostSupervisor:
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self.heard: Callable[[], None] = lambda: None
-        """Called when a host comes up or goes."""
+        """Called when a host has started or restarted, and when it is removed."""
 
     async def run(self) -> None:
-        """Start the hosts and keep them alive, for ever. Raises the error of a host that cannot be kept alive."""
+        """Start and supervise the hosts until cancelled. Raises the error of a host that cannot be kept alive."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -112,17 +113,17 @@ class FunctionHostSupervisor:
                 await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
 
     async def ready(self) -> None:
-        """Returns once every host of the start serves."""
+        """Returns once every initial host serves."""
         await self._ready.wait()
 
     @property
     def size(self) -> int:
-        """Hosts that are wanted, whether they serve or are on their way."""
+        """Number of hosts that are not retired, both serving and starting."""
         return sum(not host.leaving for host in self._hosts.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that are wanted."""
+        """Names of the hosts that are not retired."""
         return tuple(name for name, host in self._hosts.items() if not host.leaving)
 
     @property
@@ -130,24 +131,24 @@ class FunctionHostSupervisor:
         return [host.part.clock for host in self._hosts.values()]
 
     def where(self) -> Mapping[str, str]:
-        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+        """The node of each host that is not retired ('' if it has none), the most dispensable host first."""
         wanted = [host for host in reversed(self._hosts.values()) if not host.leaving]
         wanted.sort(key=lambda host: -1 if host.link is None else host.link.workers)
         return {host.part.id: host.part.node for host in wanted}
 
     def up(self) -> frozenset[str]:
-        """Those that take workers now."""
+        """Hosts that accept workers now."""
         return frozenset(name for name, host in self._hosts.items() if host.link is not None and not host.leaving)
 
     async def resize(self, count: int) -> None:
-        """As many hosts as that, at least one: new ones are started, or those with the fewest workers retired."""
+        """Change the number of hosts to `count` (at least 1): start new ones, or retire those with fewest workers."""
         await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: 0 if host.link is None else host.link.workers).part.id)
 
     async def spawn(self) -> str:
-        """One host more; its name. It takes workers once it has started."""
+        """Add a host and return its name. It accepts workers once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         part = await self._make(next(self._names))
         host = self._hosts[part.id] = _FunctionHostState(part)
@@ -155,21 +156,21 @@ class FunctionHostSupervisor:
         return part.id
 
     def retire(self, name: str) -> None:
-        """It gets no more workers, and ends when its last call has."""
+        """Retire a host: it gets no more workers, and ends with its last call."""
         host = self._hosts[name]
         host.leaving = True
         if host.link is not None:
             host.link.leave()
 
     async def _keep(self, host: _FunctionHostState) -> None:
-        """Start the host, watch it, start it again; until it retires or is given up."""
+        """Start, watch and restart the host, until it retires or is given up."""
         now = asyncio.get_running_loop().time
         cause, failed, since = "", None, now()
         try:
             while not host.leaving:
                 try:
                     link = await self._start(host, HOST_RESTART if cause else "")
-                    if host.restarts > self._limits.max_restarts:  # what it lacked was a node
+                    if host.restarts > self._limits.max_restarts:  # earlier starts failed for lack of a node
                         host.restarts = 0
                     cause = await wait_for_restart_cause(link, host.part, link, self._leases, self._limits)
                     failed, since = None, now()
@@ -208,12 +209,12 @@ class FunctionHostSupervisor:
         return link
 
     def _at_work(self, host: _FunctionHostState) -> None:
-        """A call or a worker there has begun or ended."""
+        """Update the clock after a call or a worker of the host has begun or ended."""
         if host.link is not None:
             host.part.clock.enter(ResourceState.BUSY if host.link.live else ResourceState.IDLE)
 
     async def _lose(self, host: _FunctionHostState, cause: str) -> bool:
-        """Calls that its workers are in are made again elsewhere from now on. Whether this life answered any."""
+        """Mark the host down. The calls of its workers are repeated elsewhere. True if this life answered any call."""
         host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
         self._tell("host_lost", host, cause=cause, calls=0 if link is None else link.live)
@@ -223,7 +224,7 @@ class FunctionHostSupervisor:
         return link.answered > 0
 
     async def _end(self, host: _FunctionHostState) -> None:
-        """It is gone for good."""
+        """Remove the host for good."""
         if self._hosts.pop(host.part.id, None) is None:
             return
         link, host.link = host.link, None

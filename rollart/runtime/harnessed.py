@@ -1,4 +1,4 @@
-"""Adapts an agent program's episode to the common form: sampling of its answers, and its turns as text."""
+"""Adapts an agent program's episode to the common form: the sampling of its requests, and its turns as text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = [
 
 
 def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: int, *, greedy: bool) -> Sampling:
-    """The domain's sampling, whatever temperature the program would like: the trainer has one. `room` = tokens left in
-    the context, at least one."""
+    """The domain's sampling. The temperature that the program requests is ignored, since the trainer assumes the
+    domain's. `room`: tokens left in the context; values below 1 count as 1."""
     most = min(domain.max_tokens, wanted.max_tokens or domain.max_tokens, max(room, 1))
     sampling = domain.sampling(seed=seed, max_tokens=most, allowed=None, greedy=greedy)
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *wanted.stop_token_ids)))
@@ -37,7 +37,7 @@ def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: in
 def harness_turns(
     segments: Sequence[Segment], tokenizer: Tokenizer, stops: Sequence[int], reward: float
 ) -> tuple[Turn, ...]:
-    """Turns as rewards and people read them; the program's own reward is that of the last."""
+    """The turns as text, for rewards and for people. The last turn has the program's own reward."""
     shown: dict[int, list[int]] = {}
     said: dict[int, list[int]] = {}
     for segment in segments:
@@ -54,7 +54,7 @@ def harness_turns(
 
 
 def begin_harness_episode(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
-    """The episode, started. `TrajectoryAborted` if it cannot be."""
+    """Start the episode. `TrajectoryAborted` if that fails."""
     try:
         return begin(session, seed)
     except Exception as error:
@@ -64,8 +64,8 @@ def begin_harness_episode(begin: HarnessFactory, session: str, seed: int) -> Har
 async def await_unless_disconnected(
     gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]
 ) -> Completion | None:
-    """The answer; None, and its generation is cancelled, once whoever asked is gone. `TrajectoryAborted` as it raises
-    it."""
+    """Await the completion. If the client disconnects before (`gone`), cancel the generation and return None. A
+    `TrajectoryAborted` of the generation is raised."""
     if gone is None:
         return await answer
     found: list[Completion | TrajectoryAborted] = []
@@ -85,7 +85,7 @@ async def await_unless_disconnected(
 
 
 def final_harness_step(episode: HarnessEpisode) -> Step:
-    """What it was worth by its own account. `TrajectoryAborted` if that is no usable step."""
+    """The final step with the program's own reward. `TrajectoryAborted` if it is not a valid step."""
     try:
         return checked_step(episode.ending())
     except Exception as error:
@@ -93,5 +93,5 @@ def final_harness_step(episode: HarnessEpisode) -> Step:
 
 
 def harness_fault(error: Exception) -> str:
-    """One line about the exception, or about the duration of its silence."""
+    """One line about the exception; of an expired lease, its object and duration."""
     return error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"

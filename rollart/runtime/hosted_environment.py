@@ -1,4 +1,4 @@
-"""One episode on an environment host, as the trajectory sees it: an environment like any other."""
+"""One episode on an environment host, behind the same port as an environment in the controller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostedEnvironment:
 
     @property
     def host(self) -> str:
-        """Where it lives; '' before it has a place and after its close."""
+        """The host of the episode; '' before it has a slot and after its close."""
         return "" if self._place is None else self._place.host.id
 
     async def prepare(
@@ -45,13 +45,14 @@ class HostedEnvironment:
         wish: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
         give_up: Callable[[], None] | None = None,
     ) -> None:
-        """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
-        `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""
+        """Wait for a slot on a host, and for the episode's images there, if it needs any. This precedes the reset and
+        is not part of its time. `give_up` is for prefetched episodes: it is called, at most once and not after `keep`,
+        when the episode must close to free its slot for another."""
         if self._place is not None:
             return
         wanted = await self._fleet.wanted(self._domain, seed, owner)
         place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
-        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # nobody could say before
+        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # first: perhaps no host was up
             return
         try:
             await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
@@ -60,7 +61,7 @@ class HostedEnvironment:
             raise
 
     def keep(self) -> None:
-        """Its trajectory runs."""
+        """Mark the episode in use: its trajectory runs."""
         if self._place is not None:
             self._fleet.places.keep(self._place)
 
@@ -84,7 +85,7 @@ class HostedEnvironment:
         try:
             await place.link.close(self._episode)
         except EnvironmentFault as fault:
-            if not fault.incident:  # else it is gone with its host
+            if not fault.incident:  # with an incident, the episode ended with its host
                 raise
         finally:
             self._fleet.leave(place, fault=self._fault)
@@ -102,7 +103,7 @@ class HostedEnvironment:
 
 
 def host_of(environment: object) -> str:
-    """The host that an environment lives on; '' in the controller."""
+    """The host of an environment; '' for an environment in the controller."""
     return environment.host if isinstance(environment, HostedEnvironment) else ""
 
 

@@ -1,4 +1,4 @@
-"""Environments that live on hosts: the hosts are kept alive, and each episode goes to one that does well."""
+"""Environments on hosts: supervision of the hosts, and assignment of each episode to a healthy host."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ __all__ = ["EnvironmentHostSupervisor", "HostedEnvironment", "host_of"]
 T = TypeVar("T")
 
 HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
-"""Why a host's time is lost: it is gone, or it starts once more."""
+"""Causes of a host's lost time: it is down, or it restarts."""
 
 
 class EnvironmentHostSupervisor:
-    """Owns the hosts, the task that keeps each alive, and the places of episodes.
+    """Owns the hosts, the supervising task of each host, and the slots of episodes.
 
-    `run` starts the hosts and lives as long as they are wanted; `environment` gives environments to trajectories, whose
-    `prepare` waits for a place (unblocked by an episode's end or a host's start, under no lease: `runtime.places`);
-    `resize`, `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies, hangs or lies
-    is started again; every episode that it held is an `EnvironmentFault` that names it, and no other host is touched.
+    `run` starts the hosts and runs until it is cancelled. `environment` gives environments to trajectories, whose
+    `prepare` waits for a slot, without a lease (`runtime.places`); the end of an episode or the start of a host
+    unblocks it. `resize`, `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies,
+    hangs or violates the protocol is restarted: each of its episodes ends in an `EnvironmentFault` that names the host,
+    and no other host is affected.
 
-    Invariant: an episode holds a place on exactly one host, from before its first reset to its close; a host that is
-    `leaving` gets none.
+    Invariant: an episode holds a slot on exactly one host, from before its first reset until its close. A host that is
+    `leaving` gets no episodes.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class EnvironmentHostSupervisor:
         rules: HostRules | None = None,
         later: int = 0,
     ) -> None:
-        """`make`: the part of a name. The first hosts are numbered from 0, as in the run's earlier lives; those that
-        come later from `later` on, which none had."""
+        """`make`: makes the part of a given name. The initial hosts are numbered from 0, as before a resume. Added
+        hosts are numbered from `later` on: no host of the run has had those numbers."""
         self._make = make
         self._count = count
         self._leases = leases
@@ -78,17 +79,17 @@ class EnvironmentHostSupervisor:
         self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
         self._pictures = ImageResolver(leases, limits.pull_s, self._seen)
         self._pictured = False
-        """Whether any host brings images."""
+        """True if any host has domains with images."""
         self._ends = IncidentTracker()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self.heard: Callable[[], None] = lambda: None
-        """Called when a host comes up, goes, or an episode ends."""
+        """Called when a host has started or restarted, and when it is removed."""
 
     async def run(self) -> None:
-        """Start the hosts and keep them alive, for ever. Raises the error of a host that cannot be kept alive."""
+        """Start and supervise the hosts until cancelled. Raises the error of a host that cannot be kept alive."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -98,7 +99,7 @@ class EnvironmentHostSupervisor:
                 self._ready.set()
                 try:
                     await asyncio.Event().wait()
-                finally:  # in their order: a group's own is that of a set
+                finally:  # in order of start: a TaskGroup cancels in the order of a set
                     for task in list(self._keeping.values()):
                         task.cancel()
         finally:
@@ -108,7 +109,7 @@ class EnvironmentHostSupervisor:
                 await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
 
     async def ready(self) -> None:
-        """Returns once every host of the start serves."""
+        """Returns once every initial host serves."""
         await self._ready.wait()
 
     def environment(self, domain: str) -> EnvironmentFactory:
@@ -116,7 +117,7 @@ class EnvironmentHostSupervisor:
 
     @property
     def size(self) -> int:
-        """Hosts that are wanted, whether they serve or are on their way."""
+        """Number of hosts that are not retired, both serving and starting."""
         return sum(not host.leaving for host in self._hosts.values())
 
     @property
@@ -124,27 +125,27 @@ class EnvironmentHostSupervisor:
         return [host.part.clock for host in self._hosts.values()]
 
     def faults(self) -> dict[str, int]:
-        """Episodes that ended in a fault, by host."""
+        """Number of episodes that ended in a fault, by host."""
         return {name: host.faults for name, host in self._hosts.items()}
 
     def where(self) -> Mapping[str, str]:
-        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+        """The node of each host that is not retired ('' if it has none), the most dispensable host first."""
         wanted = [host for host in reversed(self._hosts.values()) if not host.leaving]
         return {host.id: host.part.node for host in sorted(wanted, key=lambda host: (host.up, host.live))}
 
     def up(self) -> frozenset[str]:
-        """Those that take episodes now."""
+        """Hosts that accept episodes now."""
         return frozenset(name for name, host in self._hosts.items() if host.up)
 
     async def resize(self, count: int) -> None:
-        """As many hosts as that, at least one: new ones are started, or those with the fewest episodes retired."""
+        """Change the number of hosts to `count` (at least 1): start new ones, or retire those with fewest episodes."""
         await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: host.live).id)
 
     async def spawn(self) -> str:
-        """One host more; its name. It takes episodes once it has started."""
+        """Add a host and return its name. It accepts episodes once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         part = await self._make(f"environment-{next(self._numbers)}")
         host = self._hosts[part.id] = EnvironmentHostState(part)
@@ -153,12 +154,12 @@ class EnvironmentHostSupervisor:
         return part.id
 
     def retire(self, name: str) -> None:
-        """It gets no more episodes, and ends when its last one has."""
+        """Retire a host: it gets no more episodes, and ends with its last episode."""
         host = self._hosts[name]
         host.leaving = True
         self.places.lost(host)
         host.changed.set()
-        if host.kept and host.link is None:  # it is on its way, perhaps for ever
+        if host.kept and host.link is None:  # it is starting, perhaps for ever
             self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
             self._keeping[name].cancel()
 
@@ -166,7 +167,7 @@ class EnvironmentHostSupervisor:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
 
     def _choose(self, wanted: frozenset[str]) -> EnvironmentHostState | None:
-        """A host with room for an episode: one that has the `wanted` images, rather than another."""
+        """A host with room for an episode, preferably with the `wanted` images. Resting hosts come last."""
         most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
         for name, host in self._hosts.items():
             if host.up and not host.draining:
@@ -178,7 +179,7 @@ class EnvironmentHostSupervisor:
         return None
 
     async def call(self, host: EnvironmentHostState, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
-        """What the host answers; its overhead and its silence are counted."""
+        """Await a call of the host: record its overhead and the host's busy time, and attribute its fault."""
         began = _now()
         if not host.calls and host.link is not None:
             host.part.clock.enter(ResourceState.BUSY)
@@ -196,7 +197,7 @@ class EnvironmentHostSupervisor:
         return result
 
     def made(self, host: EnvironmentHostState, domain: str, made: EnvironmentOrigin) -> None:
-        """An episode has its environment: events have sums, at the 1st, 2nd, 4th ... and when the host ends."""
+        """Count an episode's environment. Totals are emitted at the 1st, 2nd, 4th ... one and when the host ends."""
         making = host.making.setdefault(domain, EnvironmentCreation())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):
@@ -206,7 +207,7 @@ class EnvironmentHostSupervisor:
         self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
 
     def known(self, host: EnvironmentHostState, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
-        """The fault as others are to know it: the end of a host is its node's, where that took others too."""
+        """The fault with its incident: the end of a host belongs to its node's incident if other hosts ended too."""
         if not fault.incident:
             return fault
         if host.taken is None and host.link is link:
@@ -217,7 +218,7 @@ class EnvironmentHostSupervisor:
         return self._ends.of(link.life, host.id, link.node, _now())
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
-        """Images that an episode needs on its host before it is reset; none, mostly."""
+        """Images that an episode needs on its host before its reset; usually none."""
         if not self._pictured:
             return frozenset()
         links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
@@ -230,7 +231,7 @@ class EnvironmentHostSupervisor:
     async def pull(
         self, host: EnvironmentHostState, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str
     ) -> None:
-        """The host has the episode's images. Bounded by a lease of its own: a reset's is too short for it."""
+        """Pull the episode's images to the host, under a separate lease, since the lease of a reset is too short."""
         with self._leases.hold(owner, f"images of its environment on {host.id}", self._limits.pull_s, Expiry.GAP_FILL):
             try:
                 said, seconds = await link.images(episode, domain, seed, pull=True)
@@ -241,11 +242,11 @@ class EnvironmentHostSupervisor:
         making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
 
     def hangs(self, began: float) -> bool:
-        """Whether a call that is given up now was given up because it took too long."""
+        """True if a call that started at `began` and is cancelled now has exceeded its limit."""
         return _now() - began >= self._limits.call_s * (1 - 1e-6)
 
     def leave(self, place: HostSlot, *, fault: bool) -> None:
-        """An episode is over: its place is free."""
+        """Free the slot of an ended episode, and count the episode."""
         host, alive = place.host, place.link.alive
         host.episodes += 1
         host.faults += fault
@@ -260,7 +261,7 @@ class EnvironmentHostSupervisor:
             self.tell("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
 
     async def _keep(self, host: EnvironmentHostState) -> None:
-        """Start the host, watch it, start it again; until it retires or is given up."""
+        """Start, watch and restart the host, until it retires or is given up."""
         host.kept = True
         cause, failed, since = "", None, _now()
         try:
@@ -268,7 +269,7 @@ class EnvironmentHostSupervisor:
                 try:
                     await self._start(host, HOST_RESTART if cause else "")
                     assert host.link is not None
-                    if host.restarts > self._limits.max_restarts:  # what it lacked was a node
+                    if host.restarts > self._limits.max_restarts:  # earlier starts failed for lack of a node
                         host.restarts = 0
                     memory = functools.partial(self._heavy, host, MemoryWatch(self._limits.memory))
                     cause = await wait_for_restart_cause(host, host.part, host.link, self._leases, self._limits, memory)
@@ -307,7 +308,7 @@ class EnvironmentHostSupervisor:
         self._notify()
 
     def _heavy(self, host: EnvironmentHostState, watch: MemoryWatch, health: HostHealth) -> str:
-        """Why the host is to be started again for its memory, in words; '' if it is not, or not yet."""
+        """The reason to restart the host for its memory, as text; '' if there is none, or if it drains first."""
         node = "" if host.life is None else host.life.node
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
         bound = watch.rules.bound(health.machine, here)
@@ -325,7 +326,7 @@ class EnvironmentHostSupervisor:
         return ""
 
     async def _lose(self, host: EnvironmentHostState, cause: str) -> None:
-        """Its episodes learn of it from the connection's end."""
+        """Mark the host down. Its episodes are notified by the end of the connection."""
         host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, host.link = host.link, None
         if link is not None:
@@ -337,7 +338,7 @@ class EnvironmentHostSupervisor:
             await link.aclose()
 
     async def _end(self, host: EnvironmentHostState) -> None:
-        """It is gone for good."""
+        """Remove the host for good."""
         if self._hosts.pop(host.id, None) is None:
             return
         self._keeping.pop(host.id, None)

@@ -1,4 +1,4 @@
-"""What the fleet of environment hosts knows of one of them."""
+"""The supervisor's state of one environment host."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["EnvironmentHostState"]
 
 @dataclass(slots=True)
 class EnvironmentHostState:
-    """A host of the fleet, through all of its lives. The fleet's alone to change."""
+    """A host through all of its restarts (lives). Only its supervisor changes it."""
 
     part: HostPart
     link: EnvironmentHost | None = None
-    """While it serves."""
+    """Its connection while it serves."""
     life: EnvironmentHost | None = None
-    """Its last life, over or not."""
+    """Its latest life, current or ended."""
     live: int = 0
-    """Places of that life that are held."""
+    """Held slots of that life."""
     calls: int = 0
     taken: int | None = None
-    """Episodes that it held when it ended, as the first of them learned."""
+    """Number of episodes at its end, counted when the first of them fails."""
     resting: bool = False
-    """It gets none while another does not rest either: it is to be started again once it is empty."""
+    """It gets an episode only if every other host is full or rests too: it is restarted once it is empty."""
     draining: bool = False
-    """This life gets no more episodes."""
+    """True if the present life gets no more episodes."""
     leaving: bool = False
-    """It gets no more episodes."""
+    """True if the host is retired: it gets no more episodes."""
     kept: bool = False
     """True once its supervising task has begun: a task that is cancelled before would not end it."""
     restarts: int = 0
@@ -38,9 +38,9 @@ class EnvironmentHostState:
     episodes: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     images: frozenset[str] = frozenset()
-    """That it has, as far as is known."""
+    """Images present on the host, as far as is known."""
     making: dict[str, EnvironmentCreation] = field(default_factory=dict)
-    """By domain."""
+    """The environments constructed on it, by domain."""
 
     @property
     def id(self) -> str:
@@ -48,12 +48,12 @@ class EnvironmentHostState:
 
     @property
     def up(self) -> bool:
-        """Whether it takes episodes. One that broke is none that is empty."""
+        """True if it accepts episodes. A host with a broken connection does not, although it has room."""
         return self.link is not None and self.link.alive and not self.leaving
 
     @property
     def stays(self) -> bool:
-        """Whether it serves, or is on its way and not to go."""
+        """True if it serves, or if it is starting and not retired."""
         return self.link is not None or not self.leaving
 
     async def emptied(self) -> None:

@@ -1,4 +1,4 @@
-"""What an episode must have before its reset can begin, waited for apart from the reset: a place on a host."""
+"""Preparation of an episode before its reset: the wait for a slot on a host, separate from the wait for the reset."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ async def prepare_environment(
     wish: PlacementRequest | None = None,
     give_up: Callable[[], None] | None = None,
 ) -> None:
-    """The episode has a place on a host, with its images; at once for every environment that lives in the controller.
-    The wait for a place has no deadline, the one for images a lease of its own. `give_up`: see
+    """Wait until the episode has a slot on a host, with its images. Returns at once for environments in the controller.
+    The wait for a slot has no deadline; the wait for images has its own lease. `give_up`: see
     `HostedEnvironment.prepare`."""
     if isinstance(environment, HostedEnvironment):
         await environment.prepare(seed, owner, wish or PlacementRequest(), give_up)
 
 
 def has_host_slot(environment: Environment) -> bool:
-    """Whether its reset could begin."""
+    """True if the reset of the environment can begin."""
     return not isinstance(environment, HostedEnvironment) or environment.host != ""
 
 
 def mark_in_use(environment: Environment) -> None:
-    """Its trajectory runs: its host slot is no longer given to other episodes."""
+    """Mark the environment in use by its trajectory: its host slot is no longer reclaimed for other episodes."""
     if isinstance(environment, HostedEnvironment):
         environment.keep()
