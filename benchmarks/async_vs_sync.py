@@ -83,12 +83,12 @@ def learning(steps: int, episodes: int) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for schedule in ("sync", "async"):
-        told: dict[str, Any] = {"success": {}}
+        outcome: dict[str, Any] = {"success": {}}
         clock: dict[str, float] = {}
 
-        def watch(event: RunEvent, told: dict[str, Any] = told, clock: dict[str, float] = clock) -> None:
+        def watch(event: RunEvent, outcome: dict[str, Any] = outcome, clock: dict[str, float] = clock) -> None:
             if event.kind == "evaluated":
-                told["success"][event.subject] = {
+                outcome["success"][event.subject] = {
                     k.removeprefix("success."): v for k, v in event.fields.items() if k.startswith("success.")
                 }
                 clock[event.subject] = time.monotonic()
@@ -104,8 +104,8 @@ def learning(steps: int, episodes: int) -> dict[str, Any]:
         ]
         with tempfile.TemporaryDirectory() as directory:
             launch(resolve_files(overrides=overrides), run_dir=Path(directory) / "run", on_progress=watch)
-        told["training_wall_s"] = clock["last step"] - clock["start"]
-        results[schedule] = told
+        outcome["training_wall_s"] = clock["last step"] - clock["start"]
+        results[schedule] = outcome
     results["wall_ratio"] = results["sync"]["training_wall_s"] / results["async"]["training_wall_s"]
     return results
 
@@ -137,12 +137,12 @@ def main() -> None:
             f"{row['real_ratio']:.2f} real x{arguments.scale}{published}"
         )
     if "learning" in results:
-        told = results["learning"]
+        outcome = results["learning"]
         for schedule in ("sync", "async"):
-            success = told[schedule]["success"]
+            success = outcome[schedule]["success"]
             shown = "  ".join(f"{d} {success['start'][d]:.2f} -> {success['end'][d]:.2f}" for d in success["end"])
-            print(f"{schedule:<6} {told[schedule]['training_wall_s']:.1f} s   {shown}")
-        print(f"wall time sync / async = {told['wall_ratio']:.2f}")
+            print(f"{schedule:<6} {outcome[schedule]['training_wall_s']:.1f} s   {shown}")
+        print(f"wall time sync / async = {outcome['wall_ratio']:.2f}")
 
 
 if __name__ == "__main__":

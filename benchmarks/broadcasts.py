@@ -4,12 +4,12 @@
 
 The embedded trainer and engines as real processes on this machine, over gloo; engines go on generating. Every round
 publishes two versions of the same size, one each way, in turn. *Loaded* is from the word to publish until the last
-engine goes on with the version; *still* from the word to pause until then. Both ways write the version to disk: it is
-what a resume needs. Ratios are of medians, within one run: other programs that use the machine slow both.
+engine resumes with the version; *still* from the request to pause until then. Both ways write the version to disk, for
+a resume. Ratios are of medians, within one run: other programs that use the machine slow both.
 
 Predicted before the first run: still for less than half as long, since nothing is read and checked meanwhile, and
-loaded at most as late. Neither held on one machine with two busy cores (docs/fleet.md): what files cost there is a read
-of the page cache, and a broadcast shares the cores with the engines that it goes to.
+loaded at most as late. Neither held on one machine with two busy cores (docs/fleet.md): files there cost only a read
+of the page cache, and a broadcast shares the cores with the engines that receive it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HIDDEN, BLOCKS = 512, 4
 
 
 def init(mb: float) -> dict[str, Any]:
-    """A decoder of about so many MB in float32; the vocabulary makes up what the blocks lack."""
+    """A decoder of about `mb` MB in float32; the size of the vocabulary fills up the rest."""
     blocks = BLOCKS * HIDDEN * HIDDEN * (4 + 3 * 4)
     return {
         "hidden_size": HIDDEN,
@@ -58,11 +58,11 @@ def init(mb: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def program(log: Path, *arguments: str) -> Iterator[str]:
     """The address of a program of ours, once it serves."""
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

@@ -1,9 +1,9 @@
-"""What the controller costs: CPU per trajectory, trajectories alive at once, memory per live trajectory.
+"""The cost of the controller: CPU per trajectory, concurrent live trajectories, memory per live trajectory.
 
     python benchmarks/controller.py [--json]
 
 Three measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
-synchronous FULL, its own thread), everything is on a real loop, and CPU seconds are those of the whole process.
+synchronous FULL, its own thread), the event loop is real, and CPU seconds are those of the whole process.
 
 throughput   no-op engine and environment, 3 turns: finished trajectories per CPU-second (target: at least 2,000)
 live         20,000 trajectories alive at once, each waiting in an environment: resident bytes per live trajectory

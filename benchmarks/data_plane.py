@@ -1,4 +1,4 @@
-"""What the sample table costs: rows per second through it, and memory per row held.
+"""The cost of the sample table: rows per second through it, and memory per row.
 
     python benchmarks/data_plane.py [--rows 50000] [--rounds 3] [--json]
 
@@ -7,8 +7,8 @@ and reference in micro-batches of 32 rows, training in whole groups, 512 rows ba
 thread, the best of a few rounds, since the machine has other load.
 
 whole      add, 4 puts and 3 takes per row
-put        4 puts per row alone, into a table that nobody reads
-backlog    takes of 32 rows while as many rows as asked for are ready: what a slow consumer pays for what lies before it
+put        4 puts per row alone, into a table without readers
+backlog    takes of 32 rows from a long backlog of ready rows: the cost of a slow consumer
 balance    512 lengths over 8 consumers: rows per second of LPT and of largest differencing, and their largest load
            over the mean
 memory     bytes per row held, without the row itself (its id, group and sizes)

@@ -3,8 +3,8 @@
     python benchmarks/engine.py [--json FILE] [--rounds 3] [--device cpu]
 
 Decode: 4 layers × 256 hidden, vocabulary 2048 (Qwen3, 4.2 M parameters), context growing from 32 to 160 tokens.
-Turns: 1 layer × 64 and 2 layers × 96, 64 sessions with 20 new prompt tokens and one sampled token a turn, which is
-what an agent's actions are. CPU time, not wall time, and the best of a few rounds: the machine has other load.
+Turns: 1 layer × 64 and 2 layers × 96, 64 sessions with 20 new prompt tokens and one sampled token a turn, like an
+agent's actions. CPU time, not wall time, and the best of a few rounds: the machine has other load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line: what ran, in `unit` per CPU-second, the target (0: none), and seconds of CPU behind the figure."""
+    """One line: the case, its rate in `unit` per CPU-second, the target (0: none), and its CPU seconds."""
 
     name: str
     value: float

@@ -4,8 +4,8 @@
 
 Two engines in pools of different labels, the trainer and the workers of reward functions in a third. Half-way the
 raylet of the node that holds engine-0 is killed with -9, as a host that loses power; the engine goes on at the other
-host of its pool. Then what was learned, where every part ran, and the seconds that were lost, by cause. Exit code 1
-when one of these is not as it should be.
+host of its pool. Then the success reached, the nodes of every part, and lost seconds by cause. Exit code 1 if any of
+these misses its expectation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> int:
             if launched.poll() is None:
                 launched.terminate()
                 launched.wait()
-        return code or tell(directory, killed, arguments.learned)
+        return code or print_result(directory, killed, arguments.learned)
 
 
 def kill_half_way(launched: subprocess.Popen[bytes], directory: Path) -> str:
@@ -72,8 +72,8 @@ def places(reader: LedgerReader, part: str) -> list[str]:
     return [str(e.fields["node"]) for e in reader.events("actor_placed") if e.subject == part]
 
 
-def tell(directory: Path, killed: str, learned: float) -> int:
-    """Print what happened; 1 if something of it is not as it should be."""
+def print_result(directory: Path, killed: str, learned: float) -> int:
+    """Print the result; 1 if a part of it misses its expectation."""
     with LedgerReader(directory) as reader:
         rows = collect(reader, "fleet")
         where = {part: places(reader, part) for part in ("engine-0", "engine-1", "trainer-0", FUNCTIONS)}
@@ -93,8 +93,8 @@ def tell(directory: Path, killed: str, learned: float) -> int:
     for domain, rate in success.items():
         print(f"  held-out success of {domain}: {rate:.2f}")
     wrong = [
-        what
-        for what, fine in {
+        claim
+        for claim, fine in {
             "a node was killed": bool(killed) and killed in lost,
             "the engine went on elsewhere": where[ENGINE][-1] not in ("", killed) and len(where[ENGINE]) > 1,
             "engines in pools of different labels": len({nodes[0].rpartition("-")[0] for nodes in where.values()}) == 3,

@@ -3,7 +3,7 @@ of the same function under AWS's own runtime client beside it.
 
     python benchmarks/functions.py [--json FILE] [--rounds 3] [--uvloop] [--quick]
 
-`exact` compares two short strings, so what is measured is the layer. Wall time, the best of a few rounds, since the
+`exact` compares two short strings, so the figure measures the layer. Wall time, the best of a few rounds, since the
 machine has other load, and beside it the CPU time of the calling process. Latencies are of one caller who waits for
 each answer, rates of eight (backend), 256 (pipeline) and 16 (HTTP, from a process of its own). A cold start is from the
 call to its answer, after the zygote is ready.
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 class Bench:
-    """Runs everything once; `results` and `skipped` are what it prints."""
+    """Runs every case once; `results` and `skipped` are printed."""
 
     def __init__(self, directory: pathlib.Path, *, rounds: int, scale: float) -> None:
         self._directory = directory
@@ -188,10 +188,10 @@ class Bench:
                 await together(200, 8, submit)
                 began = time.process_time()
                 rate = await self._best(lambda work=submit: together(items, 256, work))  # type: ignore[misc]
-                what = "one item a call" if most == 1 else f"up to {most} items a call"
-                self._add(f"whole pipeline, {what}", rate, "items/s", target)
+                batching = "one item a call" if most == 1 else f"up to {most} items a call"
+                self._add(f"whole pipeline, {batching}", rate, "items/s", target)
                 spent = (time.process_time() - began) / items / self._rounds
-                self._add(f"whole pipeline, {what}, caller's CPU per item", spent * 1e6, "us")
+                self._add(f"whole pipeline, {batching}, caller's CPU per item", spent * 1e6, "us")
 
     async def _front(self, requests: int) -> None:
         body = json.dumps([encode(item("a"))])

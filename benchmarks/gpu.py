@@ -2,15 +2,15 @@
 
     python3 benchmarks/gpu.py [--json FILE] [--calibration FILE] [--model 1.4b] [--device cuda] [--limit 450] [-o json]
 
-Self-contained: PyTorch, transformers and pydantic beside this repository (and what they bring along), no network; the
-model is a Qwen3 with random weights, made here. Phases follow each other, each by itself: one that fails is
-told and the next one begins, and what is known so far is in FILE after each. None begins after `--limit` seconds.
+Self-contained: PyTorch, transformers and pydantic (with their dependencies) beside this repository, no network; the
+model is a Qwen3 with random weights, made here. Phases run one after the other: a failed phase is reported and the next
+one begins, and the results so far are in FILE after each. None begins after `--limit` seconds.
 
     ceilings     the rates that this device reaches in a copy and in a matrix product, beside those of its datasheet
     decode       a step of `batch` sequences at `context`: time, and the share of the memory's bandwidth if weights and
-                 KV are read once; what the device alone takes, and its kernels at the largest setting
+                 KV are read once; the device's own time, and its kernels at the largest setting
     prefill      a prompt alone: time, and the share of the peak that its arithmetic is
-    calibration  the roofline's constants fitted to these rows, and what it then predicts for each
+    calibration  the roofline's constants fitted to these rows, and its prediction for each
     training     a step of the trainer's process, its share of the peak (6 FLOPs per parameter and token, and
                  attention); a publish
     run          engine and trainer as processes: two steps of roll-out, training, publish, loading; their agreement
@@ -77,7 +77,7 @@ def main() -> int:
     else:
         known = known_device("cpu", "cpu", None)
         torch.set_num_threads(1)
-    # A call into the driver that never returns hears no alarm: then the process ends, and FILE has what was known.
+    # A call into the driver that never returns blocks SIGALRM: then the process ends, and FILE has the results so far.
     faulthandler.dump_traceback_later(arguments.limit + 90, exit=True)
     say(f"{report['device']['name']} ({known.name} of the catalogue), {arguments.model} in {arguments.dtype}")
     with tempfile.TemporaryDirectory(prefix="rollart-gpu-") as scratch:
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def phase(bench: Bench, name: str, work: Callable[[], Any], *, most: float) -> None:
-    """Do it within `most` seconds and what is left of the limit; whatever goes wrong is the result."""
+    """Run a phase within `most` seconds and the rest of the limit; an exception becomes its result."""
     left = bench.report["limit_s"] - (time.monotonic() - bench.report["began"])
     if left < 5:
         bench.report["failed"][name] = "no time was left"
@@ -174,7 +174,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=list(SIZES), help="default: 1.4b, tiny on a CPU")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, float32 on a CPU")
     parser.add_argument("--limit", type=float, default=450.0, help="seconds after which no phase begins")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is known here after each phase")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results so far here after each phase")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="write the constants for plans here")
     parser.add_argument("-o", dest="output", choices=["table", "json"], default="table")
     arguments = parser.parse_args()

@@ -89,7 +89,7 @@ SIZES = {
 
 @dataclass(slots=True)
 class Bench:
-    """What is run, and what is known so far."""
+    """The case, and the results so far."""
 
     size: Size
     device: torch.device
@@ -341,9 +341,9 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
     pairs = []
     for row in bench.rows:
         predicted = predict(row, instance)
-        what = f"new {row.new:g}" if row.kind == "prefill" else f"batch {row.batch:g}, context {row.context:g}"
-        pairs.append({"kind": row.kind, "of": what, "measured_ms": 1e3 * row.seconds, "predicted_ms": 1e3 * predicted})
-        say(f"  {row.kind:8} {what:26} measured {1e3 * row.seconds:9.3f} ms, predicted {1e3 * predicted:9.3f} ms")
+        case = f"new {row.new:g}" if row.kind == "prefill" else f"batch {row.batch:g}, context {row.context:g}"
+        pairs.append({"kind": row.kind, "of": case, "measured_ms": 1e3 * row.seconds, "predicted_ms": 1e3 * predicted})
+        say(f"  {row.kind:8} {case:26} measured {1e3 * row.seconds:9.3f} ms, predicted {1e3 * predicted:9.3f} ms")
     return {
         "constants": fitted.constants.to_dict(),
         "error_held_out": fitted.calibration.error,

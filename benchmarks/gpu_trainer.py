@@ -79,7 +79,7 @@ def trainer_arguments(bench: Bench) -> list[str]:
 
 
 async def learning(bench: Bench) -> dict[str, Any]:
-    """Training and publish of the trainer's process, and then the short run with it: what it takes to start is told."""
+    """Training and publish of the trainer's process, then the short run with it. The start-up time is reported."""
     found = bench.report["phases"]
     make = maker(bench)
     program = make("trainer", "rollart.train", trainer_arguments(bench))
@@ -128,7 +128,7 @@ async def training(bench: Bench, trainer: HttpTrainer) -> tuple[dict[str, Any], 
 
 async def run(bench: Bench, trainer: HttpTrainer, weights: WeightsRef, make: Make) -> dict[str, Any]:
     """Groups of answers, a step, a publish, the engine loads it: twice. The gap between the engine's log-probabilities
-    and the trainer's under the same weights says whether both compute the same model."""
+    and the trainer's under the same weights shows whether both compute the same model."""
     groups, answers, asked, said = bench.size.play
     arguments = ["--model", weights.path, "--weight-version", "0", "--device", bench.device.type]
     arguments += ["--dtype", bench.dtype, "--max-slots", str(groups * answers), "--max-context", str(asked + said)]

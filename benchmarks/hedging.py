@@ -1,4 +1,4 @@
-"""What hedging does to the tail, and that nothing is executed twice that was only slow.
+"""The effect of hedging on tail latency, and a check that calls that are only slow are not executed twice.
 
     python benchmarks/hedging.py [--calls 4000] [--json]
 
@@ -8,9 +8,9 @@ stragglers  a function that sleeps 20-30 ms, one execution in twenty 1 s; with h
             of `submit`; executions are counted by the function itself, in a file (target: p99 down at least 4 times, at
             most 5 % more executions)
 slow        a function that always sleeps 3 s, which is longer than the read time-outs that make a client send again:
-            two waves, of which the second knows what is usual (target: one execution per logical call, exactly)
+            two waves, of which the second knows the usual time (target: one execution per logical call, exactly)
 cpu         CPU time of the pipeline per submit, over a backend in memory that does nothing: all stages on, off, and all
-            with a result cache that knows nothing yet
+            with an empty result cache
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Calibration: the engine and the trainer alone on synthetic work, then three short runs of the quickstart's model with
 other mixes. The runs that are predicted differ from these in domains, lengths, batch, epochs, mini-batches, staleness
-or the speed of the environment. What a trajectory of theirs is like is taken from the references where the domain is
+or the speed of the environment. The shape of their trajectories is taken from the references where the domain is
 the same, and else found by playing its environment, at random or by worked examples, without any model. `with its own
 profile` is the prediction from the profile that the run turned out to have, which leaves only the machine's model to
 blame. Rates are of trained trajectories between publishes, in the steady part. Everything runs on the clock of a
@@ -107,7 +107,8 @@ def variant(edit: Callable[[dict[str, Any]], None], directory: Path, *, steps: i
 
 
 def quota(run: dict[str, Any], **trajectories: int) -> None:
-    """Trajectories per step by domain; a domain that is not named is left out, with what only it needs."""
+    """Set trajectories per step by domain. A domain that is not named is left out, with the parts that only it
+    needs."""
     names = {"lake": "frozen_lake", "spell": "spell_backward"}
     wanted = {names[short]: count for short, count in trajectories.items()}
     run["domains"] = [d | {"trajectories": wanted[d["name"]]} for d in run["domains"] if d["name"] in wanted]
@@ -118,14 +119,14 @@ def quota(run: dict[str, Any], **trajectories: int) -> None:
 
 
 Known = dict[str, DomainProfile]
-"""Profiles of the reference runs by what makes a domain what it is."""
+"""Profiles of the reference runs by `_domain_key`."""
 
 
 def compare(name: str, machine: Machine, known: Known, directory: Path, *, steps: int) -> dict[str, Any]:
     """Predict one run, then run it."""
     resolved = variant(UNSEEN[name], directory, steps=steps)
     played = asyncio.run(profile_by_play(resolved, directory / name))
-    # What a reference's trajectories waited for their environments is the load of that run, not the environments' time.
+    # Waits of a reference's trajectories depend on that run's load, so the environment's time is the played one.
     expected = [replace(known.get(_domain_key(resolved, p.name), p), environment=p.environment) for p in played]
     before = predict(resolved, expected, machine)
     measured = measure(resolved)
@@ -167,8 +168,8 @@ def seen(references: Sequence[Resolved], runs: Sequence[SteadyStateMeasurement])
 
 
 def show(result: Mapping[str, Any]) -> None:
-    def pairs(what: str) -> str:
-        before, after = result[f"{what}_predicted"], result[f"{what}_measured"]
+    def pairs(figure: str) -> str:
+        before, after = result[f"{figure}_predicted"], result[f"{figure}_measured"]
         return "  ".join(f"{part} {1e3 * value:.3g}/{1e3 * after.get(part, 0.0):.3g}" for part, value in before.items())
 
     print(

@@ -3,7 +3,7 @@
     python benchmarks/offload.py [--seconds 30] [--json]
 
 Three jobs, each in steps: trajectories roll out for 40 % of a step and ask for their rewards as they end, then the
-model trains and nobody asks for any. The rewards compute for 0.1 s each. The same calls are served in three ways:
+model trains and there are no calls. The rewards compute for 0.1 s each. The same calls are served in three ways:
 
 dedicated   four workers of its own for each job, as RollArt's judge had (RA-6: 7.4 % used)
 shared      one set of workers for all jobs, always there, as few as keep the p99 of waiting below 0.25 s
@@ -11,8 +11,9 @@ functions   one function for all jobs that starts workers as calls come and ends
 
 dedicated → shared is the effect of pooling capacity, shared → functions that of elasticity. Utilisation is busy over
 all worker-seconds, starts included, as the backend metered them. Dollars: dedicated and shared workers are cores by the
-hour, functions Lambda's GB-seconds and requests, both at the dated prices of `configs/prices.yaml`; the last line says
-at what utilisation a dedicated worker would win. Exit status 1 if dedicated is above 10 % or functions below 80 %.
+hour, functions Lambda's GB-seconds and requests, both at the dated prices of `configs/prices.yaml`; the last line has
+the utilisation above which a dedicated worker would win. Exit status 1 if dedicated is above 10 % or functions below
+80 %.
 """
 
 from __future__ import annotations

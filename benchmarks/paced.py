@@ -1,14 +1,14 @@
-"""The schedule `paced` beside `rollart`, `areal` and `sync_plus`: what is trained beside what was drawn, and how fast.
+"""The schedule `paced` beside `rollart`, `areal` and `sync_plus`: trained against drawn trajectories, and throughput.
 
     python benchmarks/paced.py [--staleness 3] [--seeds 0 1 2 3 4] [--policies paced,rollart,areal] [--plan paced]
     python benchmarks/paced.py --quickstart [--seeds 0 1 2 3 4] [--policies paced,rollart,sync_plus]
 
 The first simulates configs/runs/agentic-math-32b.yaml on configs/clusters/rollart-96h800-32h20.yaml. Of the steps after
 the warm-up (2 (alpha + 1) steps) and before the last alpha + 1, in which a run starts no more than it consumes, it
-compares the trained trajectories with all that the prompts of the run asked for: the two-sample Kolmogorov-Smirnov
-distance of generated tokens and the ratio of their means, per domain. What a prompt asks for is drawn by (seed, prompt,
-member) whatever becomes of it, so lost ones are known too. `ks_null` is the distance of a sample drawn at random. Each
-seed ends with a row of what `paced` is to reach and what it reached.
+compares the trained trajectories with all drawn trajectories of the run: the two-sample Kolmogorov-Smirnov
+distance of generated tokens and the ratio of their means, per domain. The length of a trajectory is drawn by (seed,
+prompt, member) whatever its outcome, so lost ones are known too. `ks_null` is the distance of a random sample. Each
+seed ends with a row of the targets of `paced` and its results.
 
 The second runs the quickstart in real processes until the mean of three steps' success is 0.8 on frozen_lake and 0.6 on
 spell_backward, and prints seconds from the first step's samples on, and steps.
@@ -65,15 +65,15 @@ def ks(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def null(asked: Sequence[float], groups: int, size: int, draws: int = 20) -> float:
-    """Null model: the median distance of as many groups drawn at random from those that were asked for."""
+    """Null model: the median distance of as many groups, sampled at random from all drawn groups."""
     whole = [asked[i : i + size] for i in range(0, len(asked), size)]
     random = Random(0)
     return statistics.median(ks(asked, [x for g in random.sample(whole, groups) for x in g]) for _ in range(draws))
 
 
 def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = "") -> dict[str, Any]:
-    """One simulation: samples per second, and per domain what was trained beside what was drawn. `plan`: on the engines
-    that are planned for that schedule; '': for its own."""
+    """One simulation: samples per second, and trained against drawn trajectories per domain. `plan`: the schedule for
+    which the engines are planned; '': `policy` itself."""
     from rollart.compose.simulate import simulate, workload
     from rollart.ledger.reader import LedgerReader
     from rollart.spec.resolve import forecast, read_specs
@@ -131,7 +131,7 @@ def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = ""
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`paced` of one seed against what it is to reach."""
+    """`paced` of one seed against its targets."""
     by_policy = {row["policy"]: row for row in rows}
     paced, rate = by_policy["paced"], {name: row["samples_per_s"] for name, row in by_policy.items()}
     domains = paced["domains"].values()

@@ -1,15 +1,14 @@
-"""What the placer is worth: its plan beside the baselines on the same model, and how long it takes to find.
+"""The value of the placer: its plan beside the baselines on the same model, and the time to find it.
 
     python benchmarks/placement.py [--case command|mixes|budget|solve] [--json]
 
-command  what `rollart plan` asks for configs/runs/agentic-math-32b.yaml on 96 H800 + 32 H20, training, the window and
-         publish time included, in three mixes of its domains. "over none" is against the null model: the same mix of
-         work on every pool.
-mixes    without training: 64 H800 + 128 H20, Qwen3-32B in bf16, two domains in five mixes: agentic (20 turns of 1,500
-         tokens in and 150 out) and math (500 in, 8,000 out), with any number of trajectories in flight and with 1,024
-         (batch 512, α = 1).
-budget   the same work 1:1 for at most $338/h of H800 and H20, rented.
-solve    CPU seconds to plan 18 pools × 16 domains, and how far from the best possible the plan may be.
+command  the problem of `rollart plan` for configs/runs/agentic-math-32b.yaml on 96 H800 + 32 H20, training, the window
+         and publish time included, in three mixes of its domains. "over none" is against the null model: the same mix
+         of work on every pool. mixes    without training: 64 H800 + 128 H20, Qwen3-32B in bf16, two domains in five
+         mixes: agentic (20 turns of 1,500 tokens in and 150 out) and math (500 in, 8,000 out), with any number of
+         trajectories in flight and with 1,024 (batch 512, α = 1). budget   the same work 1:1 for at most $338/h of H800
+         and H20, rented. solve    CPU seconds to plan 18 pools × 16 domains, and how far from the best possible the
+         plan may be.
 
 Trajectories/s are the roofline's, with the priors of a datasheet: compare columns, do not bank on a figure. Prices and
 links are RollArt's (H800 5.28 and H20 1.85 $/h; 400 Gb/s per host within a pool, 200 Gb/s between the two).
@@ -58,7 +57,7 @@ QWEN3_32B: Mapping[str, object] = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-"""`config.json` of Qwen/Qwen3-32B, what of it matters here."""
+"""`config.json` of Qwen/Qwen3-32B, only the keys that matter here."""
 
 MIXES = {"agentic": (1, 0), "3:1": (3, 1), "1:1": (1, 1), "1:3": (1, 3), "math": (0, 1)}
 """Trajectories of agentic : math."""

@@ -1,12 +1,11 @@
-"""Predict wall time and dollars of real local runs by simulating what their ledgers hold.
+"""Predict wall time and dollars of real local runs by simulating them from their ledgers.
 
     python -m benchmarks.prediction [--only NAME ...] [--steps 20] [--repeat 1] [--keep DIR] [--json]
 
 Each workload is run for real on this machine (an engine, a trainer, functions and the controller as processes), then
 simulated as `rollart simulate RUN --check` does: its trajectories repeated, engines, trainer and functions at the
-speeds that its own ledger shows, and the product's scheduler on virtual time. What lies before and after the training
-loop is no part of a simulation and is taken as recorded: the loop has a deviation of its own, beside that of the whole
-run.
+speeds in its own ledger, and the product's scheduler on virtual time. The time before and after the training loop is
+not simulated and is taken as recorded: the deviation of the loop is shown beside that of the whole run.
 """
 
 from __future__ import annotations

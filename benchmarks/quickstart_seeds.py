@@ -1,4 +1,4 @@
-"""The quickstart on several seeds: held-out success per domain after the warm start and at the end, and what it took.
+"""The quickstart on several seeds: held-out success per domain after the warm start and at the end, and its cost.
 
     python benchmarks/quickstart_seeds.py [--seeds 0 1 2 3 4] [--json]
 
@@ -22,12 +22,12 @@ CHILD = """
 import json, sys
 from rollart.compose.launch import launch
 from rollart.spec.resolve import resolve_files
-told = {}
+success = {}
 def watch(event):
     if event.kind == "evaluated":
-        told[event.subject] = {k[8:]: v for k, v in event.fields.items() if k.startswith("success.")}
+        success[event.subject] = {k[8:]: v for k, v in event.fields.items() if k.startswith("success.")}
 launch(resolve_files(overrides=["seed=" + sys.argv[1]]), run_dir=sys.argv[2], on_progress=watch)
-print(json.dumps(told))
+print(json.dumps(success))
 """
 
 

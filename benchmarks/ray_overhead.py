@@ -1,20 +1,20 @@
-"""What Ray adds to a trajectory: the same run without it, and connected to a cluster that holds its parts.
+"""The overhead of Ray per trajectory: the same run without it, and connected to a cluster that holds its parts.
 
     python benchmarks/ray_overhead.py [--pairs 24] [--weights-mb 100]
 
 500 trajectories live at once, no-op engines and environments, 3 turns, the real scheduler on a real loop. With Ray: a
 private cluster of four nodes, an actor on each with the call that waits for its program's end, and the watch over the
-nodes: all that the controller has to do with Ray between starts and deaths.
+nodes: all calls of the controller to Ray between starts and deaths.
 
-Two processes live side by side, one that never loads Ray and one that is connected; a round is one run in one of them
-while the other waits. A pair is a round in each, the first of them in turn, so that what else the machine does meets
-both alike. What counts is the median over pairs of (with - without), for wall seconds and for CPU seconds of the
-process (Ray's threads in it included), with a 95 % confidence interval from order statistics, which takes nothing for
-granted about the noise. The cluster's daemons run beside both.
+Two processes run in turn, the first without Ray and the second connected; a round is one run in either process while
+the other waits. A pair is a round in each, in alternating order, so that other load on the machine affects both
+equally. The result is the median over pairs of (with - without), for wall seconds and for CPU seconds of the
+process (Ray's threads in it included), with a 95 % confidence interval from order statistics, which makes no
+assumptions about the noise. The cluster's daemons run beside both.
 
-Predicted before the first run: 0.02 to 0.1 ms of CPU per trajectory (two looks at the nodes a second, and Ray's own
+Predicted before the first run: 0.02 to 0.1 ms of CPU per trajectory (two polls of the nodes a second, and Ray's own
 threads), wall time by as much; against the target of less than 2 ms. Exit code 1 when the interval's upper end misses
-the target, or is too wide to tell. Then `benchmarks/ray_weights.py`: weights to four engines on two nodes.
+the target, or is too wide to decide. Then `benchmarks/ray_weights.py`: weights to four engines on two nodes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Weights to several engines of a node, on Ray: one copy per node, and what engines wait for.
+"""Weights to several engines of a node, on Ray: one copy per node, and the waiting time of engines.
 
     python benchmarks/ray_weights.py [--mb 100] [--rounds 3]
 
 A private cluster of two nodes faked on this machine, two engines (real processes) on each. Every round publishes
-another version of `--mb` MB: it is pushed into the store once, pulled to the hosts of all engines while these go on
-generating, then the engines stand still, load it from their own host and go on. Nodes that are faked share one disk, so
-each has a directory of its own here, as separate hosts would have.
+another version of `--mb` MB: it is pushed into the store once, pulled to the hosts of all engines while these continue
+to generate, then the engines pause, load it from their own host and resume. Faked nodes share one disk, so each has a
+separate directory here, as separate hosts would have.
 
-Counted are the bytes that the pullers say they received, and, by the kernel, the bytes that the actors of a node read
-and wrote meanwhile (`/proc/PID/io`): what they read is a copy from the store, what they write its place on the host.
-*Exposed* is from the moment that the engines are told to pause until the last one goes on; *accumulated* the sum over a
-host's buckets of what each took (RollArt's RA-16).
+The benchmark counts the bytes that the pullers report as received, and, by the kernel, the bytes that the actors of a
+node read and wrote meanwhile (`/proc/PID/io`): reads are copies from the store, writes go to the host's directory.
+*Exposed* is the time from the request to pause until the last engine resumes; *accumulated* the sum over a host's
+buckets of their transfer times (RollArt's RA-16).
 
 Predicted before the first run: 1.0 copies into the store and 1.0 to each node; the second engine of a node receives
 nothing. Exit code 1 when that is not so.
@@ -67,7 +67,7 @@ class OnItsNode:
         return self._of.node
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], WeightStoreLocation):  # a pull, and what is told of buckets that come
+        if args and isinstance(args[0], WeightStoreLocation):  # a pull, and notices of arriving buckets
             place, *rest = args
             args = (replace(place, root=f"{place.root}/{self._of.node}"), *rest)
         return await self._of.call(method, *args, **kwargs)
@@ -75,7 +75,7 @@ class OnItsNode:
 
 @dataclass
 class Part:
-    """An engine of the benchmark, and what keeps it busy."""
+    """An engine of the benchmark, and the task that keeps it busy."""
 
     handle: OnItsNode
     engine: HttpEngine
@@ -124,17 +124,17 @@ async def started(
         max_concurrency=6,
     )
     handle = OnItsNode(await runtime.spawn(spec))
-    store.join(handle)  # type: ignore[arg-type]  # what it calls is there
+    store.join(handle)  # type: ignore[arg-type]  # it has the called method
     local = functools.partial(store.local, handle)  # type: ignore[arg-type]
     path = await local(first)
     address = await handle.call("start", ["--model", path, "--weight-version", str(first.version)])
     loaded = [path]
 
-    async def told(weights: WeightsRef) -> str:
+    async def local_path(weights: WeightsRef) -> str:
         loaded.append(await local(weights))
         return loaded[-1]
 
-    engine = HttpEngine(EngineId(name), address, version=first.version, local=told)
+    engine = HttpEngine(EngineId(name), address, version=first.version, local=local_path)
     program = await handle.call("pid")
     actor = int(Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[1])
     return Part(handle, engine, actor, loaded=loaded)
@@ -161,7 +161,7 @@ def moved(actors: Sequence[int]) -> tuple[int, int]:
 async def publish(
     store: SharedWeightStore, recorder: MemoryRecorder, parts: Sequence[Part], weights: WeightsRef
 ) -> dict[str, Any]:
-    """One version to everybody: what crossed, and how long engines stood."""
+    """One version to all engines: the bytes transferred, and the engines' pauses."""
     nodes = sorted({part.handle.node for part in parts})
     before = {node: moved([p.actor for p in parts if p.handle.node == node]) for node in nodes}
     answered, seen = sum(part.answers for part in parts), len(recorder.events)
@@ -205,7 +205,7 @@ async def update(part: Part, weights: WeightsRef) -> None:
 
 
 def write_version(root: Path, number: int, mb: float) -> WeightsRef:
-    """A random decoder of about so many MB in float32; the vocabulary makes up what the blocks lack."""
+    """A random decoder of about `mb` MB in float32; the size of the vocabulary fills up the rest."""
     path = root / f"v{number}"
     path.mkdir(parents=True)
     config = {
@@ -255,8 +255,8 @@ async def measure(mb: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def one_copy_each(row: Mapping[str, Any]) -> bool:
-    """One copy into the store (but for the few bytes of config.json, which are there already), the same to each node,
-    whoever of its engines asked first; the kernel saw no second one either."""
+    """True if one copy went into the store (except the few bytes of config.json, which are there already) and one to
+    each node, whichever of its engines asked first, and the kernel counted no second copy either."""
     size, sent = row["bytes"], row["bytes_into_store"]
     by_kernel = [*row["read_mb_by_nodes"].values(), *row["written_mb_by_nodes"].values()]
     return bool(

@@ -4,9 +4,9 @@
 
 Each run is `rollart launch` with the quickstart's model in the embedded engine's own process, under sync_plus, with
 environments that sleep once: log-normal with a part of the prompt's (a long task stays long) and one of the
-trajectory's. The rollout of a step is read from the ledger, first begin to last end of what the step trained. The
-prediction knows the very draws and nothing of the runtime: the last of a batch, of the first so many, of a round.
-What is compared is the shortening: the rollout without a policy over that with it.
+trajectory's. The rollout of a step is read from the ledger, from the first begin to the last end of the trajectories
+that the step trained. The prediction knows the exact draws and nothing of the runtime: the last of a batch, of the
+first n, of a round. The compared figure is the shortening: the rollout without a policy over the rollout with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from rollart.runtime.domain import training_seed
 ROOT = Path(__file__).parents[1]
 
 PROMPT_SIGMA, OWN_SIGMA, LONGEST = 0.8, 0.5, 12.0
-"""Of the log-normal sleep in units of its median: what members share, what is their own, and where it is cut off."""
+"""The log-normal sleep in units of its median: sigma of the shared part, sigma of the member's own part, and
+cut-off."""
 
 WANTED = 0.15
 """Largest deviation of a shortening from its prediction."""
@@ -181,7 +182,7 @@ def measured(directory: Path) -> list[float]:
 
 
 def lost(directory: Path, steps: int) -> list[str]:
-    """What breaks conservation: prompts that were not trained once, or dropped with a reason that the policy has."""
+    """Violations of conservation: prompts that were neither trained once nor dropped with a reason of the policy."""
     with _ledger(directory) as db:
         groups = db.execute("SELECT id, state, reason FROM groups").fetchall()
         samples = db.execute("SELECT grp, count(*) FROM samples WHERE state = 1 GROUP BY grp").fetchall()
@@ -198,7 +199,8 @@ def lost(directory: Path, steps: int) -> list[str]:
 
 
 def play(home: Path, rollout: Mapping[str, Any], *, steps: int, scale: float) -> Path:
-    """`rollart launch` in processes of its own; the run's directory. RuntimeError with what it said if it fails."""
+    """Start `rollart launch` in separate processes and return the run's directory. RuntimeError with its output if it
+    fails."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "run.yaml").write_text(yaml.safe_dump(spec(rollout, steps=steps, scale=scale)))
     (home / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))

@@ -1,12 +1,13 @@
-"""What running a generated program in the sandbox costs, beside a new interpreter for each.
+"""The cost of running a generated program in the sandbox, beside a new interpreter for each.
 
     python benchmarks/sandbox.py [--programs 300] [--json]
 
-For each way of isolation that works here: seconds to the first program, wall time per warm program (median and 99th
+For each kind of isolation that works here: seconds to the first program, wall time per warm program (median and 99th
 percentile; target: p50 below 30 ms), CPU milliseconds per program of everything that took part (the caller, the
 supervisor, the program), programs per second with two sandboxes under asyncio, and the restart after a program that
 leaves more than is cleaned up. The programs read a line, sort 10,000 numbers and print: about 2 ms of their own.
-`new python` and `new bwrap` start an interpreter per program (no limits, no seccomp): what the warm zygote saves.
+`new python` and `new bwrap` start an interpreter per program (no limits, no seccomp): the time that the warm zygote
+saves.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def fresh(name: str, head: list[str] | None) -> dict[str, Any] | None:
 
     cpu = cpu_seconds()
     took = timed(one, 40)
-    # bwrap leaves before the process that it waits for is reaped: its CPU time reaches nobody.
+    # bwrap exits before the process that it waits for is reaped, so its CPU time is not counted anywhere.
     return {"way": name, **took, **({} if head else {"cpu_ms": (cpu_seconds() - cpu) / 40 * 1e3})}
 
 

@@ -3,27 +3,27 @@
     python benchmarks/scaling.py [--steps 40] [--json] [--ticks]
 
 A step: 64 trajectories begin at once and last about 30 s each (log-normal, sigma 0.5); each asks for its reward as it
-ends, which takes a worker 2 s; then the model trains for 20 s and nobody asks. A cold start takes 5 s, an idle worker
+ends, which takes a worker 2 s; then the model trains for 20 s without calls. A cold start takes 5 s, an idle worker
 is kept for 5 s. The same calls are served in these ways:
 
 on demand  a call that finds no worker starts one
 knative    its autoscaler with its own constants (60 s and 6 s windows)
 reactive   the same with windows of a rollout's length (15 s and 3 s), which is our default
-forecast   from the trajectories under way alone
-both       the larger of reactive and forecast, as runs have it
-both, 60 s the same with the keep-alive that a function has if it says nothing
-rental     the same with ski rental below these 60 s (a waiting trajectory costs ten times a worker; $ / 1k is what both
-           cost for a thousand rewards)
+forecast   from the live trajectories alone
+both       the larger of reactive and forecast, the default of runs
+both, 60 s the same with the default keep-alive of a function
+rental     the same with ski rental below these 60 s (a waiting trajectory costs ten times a worker; $ / 1k is the cost
+           of both for a thousand rewards)
 
 Predicted before the first measurement, from `serverless.replay` of this load and the arithmetic of a cold start:
 on demand waits 5 s at the p99, since every step starts cold; reactive ways start their workers after the same calls, so
 4 to 5 s, and keep them through the quiet, so 1.2 to 2 times the worker-seconds; forecast has workers up before the
 calls but for those in a step's first seconds, so at most half of reactive's p99 for no more worker-seconds; both is as
-fast as forecast, and no dearer than reactive, since what waits for nothing never makes it panic. Rental: a
+fast as forecast, and no dearer than reactive, since calls that do not wait never trigger its panic mode. Rental: a
 lower sum of worker and waiting dollars than with 60 s, and within a tenth of the 5 s chosen by hand.
 
-`--ticks` measures what a look costs with 20,000 live trajectories, on the real clock (predicted: below 5 ms), and
-what a scaler adds to the CPU of an item on real workers (predicted: below 3 %).
+`--ticks` measures the time of a scaling decision with 20,000 live trajectories, on the real clock (predicted: below
+5 ms), and the CPU that a scaler adds per item on real workers (predicted: below 3 %).
 Exit status 1 if both does not beat reactive in p99 wait at no more worker-seconds, or either does not beat on demand.
 """
 
@@ -176,7 +176,7 @@ async def serve(one: Package, settings: dict[str, Any], steps: int, seed: int = 
 
 
 def ticks(live: int = 20_000, looks: int = 50) -> float:
-    """Seconds of one look with so many live trajectories and 512 known durations, the median, on the real clock."""
+    """Median seconds of one scaling decision with `live` trajectories and 512 known durations, on the real clock."""
 
     async def main() -> float:
         loop, rng, rollouts = asyncio.get_running_loop(), random.Random(0), Rollouts("judge")
@@ -203,7 +203,7 @@ def ticks(live: int = 20_000, looks: int = 50) -> float:
 
 def overhead(items: int = 4_000, rounds: int = 5) -> tuple[float, float]:
     """The caller's CPU seconds per item through the whole pipeline on real workers, one a call: without a scaler and
-    with one, the least of alternating rounds. (Wall time says more of a shared machine than of the code.)"""
+    with one, the least of alternating rounds. (Wall time would measure the shared machine more than the code.)"""
 
     async def rate(directory: Path, *, enabled: bool, tries: int) -> float:
         one = build(

@@ -1,11 +1,11 @@
-"""What the service's values cost: bytes on the wire and in memory, and processor seconds, as JSON lists (every client's
-language) and packed.
+"""The cost of the service's values: bytes on the wire and in memory, and processor seconds, as JSON lists (understood
+by every client) and in columnar encoding.
 
     python benchmarks/service_values.py [--rows 256] [--tokens 4096]
 
 A service as a process, and a client here. Every row has token ids, a mask, log-probabilities and versions. Processor
-time is that of client and service together, memory what the service grows by. Values above 64 KB rest on the disk alone
-where there is one: token ids from 16,384 tokens on.
+time is that of client and service together, memory the growth of the service. Values above 64 KB are kept only on disk
+if there is one: token ids from 16,384 tokens on.
 """
 
 from __future__ import annotations

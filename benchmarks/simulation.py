@@ -9,8 +9,8 @@ One process per size; CPU seconds and peak memory are of that process, and inclu
 
 Target (`--target`): 3,000 GPUs with 100,000 trajectories in at most 30 CPU-seconds and 500 MB. Predicted before the
 first run: 90 s and 300 MB, since the controller alone takes 100 us a turn on this machine; linear in trajectories, flat
-in GPUs. Beside it stands how many `asyncio.sleep` a CPU-second of this host is worth on the virtual loop (10,000 tasks
-with 20 each): a shared host is slower by the hour, and that says by how much.
+in GPUs. The reference beside it is the number of `asyncio.sleep` per CPU-second of this host on the virtual loop
+(10,000 tasks with 20 each): the speed of a shared host varies by the hour.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How much of a training step is left once the batch is whole, streamed and not. The real trainer, as a process of its
-own over HTTP; groups finish one by one, as a long-tailed rollout lets them.
+"""The part of a training step that remains once the batch is complete, streamed and not. The real trainer, as a
+separate process over HTTP; groups finish one by one, as in a long-tailed rollout.
 
     python benchmarks/stream_training.py
 
@@ -8,8 +8,8 @@ the one before:
 
 - Not streamed the whole batch is exposed, about G x g, less what larger micro-batches save (groups share none).
 - Streamed the last group and the update are: 1/G of the trainer's work, plus the requests. With 16 groups 6 %, so at
-  least 5 times less exposed; and with all groups at once (no tail to hide behind) nothing is won, and streaming costs
-  what smaller micro-batches and exact sums do: at most 2 x.
+  least 5 times less exposed; and with all groups at once (no tail to hide behind) nothing is won, and streaming has the
+  cost of smaller micro-batches and exact sums: at most 2 x.
 - The weights after the step are the same bits in whatever order the groups came (asserted, not timed).
 """
 

@@ -1,4 +1,4 @@
-"""Weights across clusters over a throttled link: what engines wait for, and what the slow link carries.
+"""Weights across clusters over a throttled link: waiting time of engines, and traffic on the slow link.
 
     python -m benchmarks.weights [--mb 48] [--engines 4] [--slow 24] [--fast 48] [--step 5]
 

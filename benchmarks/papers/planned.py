@@ -8,7 +8,7 @@ constants are the priors, the publish speeds the preset `rollart`.
 
 A ratio within 1 % of 1 has no sign. Where the sign is not the published one, the plan is solved again with one
 term of the model at a time moved away from its value, doubled or halved up to 16 times, then bisected. The table names
-the term that has to move least, and what it would have to be; "none alone" where no term within its bounds gives it.
+the term that has to move least, and its value then; "none alone" where no term within its bounds gives it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IN_FLIGHT = 256
 """Of RA-18: (α + 1) × the batch of 128. Stated, so that no plan counts how long places are held: those of given engines
 do not."""
 RANGE, STEP, CLOSE = 16.0, 2.0, 0.1
-"""A term is moved to this multiple or part of its value at most, doubled or halved, and bisected to so much."""
+"""Largest factor by which a term is moved up or down, the factor of each step, and the tolerance of the bisection."""
 SHARES = ("mfu", "mbu")
 DRAWN = 2048
 """Trajectories whose means and quantiles are a domain's profile."""
@@ -75,7 +75,7 @@ def _scripts(name: str) -> tuple[Values, ...]:
 
 
 def profile(name: str) -> Values:
-    """What the shape `name` asks for, as a spec's `profile`."""
+    """The work of the shape `name`, as a spec's `profile`."""
 
     def quantity(key: str) -> Values:
         values = sorted(s[key] for s in _scripts(name) if s[key] is not None)
@@ -181,7 +181,7 @@ def _null(problem: Problem) -> float:
 
 @cache
 def mixed(model: str, moved: tuple[Term, float] | None = None) -> tuple[tuple[float, float], tuple[float, float], str]:
-    """RA-11: the mix over 72 H800 and over 208 H20, the null model's on the mix over both, and what binds the mix."""
+    """RA-11: the mix over 72 H800 and over 208 H20, the null model's on the mix over both, and the mix's bottleneck."""
     rates, null, binds = [], math.nan, ""
     for h800, h20 in FLEETS:
         with _specs(model, *_ra_11(model, h800, h20), moved) as specs:
@@ -217,7 +217,7 @@ def _given(specs: Specs, p: int, roles: tuple[Role, Role]) -> tuple[Placement, P
 
 @cache
 def split(model: str, p: int, moved: tuple[Term, float] | None = None) -> tuple[float, float, str]:
-    """RA-18: xPyD of given engines over the same engines with both roles, the null model's on these, what binds."""
+    """RA-18: xPyD of given engines over the same engines with both roles, the null model's on these, the bottleneck."""
     with _specs(model, *_ra_18(model, p), moved) as specs:
         whole, problem = _given(specs, p, (Role.ENGINE, Role.ENGINE))
         apart, _ = _given(specs, p, (Role.PREFILL, Role.DECODE))
@@ -287,7 +287,7 @@ def _bisected(ratio: Callable[[Term, float], float], term: Term, no: float, yes:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One figure: what was published, what the plan and the null model give, what binds, and how a term moves it."""
+    """One figure: the published value, the plan's and the null model's, the bottleneck, and the effect of a term."""
 
     name: str
     published: str

@@ -1,9 +1,9 @@
 """Rows of RollPacker: one batch after another under the product's control plane, rounds by its own tail batching.
 
-Conditions. Of its evaluation, RollPacker's artefact (github.com/Farrrrland/RollPacker) says: Qwen2.5-7B with answers of
-8k, "the minimal model size", on 16 H800, the minimal scale; batches of 128 prompts x 8; a third each of math, math with
-a judge, and code (0.34375, 0.34375, 0.3125); a limit of 30 s per code reward. RP-2 has 14B with 16k on 32 H800. That
-32B has 32k and 64 GPUs continues the series and is not stated.
+Conditions. RollPacker's artefact (github.com/Farrrrland/RollPacker) states of its evaluation: Qwen2.5-7B with answers
+of 8k, "the minimal model size", on 16 H800, the minimal scale; batches of 128 prompts x 8; a third each of math, math
+with a judge, and code (0.34375, 0.34375, 0.3125); a limit of 30 s per code reward. RP-2 has 14B with 16k on 32 H800.
+That 32B has 32k and 64 GPUs continues the series and is not stated.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _throughput(tp: int) -> float:
 
 
 def _planner(seeds: int) -> Found:
-    """A size of its own for each kind of round, as the product's policy says after every round."""
+    """A separate size for each kind of round, as the product's policy chooses after every round."""
     first = default_tp({tp: _throughput(tp) for tp in TP_RULE.sizes})
     states = {"short": TensorParallelState(first), "long": TensorParallelState(first)}
     gain: list[float] = []

@@ -1,4 +1,4 @@
-"""What a row of the suite is: figures against figures, and claims about their order."""
+"""Rows of the suite: published against simulated figures, and claims about their order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`play(seeds)` runs it; `miss` says why figures are off, where they are."""
+    """`play(seeds)` runs it; `miss` is the explanation of deviating figures."""
 
     id: str
     title: str
@@ -77,9 +77,9 @@ class Done:
 
     @property
     def missed(self) -> bool:
-        """Whether an order, a sign or a value is off: then `row.miss` says why."""
+        """True if an order, a sign or a value is off; `row.miss` then explains it."""
         return not self.ordered or any(not f.within(0.25) for f in self.found.figures)
 
     def figures(self) -> list[Figure]:
-        """Those that count."""
+        """Figures that count: neither tuned nor bounds."""
         return [f for f in self.found.figures if not f.tuned and not f.bound]

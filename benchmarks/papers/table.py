@@ -57,7 +57,7 @@ def counts(results: Sequence[Done]) -> str:
 
 
 def markdown(results: Sequence[Done]) -> str:
-    """A line per figure and one per wrong order, the counts, and what each missed row puts it down to."""
+    """A line per figure and per wrong order, the counts, and the likely cause of each missed row."""
     out = ["| row | figure | published | simulated | deviation | |", "|---|---|---|---|---|---|"]
     for d in results:
         for f in d.found.figures:

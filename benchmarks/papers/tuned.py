@@ -15,7 +15,7 @@ __all__ = ["SWE", "SWE_BODY", "TRAIN_FIXED_S", "TRAIN_MFU"]
 
 TRAIN_MFU, TRAIN_FIXED_S = 0.20, 40.0
 """A training step takes FLOPs of one forward and backward pass at this share of the dense bf16 peak, plus seconds that
-do not depend on the tokens. The share covers what else is computed (behaviour and reference log-probabilities, 5/3;
+do not depend on the tokens. The share covers the other passes (behaviour and reference log-probabilities, 5/3;
 recomputed activations, 4/3): 0.44 in the hardware's own count. The seconds are loading, offloading, optimizer and data.
 Tuned together, to RA-1's 84 s (8B, 3.9M tokens, 32 H800) and to RP-2's 23 % (14B, 1.2M tokens, 32 H800)."""
 
@@ -30,4 +30,4 @@ that they are the 8.5 % that are neither generation nor training nor resets. Nei
 
 assert isinstance(SWE.reset_s, ParetoTailed)
 SWE_BODY = SWE.reset_s.body
-"""Seconds of SWE's resets without their tail: what an iteration without failures has."""
+"""Seconds of SWE's resets without their tail, as in an iteration without failures."""

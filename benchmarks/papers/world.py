@@ -112,7 +112,7 @@ class Passed:
 
 @dataclass
 class Played:
-    """What a run did."""
+    """The results of a run."""
 
     bed: Bed
     passed: list[Passed] = field(default_factory=list)
@@ -246,7 +246,7 @@ def _settings(bed: Bed) -> ControlSettings:
 def _join(
     control: ControlPlane, transfer: WeightTransfer, fabric: KvFabric, bed: Bed, serving: Serving, clock: ResourceClock
 ) -> ModelledEngine:
-    """Hand-offs go one way, as those of vLLM 0.8 (producer, consumer): what was generated is prefilled again."""
+    """Hand-offs are one-directional, as in vLLM 0.8 (producer, consumer): generated tokens are prefilled again."""
     name = clock.resource
 
     async def load(weights: WeightsRef) -> None:
