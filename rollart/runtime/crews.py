@@ -56,8 +56,8 @@ class HostAutoscaler:
         *,
         what: str,
     ) -> None:
-        """`count`: the number of hosts, at least one, for the devices by pool. `what`: the kind of work that the hosts
-        hold, as the subject of events."""
+        """`count`: the number of hosts, at least one, for the devices by pool. `what`: the subject of events, the kind
+        of work of the hosts."""
         self._crew = crew
         self._nodes = nodes
         self._count = count

@@ -1,7 +1,7 @@
-"""Keeping the plan right while the run goes on: prices, flows, and now and then other instances.
+"""Online rebalancing of a run: updates of prices and flows, and changes of the engine instances.
 
-Three tempos (facts of queueing and of solvers set them): prices every few seconds, flows at fixed instances about every
-half minute, instances when the work has drifted, an engine is gone for good, a pool is down, or on request.
+Three intervals, set by queueing and by solver times: prices every few seconds; flows for fixed instances about every
+half minute; instances when the workload has drifted, an engine is lost for good, a pool is down, or on request.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from rollart.runtime.nodes import NodeTracker
 __all__ = ["ADOPTED", "RebalanceSettings", "Rebalancer"]
 
 ADOPTED = "plan_adopted"
-"""Event of a plan that runs from now on; a resume starts it. In JSON: `engines`, a list of [id, pool, role, tp], and
-`work`, the measured `DomainWork` that it is for, by domain."""
+"""Event of an adopted plan; a resume starts with that plan. Fields in JSON: `engines`, a list of [id, pool, role, tp],
+and `work`, the measured `DomainWork` by domain for which the plan was made."""
 
 UNDO_ATTEMPTS = 5
-"""As often as supervision restarts an engine before it gives it up."""
+"""As many attempts as supervision makes to restart an engine before it gives the engine up."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceSettings:
-    """Seconds between looks at prices and flows (0: never), the drift of the work that asks for a new plan, and the
-    time over which moving must pay. The planner may take `planner_s` to answer, one drain or start `move_s`.
+    """Seconds between updates of prices (`reprice_s`) and of flows (`flows_s`; 0: never), the `drift` of the workload
+    that triggers a new plan, and the horizon over which a move must pay. The planner may take `planner_s` to answer,
+    and a single drain or start `move_s`.
 
-    `measure_s` is the window before and after a change over which its effect is measured, from `settle_s` after it on;
-    until then drift alone starts no other change. `gone_s`: a pool without a serving engine for so long is down.
-    `baseline` is the work that the running plan assumed; if it is empty, the first that is measured.
+    `measure_s` is the window before and after a change over which its effect is measured; the second one begins
+    `settle_s` after the change. Until the measurement, drift alone triggers no other change. `gone_s`: a pool without a
+    serving engine for this long is down. `baseline`: the workload that the running plan assumed; if it is empty, the
+    first measured workload.
     """
 
     reprice_s: float = 5.0
@@ -60,7 +62,7 @@ class RebalanceSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An applied change whose effect is still to be measured."""
+    """An applied change whose effect is not measured yet."""
 
     at: float
     trigger: str
@@ -73,11 +75,12 @@ class _PlannerFailed(Exception):
 
 
 class Rebalancer:
-    """A task of the run: `run` never returns. Anybody may call `notify`.
+    """A task of the run: `run` never returns. Any task may call `notify`.
 
-    It waits for its timer or a notification, for the planner (which computes elsewhere), and for a weight update to end
-    before it touches anything; an update waits for it only while routes and roles are replaced, which takes no time. A
-    planner or a fleet that fails changes nothing but the record: the run goes on with the routes it has.
+    It waits for its timer or a notification, for the planner (which computes elsewhere), and for the end of a weight
+    update before it changes routes or roles. An update waits for the rebalancer only while routes and roles are
+    replaced, which takes no time. A failed planner or fleet is only recorded: the run continues with its present
+    routes.
     """
 
     def __init__(
@@ -107,21 +110,22 @@ class Rebalancer:
         self._down_since: dict[str, float] = {}
         self._down: set[str] = set()
         self._flowed: frozenset[EngineKind] | None = None
-        """Kinds of engine that served when flows were computed last."""
+        """Kinds of engine that served when flows were last computed."""
         self._failing: dict[str, str] = {}
-        """Requests that the planner failed last time, with the cause."""
+        """Planner requests whose last attempt failed, with the cause."""
 
     def move_by(self, fleet: Fleet) -> None:
-        """From now on drains and starts are made, by this fleet."""
+        """Enable drains and starts, which this fleet applies."""
         self._fleet = fleet
 
     def follow(self, nodes: NodeTracker) -> None:
-        """Where nodes come and go the plan is one for those that are there."""
+        """Plan for the present nodes of an elastic cluster, as nodes join and leave."""
         self._nodes = nodes
         nodes.follow(self._woken.set)
 
     def notify(self, reason: str) -> None:
-        """Something happened that the plan did not count on: an engine gone for good, another price. In words."""
+        """Request a new plan. `reason`: text of an event that the plan did not account for, such as an engine lost for
+        good or a changed price."""
         self._reasons.append(reason)
         self._woken.set()
 
@@ -150,7 +154,7 @@ class Rebalancer:
                 await self._follow("prices", self._planner.reprice(self._observed()))
 
     def _reason(self, now: float) -> str:
-        """Why the plan itself must be looked at; '' if it need not."""
+        """The reason to make a new plan; '' if there is none."""
         self._woken.clear()
         reasons, self._reasons = self._reasons, []
         reasons += self._pools(now)
@@ -170,11 +174,12 @@ class Rebalancer:
         return frozenset(kind for kind, load in self._gateway.load().items() if load.healthy)
 
     def _joined(self) -> bool:
-        """A kind of engine serves that the flows do not know: it has no price, and would draw every trajectory."""
+        """True if a kind of engine serves that the flows do not cover: without a price it would attract every
+        trajectory."""
         return self._flowed is not None and not self._serving() <= self._flowed
 
     def _pools(self, now: float) -> list[str]:
-        """Pools that went down for longer than `gone_s`, and those that came back."""
+        """Pools that have been down for `gone_s`, and pools that are back, as reasons."""
         healthy: dict[str, int] = {}
         for kind, load in self._gateway.load().items():
             healthy[kind.pool] = healthy.get(kind.pool, 0) + load.healthy
@@ -204,10 +209,10 @@ class Rebalancer:
     async def _replan(self, trigger: str) -> None:
         try:
             observed = await self._there()
-        except RollartError as error:  # a part that is given up did not end as it should
+        except RollartError as error:  # a part that was given up did not end properly
             self._event("rebalance_failed", trigger, cause=str(error))
             return self._again()
-        # Decided on this work, whatever comes of it: the same drift does not ask twice.
+        # The baseline changes whatever the outcome: the same drift does not trigger a second plan.
         self._baseline.update(observed.work)
         try:
             proposal = await self._ask("a plan", self._planner.replan(observed, trigger))
@@ -257,8 +262,8 @@ class Rebalancer:
         self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
 
     async def _move(self, trigger: str, proposal: Proposal) -> bool:
-        """Drains and starts, one after the other, then the routes. False if one failed: what was done stays done, and
-        the next look plans from there. Only where nothing serves any more what was drained last comes back first."""
+        """Apply drains and starts one after the other, then the routes. False if a move failed: completed moves stay,
+        and the next plan starts from there. If no engine serves any more, the last drained engine is first restored."""
         assert self._fleet is not None
         async with self._gateway.still():
             self._gateway.follow(transition_routes(self._gateway.routes, proposal.routes))
@@ -277,7 +282,7 @@ class Rebalancer:
         return True
 
     async def _undo(self, drained: FleetMove) -> None:
-        """Nothing serves: the run waits for this engine. Its last error ends the run."""
+        """Restore a drained engine, which the run waits for because no other serves. The last error ends the run."""
         for attempt in range(1, UNDO_ATTEMPTS):
             with contextlib.suppress(RollartError):
                 return await self._step(reverse_drain(drained))
@@ -285,7 +290,7 @@ class Rebalancer:
         await self._step(reverse_drain(drained))
 
     async def _there(self) -> FleetObservation:
-        """What is observed, on the devices that are there."""
+        """The observation, with the devices of the present nodes."""
         if self._nodes is None:
             return self._observed()
         devices = self._nodes.devices()
@@ -294,7 +299,7 @@ class Rebalancer:
         return replace(self._observed(), devices=devices, load=self._nodes.load(self._gateway))
 
     async def _vacate(self) -> None:
-        """Engines leave nodes that are to go."""
+        """Drain the engines on leaving nodes."""
         for move in () if self._nodes is None or self._fleet is None else self._nodes.departures(self._gateway):
             try:
                 await self._step(move)
@@ -311,7 +316,7 @@ class Rebalancer:
             await self._fleet.apply(move)
 
     def _short(self, flips: list[FleetMove]) -> str | None:
-        """The first flip that the engines there are cannot make."""
+        """The first flip for which there are too few engines, as text; None if all flips are possible."""
         used: dict[EngineKind, int] = {}
         for move in flips:
             assert move.before is not None, "a flip has a role before"
@@ -329,8 +334,8 @@ class Rebalancer:
             self._gateway.flip(engine, move.after)
 
     async def _ask(self, what: str, asked: Awaitable[T]) -> T:
-        """The planner's answer. `_PlannerFailed` if it fails or takes too long, with an event unless the last time
-        that the same was asked failed in the same way."""
+        """The planner's answer. `_PlannerFailed` if the planner fails or takes too long, with an event unless the
+        previous request of this kind failed with the same cause."""
         try:
             async with self._leases.hold("rebalance", f"the planner: {what}", self._settings.planner_s, Expiry.RETRY):
                 answer = await asked
@@ -361,13 +366,13 @@ class Rebalancer:
             self._samples.popleft()
 
     def _rate(self, window: float) -> float | None:
-        """Trajectories/s finished over the last `window` seconds; None before that much was seen."""
+        """Trajectories/s finished over the last `window` seconds; None until samples cover the window."""
         now, last = self._samples[-1]
         start = next(((t, n) for t, n in reversed(self._samples) if t <= now - window), None)
         return None if start is None else (last - start[1]) / (now - start[0])
 
     def _measure(self, now: float) -> None:
-        """The effect of the last change, once there was time to see it."""
+        """Record the measured effect of the last change, once its window has passed."""
         change = self._change
         if change is None or now < change.at + self._settings.settle_s + self._settings.measure_s:
             return

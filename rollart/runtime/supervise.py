@@ -1,5 +1,5 @@
-"""Keeping the parts alive: an engine that dies or stops answering is restarted with the current weights, a bounded
-number of times; a run without progress fails with the open leases and their owners."""
+"""Supervision: an engine that dies or stops answering is restarted with the current weights, a bounded number of times;
+a run without progress fails with the open leases and their owners."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ __all__ = ["EnginePart", "EngineSupervisor", "Watchdog"]
 
 
 HEALTH_S = 5.0
-"""An engine answers `healthy` from its loop, whatever it computes: seconds of silence mean that it hangs."""
+"""Limit of a health check. An engine answers from its event loop even while it computes: seconds of silence mean that
+it hangs."""
 
 
 REAP_S = 0.5
-"""How long the end of a dead process may take to be known, seconds."""
+"""Seconds to wait for the exit of a dead process."""
 
 
 RESTARTS_FORGIVEN_AFTER_S = 600.0
-"""An engine that served this long since its last start has its restarts forgiven: the bound is against crash loops."""
+"""Serving time since its last start that resets an engine's restart count: the bound is against crash loops."""
 
 
 FIRST_STARTS = 3
-"""Tries at the first start of an engine: one that ends is bad luck, three are a setting."""
+"""Attempts at the first start of an engine: one failure may be chance, three are a misconfiguration."""
 
 BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 5.0
-"""Before the second try of a start half a second, then twice as long each time, up to the longest."""
+"""Delay before the second attempt at a start: twice `BACK_OFF_S`. It doubles with each attempt, up to the longest."""
 
 ENGINE_RESTART = "engine_restart"
-"""Why an engine starts once more: it was lost."""
+"""The cause of the start of an engine that was lost."""
 
 NO_NODE = "no_node"
 """The cause of the wait for a node: no node can hold the engine, and no other engine serves."""
 
 
 class EnginePart(Protocol):
-    """An engine's process as supervise sees it."""
+    """An engine's process as supervision sees it."""
 
     @property
     def id(self) -> EngineId: ...
@@ -61,9 +62,9 @@ class EnginePart(Protocol):
 
 
 class EngineSupervisor:
-    """Owns the start and restart of every engine. `suspect` may be called by anybody, any number of times; one task per
-    engine waits for the process's end or a suspicion, whichever comes first. `run` owns those tasks; while it runs, the
-    fleet may `add` engines that it started and `release` those that it stops.
+    """Owns the start and restart of every engine. Any task may call `suspect`, any number of times. One task per engine
+    waits for the end of the process or a suspicion, whichever comes first. `run` owns those tasks; while it runs, the
+    fleet may `add` engines that it started and `release` engines that it stops.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class EngineSupervisor:
         self._patience_s = patience_s
         self._waiting: dict[str, None] = {}
         self.waited = 0
-        """Tries to place an engine while none is left: the run goes on though nothing is done."""
+        """Attempts to place an engine while none is left: they count as progress of the run."""
         self._gateway = gateway
         self._leases = leases
         self._recorder = recorder
@@ -100,8 +101,8 @@ class EngineSupervisor:
         self._never_started: set[str] = set()
 
     async def begin(self, parts: Sequence[EnginePart]) -> None:
-        """The first start of all parts, at the same time, each tried up to `FIRST_STARTS` times. A part that fails each
-        time is given up while another one serves; `PartDied` with its last cause if none does."""
+        """Start all parts concurrently, each with up to `FIRST_STARTS` attempts. A part whose attempts all fail is
+        given up if another one serves; otherwise `PartDied` with its last cause."""
         failed: dict[str, PartDied] = {}
 
         async def bring_up(part: EnginePart) -> None:
@@ -128,7 +129,7 @@ class EngineSupervisor:
                 self._give_up(part.id, failed[part.id].message, FIRST_STARTS)
 
     async def run(self, parts: Sequence[EnginePart]) -> None:
-        """Watch these engines and those that are added, for ever. The first that cannot be kept alive ends all."""
+        """Watch these engines and added ones forever. The first engine that cannot be kept alive ends the run."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for part in parts:
@@ -142,7 +143,7 @@ class EngineSupervisor:
         self._watches[part.id] = self._tasks.create_task(self.watch(part), name=f"watch {part.id}")
 
     async def release(self, engine_id: EngineId) -> None:
-        """Its end is intended: it is no longer restarted, and its exit is not a failure."""
+        """Stop watching an engine whose end is intended: it is not restarted, and its exit is not a failure."""
         watch = self._watches.pop(engine_id, None)
         if watch is not None:
             watch.cancel()
@@ -166,8 +167,8 @@ class EngineSupervisor:
             event.set()
 
     async def start(self, part: EnginePart, seat: EnginePlacement | None = None, *, cause: str = "") -> None:
-        """Start the engine and let it join the gateway, in `seat` if it is new there; `cause` of a start that was lost
-        time."""
+        """Start the engine and let it join the gateway, in `seat` if it is new there. `cause`: the reason recorded with
+        the startup time, if the start is a loss."""
         shares = self._shares[part.id]
         shares.hold(ResourceState.STARTUP, cause)
         self._suspicion[part.id] = asyncio.Event()
@@ -185,14 +186,14 @@ class EngineSupervisor:
         self._event("engine_started", part.id, version=version)
 
     def versions_in_use(self) -> tuple[int, ...]:
-        """Versions that an engine is reading while it starts: they may not be pruned."""
+        """Versions that starting engines are reading: they must not be pruned."""
         return tuple(self._starting.values())
 
     async def watch(self, part: EnginePart) -> None:
-        """Wait for the engine's end or a suspicion, then bring it back; for ever, unless it is given up.
+        """Wait for the engine's end or a suspicion, then restart it; forever, unless it is given up.
 
-        Past `max_restarts` the run goes on without it while another engine serves, and says so. If none does, it waits
-        for a node, where nothing but that is lacking, for `patience_s` at most; else `PartDied`.
+        After `max_restarts` the engine is given up, with an event, if another one serves. If none serves and only a
+        node is lacking, the run waits for a node, at most `patience_s`; otherwise `PartDied`.
         """
         loop = asyncio.get_running_loop()
         restarts, served_since = 0, loop.time()
@@ -224,7 +225,7 @@ class EngineSupervisor:
                     await asyncio.sleep(_back_off_s(restarts))
 
     def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
-        """No engine serves. `PartDied` unless a node may still come for this one."""
+        """No engine serves: record the wait for a node. `PartDied` if the wait is over or a node would not help."""
         if not homeless or not self._patience_s:
             raise PartDied(
                 engine_id,
@@ -250,9 +251,9 @@ class EngineSupervisor:
         self._on_gone(engine_id, cause)
 
     async def _trouble(self, part: EnginePart) -> str | None:
-        """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again.
+        """The cause, once the engine is gone; None if a suspicion was wrong and the engine serves again.
 
-        A broken connection may be noticed before the death that broke it: the end of the process has the better cause.
+        A broken connection may be noticed before the exit that broke it, and the exit gives the better cause.
         """
         suspicion = self._suspicion[part.id]
         died = asyncio.Event()
@@ -278,7 +279,8 @@ class EngineSupervisor:
         return None if serves else self._gateway.condemned(part.id) or "it stopped answering"
 
     async def _rejoin(self, part: EnginePart) -> bool:
-        """A slow turn or a single failed connection is no death: an engine that answers goes on, or joins again."""
+        """True if a suspected engine passes a health check: it continues, or joins the gateway again. A slow turn or a
+        single failed connection is no reason for a restart."""
         engine, shares = self._engines[part.id], self._shares[part.id]
         if self._gateway.condemned(part.id):
             return False
@@ -301,8 +303,9 @@ def _back_off_s(tries: int) -> float:
 
 
 class Watchdog:
-    """Looks every `period_s`: no progress for `stall_s` fails the run with the longest waits named; a passed budget
-    ends it. It waits only for its own timer. `seconds` and `spent_usd` are those of all lives of the run."""
+    """Checks the run every `period_s`: a run without progress for `stall_s` fails, and the error names the longest
+    waits; an exceeded budget ends the run. It waits only for its own timer and for `check`. `seconds` and `spent_usd`
+    cover all lives of the run."""
 
     def __init__(
         self,
