@@ -35,25 +35,26 @@ HISTORY = 2000
 
 @dataclass(frozen=True, slots=True)
 class LendingSettings:
-    """`setup_s` until lent devices train: the trainer's state has to come to them. The projected
-    peak of KV must fit into `headroom` times the memory of each engine that stays. Turns that do not leave an engine
-    within `move_s` end the attempt. `context_tokens` bounds a trajectory."""
+    """`setup_s`: seconds until lent devices train, since the trainer's state is transferred to them. The projected peak
+    of KV must fit into `headroom` times the memory of each remaining engine. The attempt ends if turns do not leave an
+    engine within `move_s`. `context_tokens` bounds a trajectory."""
 
     setup_s: float = 10.0
     headroom: float = 1.0
     move_s: float = 60.0
     context_tokens: int = 4096
     bytes_per_token: float = 1.0
-    """Of KV."""
+    """KV bytes per token."""
 
 
 class DeviceLender:
     """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
-    counters of engines, and for turns to leave an engine that is lent. `give_back` may be called by anybody at any time
-    and takes effect at once: by a publish before weights move, and when an engine is lost, since those that stay are
-    then too few. `borrow` is called with all engines whose devices train; it never waits.
+    counters of engines, and for turns to leave a lent engine. Any task may call `give_back` at any time, and it takes
+    effect at once: a publish calls it before weights move, and so does the loss of an engine, since the remaining
+    engines are then too few. `borrow` is called with all engines whose devices train; it never waits.
 
-    Invariant: an engine is lent only where what is left fits on those that stay, and none while weights move.
+    Invariant: engines are lent only if the remaining trajectories fit on the remaining engines, and never while weights
+    move.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class DeviceLender:
         epoch = self._epoch
         total = self._done + len(self._live)
         if 100 * self._done < 20 * total or 100 * self._done > 50 * total or not self._behind():
-            return  # as `plan_lending` would say, before anybody is asked
+            return  # `plan_lending` would refuse: skip the queries of the engines
         seats = self._gateway.seats()
         stats = {e: s for e, s in (await self._gateway.stats()).items() if s.kv_tokens}
         if epoch != self._epoch or any(s.role is not EngineRole.ENGINE for s in seats.values()):
@@ -176,7 +177,7 @@ class DeviceLender:
         try:
             for engine in self.lent:
                 await self._gateway.lend(engine, seconds=self._settings.move_s)
-                if epoch != self._epoch:  # given back meanwhile: that one may have come after it
+                if epoch != self._epoch:  # given back meanwhile, perhaps before this engine was lent
                     self._gateway.take_back(engine)
                     return
         except (EngineError, LeaseExpired) as error:

@@ -1,4 +1,4 @@
-"""Engine activity from the engines' own counters, for the ledger: a row per engine and interval."""
+"""Engine activity from the counters of engines, for the ledger: one row per engine and interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollart.ports import Recorder, RunEvent
 __all__ = ["EngineMeter"]
 
 EVERY_S = 10.0
-"""Seconds between two looks: a request's worth of controller time each, and a row."""
+"""Seconds between two readings. Each costs the controller as much time as a request, and a row per engine."""
 
 COUNTERS = (
     "prompt_tokens",
@@ -31,9 +31,9 @@ COUNTERS = (
 
 
 class EngineMeter:
-    """`run` looks for ever, and waits for its timer and the engines' answers alone; `look` is called once more when the
-    run is over. An engine that was started anew counts from zero. What one did after the last look before it died is
-    lost."""
+    """`run` never returns; it waits for its timer and for the engines' counters. `look` is called once more at the end
+    of the run. A restarted engine counts from zero. The activity of an engine between its last reading and its death
+    is lost."""
 
     def __init__(self, stats: Callable[[], Awaitable[Mapping[EngineId, EngineStats]]], recorder: Recorder) -> None:
         self._stats = stats

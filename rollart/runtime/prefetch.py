@@ -25,7 +25,7 @@ PREFETCH_REQUEST = PlacementRequest(PlacementPriority.AHEAD)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchSettings:
-    """`fixed` environments per domain ahead of need, or as many as the rule says (None)."""
+    """`fixed`: prefetched environments per domain; None: as many as `PrefetchDepth` computes."""
 
     fixed: int | None = None
 
