@@ -32,8 +32,8 @@ LENGTH_MEAN_WEIGHT = 0.02
 """Weight of one finished trajectory in its domain's mean length, which covers about the last fifty."""
 
 IDLE_ADMISSION_S = 5.0
-"""An engine that was idle for so long accepts one more trajectory even without free KV memory: all of its sessions wait
-for environments. After a shorter time it would evict KV that is needed in a moment."""
+"""An engine that was idle for this long accepts one more trajectory even without free KV memory: all of its sessions
+wait for environments. After a shorter time it would evict KV that is needed in a moment."""
 
 STATS_S = 10.0
 """Longest wait for an engine's KV usage; an engine that does not answer is asked again at the next interval."""
@@ -89,7 +89,7 @@ class KvAdmission:
         self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
             long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
         }
-        """By whether the queue is for long trajectories; a single queue unless dispatch is skew-aware."""
+        """Keyed by whether the queue is for long trajectories; a single queue unless dispatch is skew-aware."""
         self._skew = SkewAwareDispatcher() if settings.skew_aware else None
         self._together: GroupColocation | None = None
         self._follow: Callable[[TurnRequest], bool] = lambda _: False
@@ -154,7 +154,7 @@ class KvAdmission:
             self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
             if self._skew is None:
                 self.pump()
-            else:  # arrivals of the same instant are compared with each other
+            else:  # after all arrivals of this instant, so that the queue can order them by length
                 asyncio.get_running_loop().call_soon(self.pump)
             if waiter.placed.done():
                 return

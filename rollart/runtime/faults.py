@@ -12,7 +12,7 @@ __all__ = ["WINDOW", "FaultMeter"]
 
 
 MIN_INCIDENTS = 3
-"""Minimum number of incidents before their losses can stop a run: two at about the same time are failed machines."""
+"""Minimum number of incidents whose losses can stop a run: two at about the same time are ordinary machine failures."""
 
 MAX_INCIDENT_SHARE = 0.5
 """Maximum share of attempts that may be lost to incidents, unless `max_rate` is higher."""

@@ -41,8 +41,8 @@ class GroupFilter:
         self._said: set[str] = set()
 
     def leaves_out(self, run: GroupRun) -> bool:
-        """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted and
-        the run does not train such groups (`keep`)."""
+        """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted,
+        unless the settings `keep` further groups."""
         if not self._settings.zero_variance:
             return False
         refills = self._refills[run.domain.name]

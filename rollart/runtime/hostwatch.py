@@ -30,7 +30,7 @@ HEALTH_CHECKS_PER_LIMIT = 4
 
 
 class WatchedHost(Protocol):
-    """The watched part of a host's connection."""
+    """A host's connection as the health watch uses it."""
 
     @property
     def id(self) -> str: ...
@@ -41,7 +41,7 @@ class WatchedHost(Protocol):
 
 
 class HostProcess(Protocol):
-    """The watched part of a host's process."""
+    """A host's process as the health watch uses it."""
 
     @property
     def id(self) -> str: ...
@@ -67,7 +67,7 @@ class HostPart(Protocol):
         `EnvironmentFault` if that fails, `SpecError` if the host can create none of the run's environments."""
 
     async def wait(self) -> str:
-        """Returns when the process ends, with the cause in words."""
+        """Returns when the process ends, with the cause as text."""
 
     async def close(self) -> None:
         """The host is no longer needed: end the process and free its placement."""

@@ -73,7 +73,7 @@ class NodeTracker:
         return {pool: min(most, counted.get(pool, 0)) for pool, most in self._most.items()}
 
     def wait(self) -> float:
-        """Seconds until a reason to plan may arise without an event."""
+        """Seconds until a reason to replan may arise without a node event."""
         return self._presence.wait(_now())
 
     def settled(self) -> bool:

@@ -64,7 +64,7 @@ class BatchPace:
     """The version whose batch no longer waits."""
 
     async def hold(self, version: int, lacking: Sequence[PacedGroup], released: Awaitable[None]) -> None:
-        """Wait for `released`, for `wait_s` at most."""
+        """Wait for `released`, at most `wait_s` seconds."""
         loop = asyncio.get_running_loop()
         began, names = loop.time(), ", ".join(m.id for m in lacking[:NAMED_GROUPS])
         what = f"{len(lacking)} groups at their staleness bound ({names}{', …' if len(lacking) > NAMED_GROUPS else ''})"

@@ -146,7 +146,7 @@ class HostSlotPool:
             self._tell(claim)
 
     def _give_up(self, place: HostSlot, *, free: bool = True) -> None:
-        """Reclaim a prefetched slot. `free`: another episode can use the slot."""
+        """End a prefetched episode. `free`: its slot becomes free for another episode."""
         assert place.give_up is not None
         del self.ahead[place]
         place.going = free
@@ -155,7 +155,7 @@ class HostSlotPool:
         place.give_up()
 
     def _count(self, claim: PlacementPriority, seconds: float | None) -> None:
-        """Emit an event at the 1st, 2nd, 4th ... wait, and at the end. None: no wait."""
+        """Count an assigned slot and its wait (None: no wait). Emits an event at the 1st, 2nd, 4th, ... wait."""
         own = self.sums.setdefault(claim, _WaitTotals())
         own.places += 1
         if seconds is not None:

@@ -39,7 +39,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class RebalanceSettings:
     """Seconds between updates of prices (`reprice_s`) and of flows (`flows_s`; 0: never), the `drift` of the workload
-    that triggers a new plan, and the horizon over which a move must pay. The planner may take `planner_s` to answer,
+    that triggers a new plan, and the horizon over which moves must pay. The planner may take `planner_s` to answer,
     and a single drain or start `move_s`.
 
     `measure_s` is the window before and after a change over which its effect is measured; the second one begins

@@ -57,7 +57,7 @@ class SchedulerSettings:
     fairness: FairnessSettings | None = None
     """Shares of domains instead of quotas."""
     prefetch: PrefetchSettings | None = None
-    """Reset of environments before their trajectories are admitted."""
+    """Prefetch: environments are reset before their trajectories are admitted."""
 
 
 class Scheduler:
@@ -166,7 +166,7 @@ class Scheduler:
                     self._look_ahead(tasks)
                     self._freed.clear()
                     await self._freed.wait()
-            self._end_surplus()  # of a resume without a step left: `close` came before its groups
+            self._end_surplus()  # after a resume without a step left, `close` preceded its groups
             self._groups.cancel_all(AbortReason.SHUTDOWN)
             if self._prefetch is not None:
                 self._prefetch.close()
@@ -185,7 +185,7 @@ class Scheduler:
             self._surplus(GroupId(group_id), self._domains[domain])
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
-        """A version is current: free the slots of the consumed groups, and abort stale trajectories."""
+        """A version was published: free the slots of the consumed groups, and abort stale trajectories."""
         for group in consumed:
             self._admitting.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
@@ -327,7 +327,8 @@ class Scheduler:
         together.left(group, member)
 
     def _completed(self, run: GroupRun) -> None:
-        """A group has its samples. In a schedule of whole batches, groups that became surplus end."""
+        """Filter a complete group or add it to the buffer. In a schedule of whole batches, end groups that became
+        surplus."""
         if self._pace is not None:
             seconds = asyncio.get_running_loop().time() - run.opened
             self._pace.completed(str(run.seed), run.domain.name, seconds)
@@ -353,7 +354,7 @@ class Scheduler:
         self._attempts.quiet.set()
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:
-        """End a group without which the batch is full."""
+        """End a group that the full batch does not need."""
         if (run := self._groups.get(group_id)) is not None:
             self._groups.dismiss(run, AbortReason.REDUNDANT)
             self._cancellations.dropped(run)

@@ -58,7 +58,7 @@ class EnginePart(Protocol):
         """Start the process with these weights; a process left from before is killed first. `PartDied` if it fails."""
 
     async def wait(self) -> str:
-        """Returns when the process ends, with the cause in words."""
+        """Returns when the process ends, with the cause as text."""
 
 
 class EngineSupervisor:
