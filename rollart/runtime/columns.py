@@ -1,8 +1,8 @@
 """Columns that are filled while a batch is rolled out: reference log-probabilities and advantages (AsyncFlow §6.1).
 
-Each column is a task of its own over the sample table: it takes every row once, as soon as what it reads is written,
-and training takes the rows whose columns are all there. What is filled here has the bits of what the step would
-compute, so nothing but time depends on it; a resume fills it again.
+Each column has a separate task over the sample table, which takes every row once, as soon as the row's inputs are
+written. Training takes the rows whose columns are all written. The values are bitwise equal to those that the training
+step would compute, so only the timing of a run depends on them; a resume fills the columns again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ ATTEMPTS = 3
 
 
 class ColumnFiller:
-    """One loop per column. Each waits for rows (unblocked by samples that end) and for the trainer; where that fails,
-    for training to bring it back. Invariant: a row is taken once per column, and written once or gone by then.
+    """One loop per column. Each loop waits for rows (unblocked by new samples) and for the trainer; if the trainer
+    fails, it waits until training has restarted it. Invariant: a row is taken once per column, and written once unless
+    it has left the table by then.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ColumnFiller:
         column_s: float,
         training: Training,
     ) -> None:
-        """`column_s`: longest call. `training` brings the trainer back."""
+        """`column_s`: longest call of the trainer, seconds. `training` restarts the trainer."""
         self._columns = columns
         self._trainer = trainer
         self._buffer = buffer
@@ -48,7 +49,7 @@ class ColumnFiller:
         self._training = training
 
     async def run(self) -> None:
-        """For ever."""
+        """Fill the columns until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for column in self._columns:
                 tasks.create_task(self._run(column), name=column)

@@ -13,17 +13,18 @@ __all__ = ["BatchTruncation", "all_samples"]
 
 
 def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
-    """Every sample as it is."""
+    """All samples, unchanged."""
     return [s for g in groups for s in g.samples]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchTruncation:
-    """At most `tokens` tokens of a batch, so that every step takes the same time: whole samples in an order drawn by
-    step and id, the one at the edge up to where the budget ends, the rest left out. A batch with fewer stays whole.
+    """At most `tokens` tokens of a batch, so that every step takes the same time. Samples are taken in an order drawn
+    from step and id; the sample at the limit is cut there, and later samples are left out. A batch with fewer tokens
+    stays whole.
 
-    Each sample is as likely as another to be left out, long ones no more than short ones. What a cut sample was paid
-    after the edge is paid at its last token that is kept, so that its return stays what it was.
+    All samples, long or short, are equally likely to be left out. The rewards of a cut sample after the cut move to its
+    last kept action token, so that its return does not change.
     """
 
     tokens: int

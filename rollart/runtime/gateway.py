@@ -31,12 +31,12 @@ from rollart.runtime.updating import RollingUpdater, UpdateRule
 __all__ = ["Gateway", "GatewayLimits"]
 
 STATS_S = 5.0
-"""An engine answers `stats` from its loop, whatever it computes. Without an answer its step is not judged."""
+"""An engine answers `stats` from its event loop during any computation. Without an answer its step is not evaluated."""
 
 
 class Gateway:
-    """Called by trajectories (`generate`, `forget`), by publish (`update`), by supervise (`join`, `lose`) and by the
-    rebalancer (`follow`, `flip`, `drain`).
+    """Called by trajectories (`generate`, `forget`), by the publisher (`update`), by the supervisor (`join`, `lose`)
+    and by the rebalancer (`follow`, `flip`, `drain`).
 
     `generate` waits for the gate (unblocked by the end of an update), then for an eligible engine (unblocked by
     `join`), then for the engine's answer. Invariant: no request is sent to an engine whose version is not current, nor
@@ -123,8 +123,8 @@ class Gateway:
         return self._turns.router.routes
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None = None) -> None:
-        """An engine is up with `version` loaded. The same id may join again after it was lost: it keeps the seat that
-        it has by then, so `seat` is for the first time."""
+        """Add an engine with `version` loaded. A lost engine may join again under the same id and keeps its present
+        placement, so `seat` is used only the first time."""
         member = self._roster.join(engine, version=version, shares=shares, seat=seat)
         shares.release()
         if self.entrance is not None:
@@ -171,7 +171,7 @@ class Gateway:
         return "" if member is None else member.condemned
 
     def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
-        """The engine is gone: its sessions continue on other engines with a full prefill."""
+        """Mark the engine lost: its sessions continue on other engines with a full prefill."""
         member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return
@@ -190,8 +190,8 @@ class Gateway:
         return self._roster.seat_of(engine_id)
 
     def follow(self, routes: Routes) -> None:
-        """From the next turn on. Trajectories keep their homes; those given so far count no longer where the shares
-        are others."""
+        """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
+        assignments no longer count."""
         self._turns.follow(routes)
 
     def flip(self, engine_id: EngineId, role: EngineRole) -> None:
@@ -246,7 +246,7 @@ class Gateway:
             member.shares.hold(ResourceState.IDLE, "lent")
 
     def take_back(self, engine_id: EngineId) -> None:
-        """A lent engine serves again, if it is still there."""
+        """Let a lent engine serve again, if it has not left."""
         member = self._roster.members.get(engine_id)
         if member is not None and member.away:
             member.away = member.draining = False
@@ -259,8 +259,8 @@ class Gateway:
         return {session: m.engine.id for m in self._roster.members.values() for session in m.sessions}
 
     def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
-        """The engine will not come back: remove it from the registry. Its unanswered turns are routed again. `cause` is
-        recorded for the time until the engine is closed."""
+        """Remove the engine from the registry for good. Its unanswered turns are routed again. `cause` is recorded for
+        the time until the engine is closed."""
         self.lose(engine_id, cause=cause)
         self._roster.leave(engine_id)
         self._turns.notify()
@@ -302,12 +302,12 @@ class Gateway:
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
         names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
-        `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included; `sent` with
-        the version, when the decode engine has a free slot and so begins at once.
+        `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included. `sent` is
+        called with the version if the decode engine has a free slot and so begins at once.
 
-        Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
-        generated anew: of a failed attempt only the tokens passed to `told` are kept. A failed hand-off does not count
-        as an attempt: the turn is prefilled on its decode engine.
+        Raises `EngineError` if no attempt succeeded, after at most `limits.attempts`. A retried turn is generated anew:
+        of a failed attempt only the tokens passed to `told` are kept. A failed hand-off does not count as an attempt:
+        the turn is prefilled on its decode engine.
         """
         self._requests += 1
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
@@ -316,11 +316,11 @@ class Gateway:
         return self._turns.generate(turn)
 
     def finished(self, session: str) -> None:
-        """The trajectory ended by itself: its length enters the statistics of its domain."""
+        """Add the length of a trajectory that ended by itself to the statistics of its domain."""
         self._turns.finished(session)
 
     async def forget(self, session: str) -> None:
-        """The trajectory is over: its engines may drop its KV."""
+        """End the session: its engines may drop its KV."""
         if self.updates is not None:
             self.updates.ended(session)
         for member in self._turns.forget(session):
@@ -328,7 +328,7 @@ class Gateway:
                 await member.engine.release(session)
 
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all stand still.
+        """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all are suspended.
 
         An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate. With rolling
         updates it returns as soon as an engine may serve.
@@ -407,9 +407,9 @@ class Gateway:
             self._suspect(member, error)
 
     def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
-        """A turn failed. A broken connection removes the engine at once; after a slow turn the engine's health is
-        checked first, since it may be healthy and hold the KV of other sessions. Slow turns are normal while weights
-        load."""
+        """Suspect an engine after a failed turn. A broken connection removes the engine at once. After a slow turn the
+        engine's health is checked first, since it may be healthy and hold the KV of other sessions. Slow turns are
+        normal while weights load."""
         if isinstance(error, EngineError):
             self._suspect(member, error)
         elif member.healthy and not member.updating and not self._moving.locked():

@@ -24,7 +24,7 @@ class _Queue:
 
 
 class HandoffQueue:
-    """Owns the places of the queue. `enter` waits for one, in the order of arrival, unblocked by hand-offs that end
+    """Owns the slots of the queue. `enter` waits for a slot in the order of arrival, unblocked by hand-offs that end
     their prefill and by turns that leave the decode engine. Invariant: a hand-off is admitted while fewer than the
     depth are open beyond the engine's free slots, counting turns that wait there for a slot: the bound never idles the
     engine.
@@ -40,13 +40,13 @@ class HandoffQueue:
         self._queues: dict[EngineId, _Queue] = {}
 
     def full(self, member: RegisteredEngine) -> bool:
-        """Whether the next one has to wait."""
+        """True if the next hand-off must wait."""
         queue = self._queue(member)
         queue.member = member  # a returning engine is a new object
         return bool(queue.line) or not self._room(queue)
 
     async def enter(self, member: RegisteredEngine) -> None:
-        """Take a place; `leave` gives it back."""
+        """Take a slot; `leave` frees it."""
         queue = self._queue(member)
         if not self.full(member):
             queue.open += 1
@@ -59,7 +59,7 @@ class HandoffQueue:
             if place.done() and not place.cancelled():
                 queue.open -= 1
             else:
-                with contextlib.suppress(ValueError):  # `_pump` met it already, in this turn of the loop
+                with contextlib.suppress(ValueError):  # `_pump` removed it already, in this iteration of the loop
                     queue.line.remove(place)
             self._pump(queue)
             raise
@@ -69,13 +69,13 @@ class HandoffQueue:
         self._queue(member).depth.prefilled(seconds)
 
     def leave(self, member: RegisteredEngine) -> None:
-        """The hand-off reached the decode engine, or failed."""
+        """Free the slot of a hand-off that reached the decode engine, or failed."""
         queue = self._queue(member)
         queue.open -= 1
         self._pump(queue)
 
     def ended(self, member: RegisteredEngine) -> None:
-        """A turn left the engine."""
+        """Record that a turn left the engine, and admit waiting hand-offs."""
         queue = self._queues.get(member.engine.id)
         if queue is not None:
             queue.depth.ended(asyncio.get_running_loop().time(), idle=not member.running)

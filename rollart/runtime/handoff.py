@@ -1,8 +1,8 @@
-"""Prefill on one engine, decode on another: the two legs of a remote path, and what keeps them of one version.
+"""Prefill on one engine and decode on another: the two legs of a hand-off, and the guard of their common version.
 
-vLLM's protocol (NIXL pull, `kv_transfer_params`): the prefill engine generates one token and answers with an opaque
-value; that goes verbatim to the decode engine with the original request; the decode engine pulls the KV, generates the
-first token anew and may answer with such a value itself, for the prefill engine of the next turn.
+vLLM's protocol (NIXL pull, `kv_transfer_params`): the prefill engine generates one token and returns an opaque value.
+The value is sent verbatim to the decode engine with the original request. The decode engine pulls the KV, generates the
+first token anew and may return such a value itself, for the prefill engine of the next turn.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ __all__ = [
 ]
 
 WEIGHT_VERSION_KEY = "weight_version"
-"""A hand-off value with this key names the weights of its KV: the decode engine compares them itself. vLLM has none."""
+"""A hand-off value with this key names the weight version of its KV, which the decode engine checks itself. Values of
+vLLM lack it."""
 
 
 SESSION_ENDS_KEY = "session_ends"
-"""Of a prefill leg: no turn follows. The engine that computes it keeps no KV beyond what is handed over."""
+"""Parameter of a prefill leg that no turn follows: its engine keeps only the KV that is handed over."""
 
 
 class HandoffRevoked(HandoffFailed):
-    """Nothing failed: the weights change, or an engine drains, and the turn is routed again."""
+    """The hand-off did not fail, but the weights change or an engine drains: the turn is routed again."""
 
 
 class MissingHandoffValue(HandoffFailed):
@@ -83,7 +84,7 @@ def decode_params(answer: Completion, engine: str, *, last: bool = False) -> Map
 
 
 class HandoffTracker:
-    """The legs of hand-offs that an update of the weights would spoil; it takes them back before it begins.
+    """The legs of hand-offs that a weight update would invalidate. The update revokes them before it begins.
 
     A decode leg may still be pulling: an engine that loads new weights in the middle of a pull would decode on KV of
     the old ones, without an error (measured on vLLM 0.32). The end of a pull is not reported: the request may wait in
@@ -105,7 +106,8 @@ class HandoffTracker:
     async def pull(
         self, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
     ) -> AsyncIterator[None]:
-        """The body is the decode leg: until it ends, `source` may be asked for the KV, and must be there."""
+        """The body is the decode leg. Until it ends, the decode engine may fetch the KV from `source`, which must not
+        leave."""
         source.lent += 1
         try:
             async with self.leg(request, source, home, prefills=False):
@@ -117,7 +119,7 @@ class HandoffTracker:
 
     @contextlib.asynccontextmanager
     async def leg(self, request: GenerateRequest, *members: RegisteredEngine, prefills: bool) -> AsyncIterator[None]:
-        """The body is a leg of a hand-off. `HandoffRevoked` in it when an update takes it back."""
+        """The body is a leg of a hand-off. An update that revokes the leg raises `HandoffRevoked` in it."""
         if not prefills and WEIGHT_VERSION_KEY in (request.kv_transfer or {}):
             yield
             return
@@ -159,7 +161,7 @@ class HandoffTracker:
 def handoff_obstacle(
     version: int, source: RegisteredEngine, home: RegisteredEngine, known: Mapping[str, RegisteredEngine]
 ) -> HandoffFailed | None:
-    """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+    """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
     for member in (source, home):
         name = member.engine.id
         if known.get(name) is not member or not member.healthy:

@@ -25,7 +25,7 @@ class EmitEvent(Protocol):
 
 
 class DomainRoutingStats:
-    """Synchronous; fed by `Turns`."""
+    """Synchronous; updated by `TurnRouter`."""
 
     def __init__(self, tell: EmitEvent) -> None:
         self._tell = tell
@@ -38,7 +38,7 @@ class DomainRoutingStats:
         return self._homes.get(domain, {})
 
     def start_over(self) -> None:
-        """Other shares count from here on."""
+        """Reset the assignments, since the shares change."""
         self._homes.clear()
 
     def homed(

@@ -59,7 +59,7 @@ class RegisteredEngine:
     breaker: HandoffCircuitBreaker = field(default_factory=HandoffCircuitBreaker)
     trust: EngineTrust = field(default_factory=EngineTrust)
     condemned: str = ""
-    """The reason for a restart although it answers."""
+    """The reason to restart it although it responds."""
     sessions: set[str] = field(default_factory=set)
     """Trajectories whose sticky engine this is."""
     guests: set[str] = field(default_factory=set)
@@ -69,7 +69,7 @@ class RegisteredEngine:
     kv: KvResidency = field(default_factory=KvResidency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
     quiet_at: float = 0.0
-    """When its last request ended, while others waited for KV memory."""
+    """End time of its last request, if trajectories waited for KV memory then."""
 
     @property
     def serves(self) -> bool:
@@ -81,12 +81,12 @@ class RegisteredEngine:
         return self.healthy and not self.draining
 
     def expect(self, seconds: float, now: float) -> None:
-        """A request with so much predicted work is sent."""
+        """Count a sent request with so many seconds of predicted work."""
         self.work_s += seconds
         self.clear_at = max(self.clear_at, now) + seconds
 
     def done(self, seconds: float, now: float) -> None:
-        """It was answered, or given up, and does not run any more."""
+        """Count the end of a request, which was answered or given up."""
         if self.running:
             self.work_s -= seconds
         else:
@@ -120,20 +120,20 @@ class SessionKv:
     was_remote: bool | None = None
     domain: str = ""
     tokens: int = 0
-    """Its context after its last turn."""
+    """Context length after its last turn."""
     prompt: str = ""
     said: int = 0
-    """Tokens that it has generated."""
+    """Tokens that the trajectory has generated."""
     whole: bool = False
-    """It ended by itself."""
+    """True if the trajectory ended by itself."""
 
     def lies_at(self, engine_id: str) -> None:
-        """The engine may hold some of its KV from now on."""
+        """Record that the engine may hold some of the trajectory's KV from now on."""
         if engine_id not in self.held:
             self.held += (engine_id,)
 
     def expire(self, version: int) -> None:
-        """`version` is current now: KV of other versions is useless."""
+        """Forget KV of other versions than `version`, which is current now."""
         self.version = version
         self.cached.clear()
         self.returned = None
@@ -146,7 +146,7 @@ class EngineRegistry:
         self.members: dict[str, RegisteredEngine] = {}
         self._seats = dict(seats)
         self.roles = False
-        """Whether any engine has a role of its own."""
+        """True if any engine has a specific role (prefill or decode)."""
         self.kinds = 0
         self._prefills: list[str] = []
         self._alike: tuple[list[RegisteredEngine], ...] | None = None
@@ -156,7 +156,7 @@ class EngineRegistry:
     def join(
         self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None
     ) -> RegisteredEngine:
-        """A returning engine keeps its current placement."""
+        """Add an engine. A returning engine keeps its current placement."""
         known = self._seats.get(engine.id)
         self.seat(engine.id, seat if known is None and seat is not None else known or EnginePlacement())
         member = self.members[engine.id] = RegisteredEngine(engine, version, shares, self._seats[engine.id])
@@ -174,7 +174,7 @@ class EngineRegistry:
         return self._seats.get(engine_id)
 
     def leave(self, engine_id: str) -> None:
-        """It will not come back."""
+        """Remove an engine for good."""
         self.members.pop(engine_id, None)
         self._seats.pop(engine_id, None)
         self._seated()
@@ -295,7 +295,7 @@ class EngineRegistry:
         ]
 
     def load(self, now: float, slots: int) -> dict[EngineKind, KindLoad]:
-        """By kind, of every engine that joined and has not left for good."""
+        """The load by kind, over every engine that joined and has not left for good."""
         kinds: dict[EngineKind, list[RegisteredEngine]] = {}
         for member in self.members.values():
             kinds.setdefault(member.seat.kind, []).append(member)

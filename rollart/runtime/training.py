@@ -1,4 +1,4 @@
-"""The training loop: take a batch, train it, publish it. One step at a time, beside the rollouts.
+"""The training loop: take a batch, train it, publish it. One step at a time, concurrently with the rollouts.
 
 If the trainer streams, the batch is taken group by group and its gradient accumulated while the other groups are still
 rolled out. After the last group only its own gradient and the update remain.
@@ -31,14 +31,14 @@ __all__ = ["StepDone", "Training"]
 
 
 MAX_REFUSED_BATCHES = 3
-"""Batches in a row that a trainer may refuse whole: one is bad luck, three are a wrong setting."""
+"""Consecutive batches that a trainer may refuse whole: one may be accidental, three indicate a wrong setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """One training step, for progress lines and reports. Times are loop seconds: `t0` is when its batch was whole,
-    after `waited_s`; accumulation before it counts as waiting. `trained` is when the trainer was done, `t1` when its
-    version became current, possibly during the next step."""
+    """One training step, for progress lines and reports. Times are loop seconds. `t0`: its batch was whole, after
+    `waited_s`, which includes earlier accumulation. `trained`: the trainer was done. `t1`: its version became current,
+    possibly during the next step."""
 
     step: int
     version: int
@@ -52,8 +52,8 @@ class StepDone:
 
 @dataclass(slots=True)
 class _StreamedBatch:
-    """A growing batch: its groups so far, and how many of them the trainer has (None: the trainer has no step open).
-    `since` is when the last group arrived."""
+    """A growing batch: its groups so far, and the number of groups that the trainer has (None: the trainer has no open
+    step). `since`: the arrival time of the last group."""
 
     groups: list[Group] = field(default_factory=list)
     given: int | None = None
@@ -64,8 +64,8 @@ class _StreamedBatch:
     empty: int = 0
 
     def refused(self, error: TrainerRefused) -> list[Group]:
-        """The groups that leave the batch: the groups of the samples that the trainer names. If it names none: all
-        groups at the end of the step, before that the groups that it was just given."""
+        """The groups that leave the batch: the groups of the samples that the trainer names. If it names none, all
+        groups at the end of the step, and before that the groups that it was given last."""
         ending, self.finishing = self.finishing, False
         if ending:
             self.given = None
@@ -88,10 +88,10 @@ class _PendingPublish:
 
 
 class Training:
-    """Consumes batches from the buffer, produces versions. Waits for a batch (unblocked by rollouts), for the trainer
-    and for the publish; with `overlap` for the previous publish, so that at most one is running. A trainer that dies is
-    restarted by `recover` and the same batch, or its groups so far, is trained again from the same version: nothing of
-    it was committed, so nothing is trained twice.
+    """Consumes batches from the buffer and produces versions. Waits for a batch (unblocked by rollouts), for the
+    trainer and for the publish; with `overlap` for the previous publish, so that at most one runs. `recover` restarts
+    a trainer that dies. The same batch, or its groups so far, is then trained again from the same version: none of it
+    was committed, so nothing is trained twice.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Training:
         self._tasks: asyncio.TaskGroup | None = None
         self._behind: _PendingPublish | None = None
         self.lives = 1
-        """Starts of the trainer, as far as training knows."""
+        """Starts of the trainer known to training."""
         self._failed: TrainerError | None = None
         """The error of another component's call, if the trainer must be restarted for it."""
         self._wait: asyncio.Timeout | None = None
@@ -170,9 +170,9 @@ class Training:
         self._clock.enter(ResourceState.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:
-        """The first batch that the trainer takes. Groups with a sample that it refuses are dropped with the reason, so
-        that neither this run nor its resume meets them again, and others take their place in the batch.
-        `MAX_REFUSED_BATCHES` batches that it refuses whole, in a row, end the run."""
+        """Train the first batch that the trainer accepts. Groups with a refused sample are dropped with the reason, so
+        that neither this run nor its resume trains them, and other groups replace them in the batch.
+        `MAX_REFUSED_BATCHES` consecutive batches that are refused whole end the run."""
         loop = asyncio.get_running_loop()
         groups: tuple[Group, ...] = ()
         refusals = 0
@@ -207,8 +207,8 @@ class Training:
                 self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _stream_some(self, version: int, step: int) -> None:
-        """The same, group by group. Refused groups are dropped and replaced by others; a refusal at the end concerns
-        the whole batch."""
+        """Train a batch group by group. Refused groups are dropped and replaced by others; a refusal at the end
+        concerns the whole batch."""
         state, failures = _StreamedBatch(), 0
         while True:
             try:
@@ -244,7 +244,7 @@ class Training:
             self._taken(state.groups)
 
     async def _feed(self, state: _StreamedBatch, version: int, step: int) -> None:
-        """Give the trainer the groups that it lacks; all of them, if it has no step open."""
+        """Give the trainer the groups that it lacks, or all of them if it has no open step."""
         if state.given is None:
             async with self._lease(step):
                 await self._trainer.begin(version)
@@ -282,7 +282,7 @@ class Training:
     async def _hand_over(
         self, version: int, step: int, groups: Sequence[Group], report: TrainReport, began: float
     ) -> None:
-        """The step is trained: publish its version, or stage it and publish it in the background. The last publish is
+        """Publish the version of a trained step, or stage it and publish it in the background. The last publish is
         awaited."""
         waited_s = began - self._waiting
         now = asyncio.get_running_loop().time
@@ -379,7 +379,7 @@ class Training:
                     raise
 
     async def _again(self, done: StepDone) -> None:
-        """Train the step again that was lost with the trainer, and publish it before anything else."""
+        """Repeat the step that was lost with the trainer, and publish it before the next step."""
         try:
             async with self._lease(done.step):
                 report = await self._trainer.train(self._samples(done.groups, done.step), done.version - 1)

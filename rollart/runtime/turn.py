@@ -57,42 +57,42 @@ class TurnRequest:
     domain: str = ""
     length: int = 0
     handing: bool = False
-    """It holds a place in the hand-off queue of its sticky engine."""
+    """True if it holds a slot in the hand-off queue of its sticky engine."""
     at_home: bool = False
-    """Its hand-off failed: no other is tried."""
+    """True if its hand-off failed: no further hand-off is tried."""
     last: bool = False
-    """No turn of its trajectory can follow."""
+    """True if no turn of its trajectory can follow."""
     prompt: str = ""
     """The prompt of its trajectory, for length statistics."""
     long: bool = False
-    """Its trajectory is predicted to be long."""
+    """True if its trajectory is predicted to be long."""
     begun: bool = False
     """True if an earlier turn of its trajectory was sent."""
     sent_at: float = 0.0
-    """When it was sent to the engine that generates."""
+    """Time at which it was sent to the generating engine."""
     sends: int = 0
     told: int | None = None
     spent: float = 0.0
     kept: Completion | None = None
-    """Tokens of an earlier attempt that stay: generated on an engine that was then lent, or already streamed."""
+    """Kept tokens of an earlier attempt: generated on an engine that was then lent, or already streamed."""
     listener: Callable[[CompletionChunk], None] | None = None
     heard: list[CompletionChunk] = field(default_factory=list)
-    """Pieces that the current attempt has streamed."""
+    """Chunks that the current attempt has streamed."""
     unsure: bool = False
-    """Weights changed during the attempt, and its engine reports the version of each token only at the end."""
+    """True if weights changed during the attempt and its engine reports the versions of tokens only at the end."""
     avoided: set[str] = field(default_factory=set)
     """Engines that answered it wrongly: not used for it while another engine serves."""
     vocab: int | None = None
 
     def begins(self, version: int) -> None:
-        """Its first token is of this version, unless older tokens are kept. Reported once per version: all attempts
-        belong to one turn, whichever of them samples the first token."""
+        """Report the version of its first token, unless older tokens are kept. Each version is reported once: all
+        attempts belong to one turn, and any of them may sample the first token."""
         if self.kept is None and self.told != version:
             self.told = version
             self.sent(version)
 
     def keep(self, part: Completion) -> None:
-        """It continues on another engine: the tokens so far join the prompt, which is prefilled again."""
+        """Continue on another engine: the tokens so far are appended to the prompt, which is prefilled again."""
         if not part.sampled:
             return
         if self.kept is None and part.spans:

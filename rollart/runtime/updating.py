@@ -53,7 +53,7 @@ class _Iteration:
     left: dict[str, int] = field(default_factory=dict)
 
     def ended(self, session: str) -> bool:
-        """Whether it was the last one of its engine."""
+        """True if the session was the last one of its engine."""
         engine = self.homes.pop(session, None)
         if engine is None:
             return False
@@ -63,11 +63,11 @@ class _Iteration:
 
 class RollingUpdater:
     """Owns the updates of single engines. `publish` is called by the gateway, after `ready` has waited for an engine
-    that may serve; `run` owns the tasks and waits for a change of the fleet, for the end of an iteration, or for the
+    that may serve. `run` owns the tasks and waits for a change of the fleet, for the end of an iteration, or for the
     longest delay of an update. `settle` waits until every engine has the current version.
 
-    Invariants: no turn begins on an engine that is more than alpha publishes behind, nor on one that is older than the
-    trajectory's first token; an engine is updated by one task at a time, and joins only when none is.
+    Invariants: no turn begins on an engine that is more than alpha publishes behind, or whose version is older than the
+    trajectory's first token. One task at a time updates an engine, and an engine joins only while none does.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RollingUpdater:
         self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """For ever."""
+        """Plan and start updates until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 changed = self._turns.changed
@@ -118,23 +118,23 @@ class RollingUpdater:
         return isinstance(self._policy, OnDivergence)
 
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
-        """The divergence of the next version from earlier ones, mean KL in nats per token."""
+        """Record the divergence of the next version from earlier ones: mean KL in nats per token."""
         if self.probes:
             self._measured = VersionProbe(version, "", divergence)
             self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
-        """Returns when `version` may become current: an engine may serve then, or waiting would not bring one."""
+        """Returns when `version` may become current: an engine may serve then, or waiting would not yield one."""
         with self._leases.note("publish", f"an engine that serves beside v{version}"):
             while not may_publish(self._states(prefill=False), version=version, alpha=self._alpha):
                 await self._turns.changed.wait()
 
     def publish(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        """The version is current from now on."""
+        """Make the version current."""
         self._weights, self._due = weights, None
         if isinstance(self._policy, OnDivergence):
             found = self._measured
-            if found.version != weights.version:  # not measured: treated as far away
+            if found.version != weights.version:  # not measured: treated as a large divergence
                 found = VersionProbe(weights.version, "", {})
             self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
@@ -149,12 +149,12 @@ class RollingUpdater:
         self._turns.notify()
 
     def ended(self, session: str) -> None:
-        """The trajectory is over."""
+        """Count an ended trajectory, for which a delayed update may wait."""
         if self._iteration.ended(session) and self._due is not None:
             self._turns.notify()
 
     async def settle(self) -> None:
-        """Every engine that serves gets the current version now; returns when they have it."""
+        """Load the current version on every serving engine; returns when all have it."""
         self._settling += 1
         try:
             self._plan()
@@ -165,12 +165,12 @@ class RollingUpdater:
 
     @contextlib.asynccontextmanager
     async def alone(self, engine_id: str) -> AsyncIterator[None]:
-        """No update of this engine while the body runs."""
+        """Exclude updates of this engine while the body runs."""
         async with self._locks.setdefault(engine_id, asyncio.Lock()):
             yield
 
     def loading(self) -> Iterable[int]:
-        """Versions that an engine is reading: they may not be pruned."""
+        """Versions that engines are reading: they must not be pruned."""
         return tuple(self._loading.values())
 
     def _members(self) -> Iterable[RegisteredEngine]:
@@ -217,8 +217,8 @@ class RollingUpdater:
         self._turns.lag = self._alpha if behind else 0
 
     def _needed(self, version: int) -> RegisteredEngine | None:
-        """The engine that must load at once, because trajectories began with a version that no engine has any more: the
-        engine with the fewest sessions. A lost engine returns with the current version, so it is waited for."""
+        """The engine that must load at once, because a trajectory began with a newer version than any engine has: the
+        engine with the fewest sessions. None if an engine is lost, since it returns with the current version."""
         if any(not m.healthy for m in self._members()):
             return None
         able = [m for m in self._members() if m.seat.role is not EngineRole.PREFILL and not (m.draining or m.doubted)]
@@ -252,7 +252,7 @@ class RollingUpdater:
                 await member.engine.update_weights(weights)
                 member.version = weights.version
                 await member.engine.resume()
-            if member.healthy:  # an engine that was lost meanwhile is down, whatever it answers
+            if member.healthy:  # an engine that was lost meanwhile stays down
                 member.shares.release()
                 seconds = round(now() - began, 6)
                 told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
