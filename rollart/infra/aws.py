@@ -29,7 +29,7 @@ ALIAS = "live"
 """The alias that a run calls; `rollart rewards rollback` moves it."""
 
 DIGEST_TAG = "rollart:digest"
-"""Marks a function as one of `rollart`, and holds the digest of its package."""
+"""The tag that marks a function of `rollart`; its value is the digest of the package."""
 
 DESCRIPTION_PREFIX = "rollart:"
 
@@ -66,9 +66,9 @@ class AwsFunction:
 
 
 def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
-    """The functions as `rollart rewards deploy` would make them: the same archive under the same name, so that a run
-    finds them deployed. Errors of `serverless` for settings that Lambda lacks; SpecError for names that are equal in a
-    template."""
+    """The functions as `rollart rewards deploy` would create them: the same archives under the same names, so that a
+    run finds them deployed. Errors of `serverless` for settings that Lambda does not support; SpecError for names that
+    are equal in a template."""
     found = tuple(_aws_function(package, settings) for package in packages)
     _check_logical_names({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
     return found
@@ -117,7 +117,7 @@ def assume_lambda() -> dict[str, Any]:
 
 
 def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
-    """A function may write to its own log and nothing else: it can reach no account, bucket or other function."""
+    """Permits a function to write its own log, and nothing else: no access to accounts, buckets or other functions."""
     return {
         "Sid": "OwnLogs",
         "Effect": "Allow",
@@ -127,8 +127,8 @@ def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
 
 
 def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
-    """The permissions of a run: to call the functions, if there are any, to verify that they match its own packages, to
-    keep an alias of its own on each, with provisioned concurrency, and to transfer weights."""
+    """The permissions of a run: to call the functions, if there are any, to verify that they match its packages, to
+    keep the run's alias on each, with provisioned concurrency, and to transfer weights."""
     if not functions:
         return _weight_statements(bucket, objects)
     return [

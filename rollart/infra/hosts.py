@@ -19,8 +19,9 @@ HOST_CORES = 32
 """Cores of a CPU host if the spec has no `devices_per_host`: a usual size in every cloud."""
 
 GPU_CORES, GPU_MEMORY_GB = 3, 12
-"""Cores and host memory that are requested for each GPU: the smallest hosts with one GPU can spare this much (g5.xlarge
-has 4 and 16 GB). The spec does not declare them. Larger hosts have more, which is used where no limit applies."""
+"""Cores and host memory in GB that are requested for each GPU, since the spec does not declare them. The smallest hosts
+with one GPU can spare this much (g5.xlarge has 4 cores and 16 GB). Larger hosts have more; processes without a limit
+use it."""
 
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 

@@ -23,7 +23,7 @@ RUNS_AT = "/var/lib/rollart/runs"
 """Run directories, at the same path on every node: weights, logs and settings of parts."""
 
 RUNS_SIZE = "500Gi"
-"""Size of their volume: a few versions of the weights with optimizer, and logs."""
+"""Size of the volume of the run directories: a few versions of the weights with optimizer state, and logs."""
 
 HEAD_CORES, HEAD_MEMORY_GB = 8, 32
 """Resources of the controller, its environments, the local function workers, and Ray's own services."""
@@ -208,8 +208,8 @@ def _cluster(
 
 
 def _workers(group: HostGroup, name: str, pods: PodSettings, *, engines: bool) -> dict[str, Any]:
-    """`engines`: some may run there. Hosts of environments alone have no identity, since environments run code that
-    policies wrote."""
+    """The worker group of a pool. `engines`: True if engines may run there. Hosts of environments alone have no
+    identity, since environments run code written by policies."""
     env = _secrets(name, pods.needs.played if group.plays else ())
     pod = _pod("ray-worker", pods.of(group.name), group.cores, group.memory_gb, gpus=group.gpus, env=env)
     pod["metadata"] = {"labels": {CLUSTER_LABEL: name}}
@@ -247,7 +247,7 @@ def _secrets(name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _pod(
     container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A pod has its host alone: it uses all cores, and requests the amount that the kubelet of such a host can
+    """A pod that has a host to itself: it uses all cores, and requests the amount that the kubelet of such a host can
     allocate. With GPUs, only their number limits it."""
     if gpus:
         requests, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}

@@ -87,9 +87,9 @@ def cluster_needs(run: RunSpec | None, cluster: ClusterSpec) -> ClusterNeeds:
 
 
 def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Path) -> dict[str, str]:
-    """Text by relative path: files beside the specs that these name, to be placed beside them on every node: sources
-    and requirements of reward functions, modules of environments and producers, a model's configuration, prices and
-    calibrations. SpecError for files that cannot be copied."""
+    """The files that the specs name, as text by relative path; they lie beside the specs on every node. These are
+    sources and requirements of reward functions, modules of environments and producers, a model's configuration, prices
+    and calibrations. SpecError for files that cannot be copied."""
     found: dict[str, str] = {}
     for path in dict.fromkeys([*_files(run), *_modules(run, base)]):
         found[path] = _text(base, path)

@@ -10,7 +10,7 @@ __all__ = ["policy_config"]
 def policy_config() -> dict[str, object]:
     """`config.json` of a Qwen3ForCausalLM of 0.2 M parameters that learns on one CPU core in a minute.
 
-    Two layers: copying the letter that follows a number takes two (find the number, then the letter behind it).
+    Two layers: copying the letter that follows a number takes two (find the number, then the letter after it).
     """
     return {
         "architectures": ["Qwen3ForCausalLM"],

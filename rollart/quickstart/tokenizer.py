@@ -1,4 +1,4 @@
-"""The quickstart's tokenizer: one word, one token, for both domains. Made on the spot, nothing is downloaded."""
+"""The quickstart's tokenizer: one token per word, for both domains. It is created locally, without a download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EOS_ID = 1
 
 
 def vocabulary() -> dict[str, int]:
-    """Token ids by word; the order is part of the published model, so it only ever grows at the end."""
+    """Token ids by word. The order is part of the published model, so new words are only appended."""
     words = dict.fromkeys((PAD, EOS, UNKNOWN, *lake_words(), *spell_words()))
     return {word: index for index, word in enumerate(words)}
 

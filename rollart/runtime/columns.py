@@ -1,8 +1,8 @@
 """Columns that are filled while a batch is rolled out: reference log-probabilities and advantages (AsyncFlow §6.1).
 
 Each column has a separate task over the sample table, which takes every row once, as soon as the row's inputs are
-written. Training takes the rows whose columns are all written. The values are bitwise equal to those that the training
-step would compute, so only the timing of a run depends on them; a resume fills the columns again.
+written. Training takes the rows whose columns are all written. The training step would compute bitwise
+equal values, so only the timing of a run depends on these tasks; a resume fills the columns again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Users' environments in the controller's process, contained so that no call to them can hold the run up."""
+"""Users' environments in the controller's process, wrapped so that none of their calls can block the run."""
 
 from __future__ import annotations
 

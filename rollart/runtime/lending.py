@@ -87,7 +87,7 @@ class DeviceLender:
             self._live[live.id] = live
 
     def rolled(self, live: TrajectoryState) -> None:
-        """Its last turn is over."""
+        """Record the length of a trajectory after its last turn."""
         self._live.pop(live.id, None)
         self._done += 1
         name, length = live.domain.name, float(live.length)
@@ -95,15 +95,15 @@ class DeviceLender:
         self._stirred.set()
 
     def left(self, live: TrajectoryState) -> None:
-        """The trajectory ended, whatever its outcome."""
+        """Forget a trajectory that ended with any outcome."""
         self._live.pop(live.id, None)
 
     def lost(self, engine: EngineId) -> None:
-        """An engine is gone or suspected: the remaining trajectories may no longer fit."""
+        """Return all lent engines after the loss or suspicion of an engine: the trajectories may no longer fit."""
         self.give_back(f"{engine} is in doubt")
 
     def give_back(self, why: str = "the rollout is over") -> None:
-        """Every lent engine serves again."""
+        """Let every lent engine serve again."""
         self._epoch += 1
         lent, self.lent = self.lent, ()
         if lent:

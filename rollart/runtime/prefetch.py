@@ -37,7 +37,7 @@ class PrefetchedEnvironment:
     over: asyncio.Future[Observation]
     """The first observation, or the error of the reset."""
     environment: Environment | None = None
-    """None until its task has made it."""
+    """The environment; None until the task has created it."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the reset itself began, or a step before it failed."""
@@ -72,11 +72,11 @@ class Prefetcher:
     """Owns environments from the start of their reset until a trajectory takes them; called by the scheduler (`fill`,
     `forget`, `published`, `close`) and by trajectories (`take`, `reset`). None of these calls waits.
 
-    Each reset is a task of the scheduler with a lease of its own, owned by the trajectory that it is for. A failed
-    reset counts as a fault of the trajectory that takes it, as if that trajectory had made the call. Invariant: at most
-    `PrefetchDepth.wanted` environments are held per domain. Unused environments are closed, the newest first if a
-    running trajectory waits for a slot on a host. Seeds are those of the prompts, and members of a prompt are reset in
-    order, so the observations of an episode do not depend on prefetching.
+    Each reset is a task of the scheduler under a lease in the name of its trajectory. A failed reset counts as a fault
+    of the trajectory that takes it, as if that trajectory had made the call. Invariant: at most `PrefetchDepth.wanted`
+    environments are held per domain. Unused environments are closed, the newest first if a running trajectory waits for
+    a slot on a host. The seeds are the prompts' seeds, and members of a prompt are reset in order, so the observations
+    of an episode do not depend on prefetching.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Prefetcher:
         if ahead is None:
             return None
         if ahead.environment is None or not has_host_slot(ahead.environment):
-            self._give_up(ahead)  # it has not begun: the trajectory's own reset is as good, and comes first
+            self._give_up(ahead)  # not begun: a reset by the trajectory takes no longer, and has priority for a slot
             return None
         mark_in_use(ahead.environment)
         ahead.taken.set()
@@ -153,7 +153,7 @@ class Prefetcher:
         self._recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
 
     def close(self) -> None:
-        """No environment will be taken any more: cancel the tasks, which close the environments."""
+        """Cancel the tasks, which close the unused environments."""
         for held in self._held.values():
             for ahead in held.values():
                 self._give_up(ahead)

@@ -18,8 +18,8 @@ __all__ = ["FairnessSettings", "DomainShareTracker"]
 
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
-    """The configured shares of the domains. `slack` = groups that a domain may lag behind its share before a batch
-    waits for it; `follow`: shares move with measured cost and learning."""
+    """The configured shares of the domains. `slack`: groups that a domain may lag behind its share before a batch waits
+    for it. `follow`: shares adapt to measured cost and learning."""
 
     domains: tuple[DomainShare, ...]
     slack: int = 0
@@ -40,8 +40,8 @@ class DomainShareTracker:
     """Owns the debt to each domain. Synchronous: the buffer asks for the quotas of a batch and reports the batch; the
     scheduler asks which domain starts a group, and reports published and refused groups and engine time.
 
-    Counts are of groups, which all have the same size. Invariants: those of `policy.fairness.FairBatches`; a batch is
-    counted from the moment that it is taken, and given back if the trainer refuses it.
+    Counts are in groups, which all have the same size. Invariants: those of `policy.fairness.FairBatches`. A batch
+    counts from its selection, and its count is reversed if the trainer refuses it.
     """
 
     domains: Sequence[Domain]
@@ -49,13 +49,13 @@ class DomainShareTracker:
     recorder: Recorder
     steps: int
     window: int
-    """Batches that may be waited for, ended or in training at a time."""
+    """Largest number of batches that are awaited, complete or in training at a time."""
     apart: bool
     """True if a batch in training no longer counts once the scheduler knows of it."""
     ready: Mapping[str, int] = field(default_factory=dict)
     """Samples per domain in the buffer, which owns and updates the mapping."""
     growing: Counter[str] = field(default_factory=Counter)
-    """Groups of the batch that grows."""
+    """Groups per domain of the growing batch."""
     _on_the_way: list[_BatchInTraining] = field(default_factory=list)
     _told: int = 0
     _batches: int = 0
@@ -101,11 +101,11 @@ class DomainShareTracker:
         self._move()
 
     def told(self) -> None:
-        """The scheduler knows of the last batch."""
+        """Record that the scheduler was notified of the last batch."""
         self._told += 1
 
     def refused(self, groups: Sequence[Group]) -> None:
-        """The trainer refused these groups. A batch with one of them is returned, and its other groups grow again."""
+        """Remove refused groups. The count of a batch with one of them is reversed: its other groups grow again."""
         gone = {group.id: group.domain for group in groups}
         if self._on_the_way and self._on_the_way[-1].groups & gone.keys():
             batch = self._on_the_way.pop()
@@ -119,7 +119,7 @@ class DomainShareTracker:
         self._move()
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
-        """The version contains a batch: shares follow its cost and its reward spread."""
+        """Remove the oldest batch, which the version contains. Shares follow its cost and its reward spread."""
         if self._on_the_way:
             del self._on_the_way[0]
             self._told = max(self._told - 1, 0)
@@ -128,7 +128,7 @@ class DomainShareTracker:
         self._report(version)
 
     def spent(self, domain: Domain, seconds: float) -> None:
-        """Engine seconds of an attempt, whatever its outcome: lost attempts raise the cost of a domain's samples."""
+        """Add the engine seconds of an attempt with any outcome: lost attempts raise the cost of a domain's samples."""
         self._spent[domain.name] = self._spent.get(domain.name, 0.0) + seconds
 
     def next_domain(self, outstanding: Mapping[str, int], extra: Mapping[str, int]) -> str | None:
@@ -181,7 +181,7 @@ class DomainShareTracker:
         self._move()
 
     def _move(self) -> None:
-        """Shares follow, unless a batch grows."""
+        """Apply changed shares, unless a batch is growing."""
         if self._next is not None and not self.growing.total():
             self._fair.shares, self._next = self._next, None
 

@@ -148,8 +148,8 @@ class Training:
             await self._run(first_step, version)
 
     async def mend(self, error: TrainerError, life: int) -> None:
-        """For another component whose call to the trainer failed; `life` is `lives` at the call. Returns once the
-        trainer was restarted, which training does between two steps, or in a step that fails too."""
+        """Restart the trainer after a failed call of another component; `life`: the value of `lives` at that call.
+        Training restarts the trainer between two steps, or in a step that fails too; returns after that."""
         if life == self.lives:
             self._failed = error
             self._wake()

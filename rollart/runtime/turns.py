@@ -146,7 +146,7 @@ class TurnExecutor(TurnRouter):
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
             turn.go_on(completion)
-            raise RerouteTurn  # ended by a weight update: generated again from its history
+            raise RerouteTurn  # a weight update ended it: generate it again from its history
         if self.lag and kv.begun is None and completion.spans:
             kv.begun = completion.spans[0].version
         if source is not None:
@@ -189,13 +189,13 @@ class TurnExecutor(TurnRouter):
             await self._drop(source, request)
         if not retryable:
             return error
-        if home.draining:  # it was drained away under a long turn
+        if home.draining:  # the engine was drained during a long turn
             return RerouteTurn()
         return AttemptFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
     def _answered_wrongly(self, turn: TurnRequest, home: RegisteredEngine, error: WrongAnswer) -> None:
-        """The turn is sent to another engine. The engine continues, or is restarted: after several such answers, or at
-        once if its weights are not the published ones."""
+        """Send the turn to another engine. This engine continues, or is restarted: after several wrong answers, or at
+        once if its weights are not the published weights."""
         turn.avoided.add(home.engine.id)
         self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
         if (home.trust.failed() or isinstance(error, ForeignWeights)) and home.healthy:
@@ -210,7 +210,8 @@ class TurnExecutor(TurnRouter):
         source: RegisteredEngine,
         home: RegisteredEngine,
     ) -> Mapping[str, object] | None:
-        """The prefill leg, once the decode engine's hand-off queue has a place, kept until the decode leg begins."""
+        """Run the prefill leg once the decode engine's hand-off queue has a slot, which is held until the decode leg
+        begins."""
         queue = self.handoffs
         if queue is None:
             return await self._prefill(turn, kv, request, source, home)
@@ -239,7 +240,7 @@ class TurnExecutor(TurnRouter):
         return params
 
     def _hands_over(self, turn: TurnRequest, home: RegisteredEngine) -> None:
-        """The decode engine has the turn, or the turn was given up: free its place in the hand-off queue."""
+        """Free the turn's slot in the hand-off queue: the decode engine has the turn, or the turn was given up."""
         if turn.handing and self.handoffs is not None:
             turn.handing = False
             self.handoffs.leave(home)
@@ -261,9 +262,9 @@ class TurnExecutor(TurnRouter):
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
         limit = self._limits.handoff_s + waiting + work
         if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
-            kv.returned = None  # its home had to give it up
+            kv.returned = None  # the sticky engine had to evict it
         ask = prefill_request(request, kv.returned, last=turn.last)
-        kv.returned = None  # it can be used once
+        kv.returned = None  # the value can be used once
         self._visit(turn.session, kv, source)
         if self.entrance is not None:
             source.kv.begin(turn.session, turn.length)
@@ -296,7 +297,7 @@ class TurnExecutor(TurnRouter):
         return None
 
     def _fenced(self, version: int, source: RegisteredEngine, home: RegisteredEngine) -> HandoffFailed | None:
-        """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+        """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
             return HandoffRevoked("the weights change")
         return handoff_obstacle(version, source, home, self._roster.members)
@@ -316,7 +317,7 @@ class TurnExecutor(TurnRouter):
         *,
         generates: bool,
     ) -> Completion:
-        """One request to one engine; its engine time is charged, however it ends."""
+        """Send one request to one engine. Its engine time is charged whether it succeeds or fails."""
         member.running += 1
         if generates:
             self._hands_over(turn, member)
@@ -331,7 +332,7 @@ class TurnExecutor(TurnRouter):
                 if not generates:
                     member.prefilling[request.request_id] = lease
                 answer = await member.engine.generate(request)
-            if not generates:  # the queue moves: leases are meant to catch an engine that stands still
+            if not generates:  # the queue moves: leases are for an engine that makes no progress
                 for other in member.prefilling.values():
                     other.renew(MAX_LEASE_RENEWAL * other.seconds)
             else:
@@ -344,7 +345,7 @@ class TurnExecutor(TurnRouter):
         finally:
             member.prefilling.pop(request.request_id, None)
             member.running -= 1
-            if work or member.work_s:  # without work of its own it may still be the last, and rounding be left over
+            if work or member.work_s:  # also if 0: the last request removes the remaining rounding error
                 member.done(work, asyncio.get_running_loop().time())
             spent = member.shares.end(request.request_id)
             turn.spent += spent

@@ -39,7 +39,7 @@ class TurnRouter:
         """True if routing needs more than load and version."""
         self.version = version
         self.lag = 0
-        """Versions that a serving engine may be behind; 0 while none is behind."""
+        """The number of versions that a serving engine may lag; 0 while no engine lags."""
         self._tell = tell
         self._sessions: dict[str, SessionKv] = {}
         self._book = DomainRoutingStats(tell)
@@ -94,7 +94,7 @@ class TurnRouter:
         return any(kv.begun is not None and kv.begun > version for kv in self._sessions.values())
 
     def finished(self, session: str) -> None:
-        """The trajectory ended by itself: its length is representative."""
+        """Record the length of a trajectory that ended by itself: only such lengths are representative."""
         kv = self._sessions.get(session)
         if kv is not None:
             kv.whole = True
@@ -104,7 +104,7 @@ class TurnRouter:
         self._special = self._roster.roles or not plain
 
     def _route_now(self, turn: TurnRequest) -> TurnRoute | None:
-        """None while the gate is closed or no engine is eligible."""
+        """The turn's route; None while the gate is closed or no engine is eligible."""
         if not self.gate.is_set():
             return None
         kv, roster = self._known(turn.session), self._roster
@@ -115,7 +115,7 @@ class TurnRouter:
         if self.together is not None and home is None:
             home = self._seated(turn, kv)
         if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
-            return None  # it has to be let in
+            return None  # the trajectory must be admitted first
         if home is not None and not roster.roles:
             return kv, home, None
         path = self._choose(turn, kv, home)
@@ -181,7 +181,7 @@ class TurnRouter:
         return kv is not None and self._seated(turn, kv) is not None
 
     def _holds(self, member: RegisteredEngine, session: str, tokens: int) -> bool:
-        """True if the engine is expected to hold at least `tokens` of the session's KV still."""
+        """True if the engine is expected to hold at least `tokens` of the session's KV."""
         return self.entrance is None or member.kv.held(session) >= tokens
 
     def _choose(
