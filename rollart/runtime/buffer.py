@@ -56,7 +56,7 @@ class BatchDeadline:
     seconds: float
     least: float = 0.5
     decay: float = 1.0
-    """Factor on a sample's weight in the loss for every version that it is behind."""
+    """Factor on a sample's weight in the loss for every version that it lags."""
 
 
 UNBOUNDED_STALENESS = 2**31
@@ -103,7 +103,7 @@ class SampleBuffer:
         self._quotas = dict(quotas)
         self._limit = bound
         self._bound = bound if enforced else StalenessBound(UNBOUNDED_STALENESS)
-        """The bound that selection keeps."""
+        """The staleness bound of every selection."""
         self._on_excess = on_excess
         self.pace = pace
         self._token_budget = token_budget
@@ -155,8 +155,8 @@ class SampleBuffer:
             self._filled.pop(row, None)
 
     async def lacking(self, column: SampleColumn) -> list[TrainSample]:
-        """The next samples whose column the caller is to fill, at least one, each once; `ADVANTAGE` by whole groups.
-        Unblocked by `offer`."""
+        """The next samples whose column the caller must fill: at least one, each sample once, for `ADVANTAGE` in whole
+        groups. Unblocked by `offer`."""
         sampler = _all_rows if column is SampleColumn.ADVANTAGE else Fifo(MAX_ROWS_PER_CALL, at_least=1)
         while (taken := self.table.take(column, sampler)) is None:
             self._columns[column].clear()
@@ -172,7 +172,7 @@ class SampleBuffer:
         self._changed.set()
 
     def discard(self, group_id: GroupId) -> bool:
-        """Remove a dropped group; whether it was here."""
+        """Remove a dropped group. True if the buffer held it."""
         if group_id not in self._ready:
             return False
         self.table.drop(group_id)
@@ -180,7 +180,7 @@ class SampleBuffer:
         return True
 
     def stale(self, version: int) -> list[Group]:
-        """Groups that no batch may take any more."""
+        """Groups that are too stale for any batch."""
         return [self._groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
 
     def changed(self) -> None:
@@ -293,7 +293,7 @@ class SampleBuffer:
             self._count(chosen, 1)
 
     def _count_beyond(self, version: int, room: Mapping[str, int]) -> None:
-        """A batch that grew is whole, with groups beyond its quotas: later batches need as many more."""
+        """Count the samples of a whole batch beyond its quotas: later batches need as many more."""
         if self._counted < version:
             self._counted = version
             for name, left in room.items():
@@ -350,7 +350,7 @@ class SampleBuffer:
         return [m for m in (*ready, *unfinished) if not self._bound.stale(m.v0, version)]
 
     def _lacking(self, version: int, taken: Sequence[Group] = ()) -> list[PacedGroup]:
-        """Groups that the batch for `version`, of which `taken` are there, waits for."""
+        """Groups that the batch for `version` waits for, in addition to its present groups (`taken`)."""
         if self.pace is None or self.pace.given_up == version:
             return []
         whole = {r.id for r in self._whole()}
@@ -417,7 +417,7 @@ class SampleBuffer:
         return tuple(_weighted(group, weights) for group in groups) if weights else groups
 
     def _of(self, chosen: Sequence[ReadyGroup] | None) -> Sampler:
-        """These groups, or nothing yet."""
+        """A sampler that selects these groups; None: it waits."""
 
         def sampler(ready: ReadyRows) -> Selection | None:
             if chosen is None:

@@ -210,7 +210,7 @@ class Gateway:
         return {m.engine.id: m.seat for m in self._roster.members.values()}
 
     def stable(self) -> set[EngineId]:
-        """Engines that serve or are merely suspected, and do not drain."""
+        """Engines that serve or are only suspected, and do not drain."""
         return {m.engine.id for m in self._roster.members.values() if m.keeps}
 
     def at(self, kind: EngineKind) -> list[EngineId]:
@@ -330,7 +330,7 @@ class Gateway:
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all are suspended.
 
-        An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate. With rolling
+        An engine that fails is lost, and loads the version when it returns. New turns wait at the gate. With rolling
         updates it returns as soon as an engine may serve.
         """
         if self.updates is not None:
