@@ -194,7 +194,7 @@ class EngineRegistry:
 
     def serving(self, kv: SessionKv | None, version: int, lag: int, slots: int) -> int | None:
         """The version of a trajectory's next turn while engines lag behind `version`: the version of its sticky engine,
-        or else the newest one that an engine with a free slot serves. Never older than `lag` publishes, nor than its
+        or else the newest version of an engine with a free slot. Never older than `lag` publishes, nor than its
         first token (`policy.updates.may_serve`); None while no engine qualifies."""
         begun = None if kv is None else kv.begun
         oldest = version - lag if begun is None else max(version - lag, begun)

@@ -192,7 +192,7 @@ class Training:
                 self._clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _batch(self, version: int, step: int, begun: tuple[Group, ...]) -> tuple[Group, ...]:
-        """The next batch, or the completion of one that has `begun` and lost groups."""
+        """The next batch, or a batch that lost groups, completed from its remaining ones (`begun`)."""
         while True:
             try:
                 with self._leases.note("training", f"a batch for step {step}"):

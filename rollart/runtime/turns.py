@@ -33,10 +33,10 @@ from rollart.runtime.ways import TurnRoute, TurnRouter
 __all__ = ["GatewayLimits", "TurnRequest", "TurnExecutor"]
 
 MAX_LEASE_RENEWAL = 2.0
-"""Times its lease that a prefill may wait in a queue that moves. Measured: at 1 (never renewed) 3.5 % of the 32B
-example's hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound turns wait for a prefill engine whose memory is full
-although their decode engine could prefill them: one such split of a 32B model ran at 0.27 of the throughput of combined
-engines (0.90 at 1, 0.89 at 2, 0.83 at 4)."""
+"""Longest wait of a prefill in a moving queue, as a multiple of its lease. Measured on the 32B example: at 1 (never
+renewed) 3.5 % of the hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound, turns wait for a prefill engine whose
+memory is full although their decode engine could prefill them: one such split of a 32B model ran at 0.27 of the
+throughput of combined engines (0.90 at 1, 0.89 at 2, 0.83 at 4)."""
 
 
 class TurnExecutor(TurnRouter):
