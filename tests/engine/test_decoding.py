@@ -244,15 +244,16 @@ INTERPRETED = """
 import json, sys, torch
 from rollart.engine.checkpoint import read_architecture
 from rollart.engine.network import _rope_tables
-from rollart.engine.operations import Fused, Plain, differences
+from rollart.engine.operations import TorchOperations, TritonOperations, operation_differences
 import dataclasses
 found = []
 a = read_architecture(sys.argv[1])
 wide = dataclasses.replace(a, heads=8, kv_heads=1, qk_norm=False, hidden=40, intermediate=1100)
 for shape, dtype, context in ((a, torch.float32, 130), (wide, torch.float16, 60)):
     cos, sin = _rope_tables(shape, context, torch.device("cpu"), dtype)
-    found.append(differences(shape, Plain(shape, cos, sin), Fused(shape, cos, sin), device=torch.device("cpu"),
-                             dtype=dtype, context=context, rows=(1, 5)))
+    plain, fused = TorchOperations(shape, cos, sin), TritonOperations(shape, cos, sin)
+    found.append(operation_differences(shape, plain, fused, device=torch.device("cpu"),
+                                       dtype=dtype, context=context, rows=(1, 5)))
 print(json.dumps(found))
 """
 

@@ -137,8 +137,8 @@ def test_what_a_killed_engine_left_goes_with_the_next_start(tmp_path: Path) -> N
     """Slow: a process."""
     script = (
         "import os, signal, sys\n"
-        "from rollart.engine.shm import Files\n"
-        f"files = Files({str(tmp_path)!r})\n"
+        "from rollart.engine.shm import SharedKvFiles\n"
+        f"files = SharedKvFiles({str(tmp_path)!r})\n"
         "print(files.write([memoryview(b'x')]), flush=True)\n"
         "sys.stdin.read()\n"
     )

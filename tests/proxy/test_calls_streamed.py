@@ -60,16 +60,16 @@ class Saying:
     def __call__(self, request: Any) -> Any:
         body, path = json.loads(request.content), request.url.path
         if path.endswith("/responses"):
-            ask = responses.ask(body, lambda _: None)
+            ask = responses.parse_request(body, lambda _: None)
             api: ModuleType = responses
         else:
             api = messages if path.endswith("/messages") else chat
-            ask = api.ask(body)
+            ask = api.parse_request(body)
         drawn: list[tuple[ResponseHeader, OutputDelta]] = []
         tell = (lambda head, delta: drawn.append((head, delta))) if ask.stream else None
         answer = asyncio.run(self.session.answer(ask, created=0, streamed=tell))
         if not ask.stream:
-            return http.Response(200, json=api.body(ask, answer))
+            return http.Response(200, json=api.response_body(ask, answer))
         sent = b"".join(_events(api.EventWriter(ask, answer), drawn, answer))
         return http.Response(200, content=sent, headers={"content-type": "text/event-stream"})
 

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow  # real processes
 PROGRAM = """
 import json, sys, tempfile
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.core import Core
+from serverless.sandbox.core import SandboxProcess
 from serverless.sandbox.box import Box
 from serverless.sandbox.values import Limits
 rung, variant = sys.argv[1:]
 try:
-    with Box(Core(rung, limits=Limits(), preload=("below",), allow_unsafe=False, only=variant)) as box:
+    with Box(SandboxProcess(rung, limits=Limits(), preload=("below",), allow_unsafe=False, only=variant)) as box:
         said = []
         for n in range(2):
             ran = box.run(
