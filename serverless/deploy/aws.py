@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,11 @@ _LEASE = re.compile(r"^rollart: lease until (\S+)$")
 _ALIAS_NAME = 128
 
 _ATTEMPTS = 10
-"""Attempts of a deployment that conflicts with others. Of several conflicting deployments, one succeeds each time."""
+"""Attempts of a deployment that conflicts with others."""
+
+_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 8.0
+"""Upper bounds of the random pause before the second attempt, which doubles with each, and before any. Without pauses,
+conflicting deployments go on in step, each uploading its code between the upload and the publish of another."""
 
 _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
 
@@ -365,6 +370,7 @@ class AwsDeployer:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 exists = True
+                control.pause(random.uniform(0.0, min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S)))
         if not new and version.number in tried:
             return version
         try:

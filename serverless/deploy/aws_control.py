@@ -345,7 +345,7 @@ class LambdaControl:
                     return
                 if state["Status"] == "FAILED":
                     raise BackendFailed(f"{name}: {count} warm environments: {state.get('StatusReason', 'refused')}")
-                self._pause(_POLL_S)
+                self.pause(_POLL_S)
         if wait:
             raise BackendFailed(f"{name}: {count} warm environments are not ready in {_WAIT_POLLS * _POLL_S:.0f} s")
 
@@ -404,10 +404,11 @@ class LambdaControl:
             except Exception as error:
                 if not passing(error):
                     raise
-            self._pause(pause_s)
+            self.pause(pause_s)
         return call()
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """Block for `seconds`. Raises `BackendFailed` if the deployer is closed meanwhile."""
         if self._stop.wait(seconds):
             raise BackendFailed("the deployer was closed while it waited for AWS")
 
