@@ -61,6 +61,8 @@ class Plane:
         self._runtime = runtime_path(root / "runtime")
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.RLock()
+        self._changing = threading.Lock()
+        """Publishing compares the hash of the code and publishes it in one step, as Lambda does."""
         self._idle: dict[tuple[str, ...], list[Environment]] = defaultdict(list)
         self._busy: Counter[str] = Counter()
         self._alive: list[Environment] = []
@@ -133,7 +135,18 @@ class Plane:
         path = _FUNCTION.match(environ.get("PATH_INFO", ""))
         if path is None or scope is None or scope["service"] != "lambda":
             return self._moto(environ, start_response)
-        response = self._function(environ, path, scope["region"])
+        changes = environ["REQUEST_METHOD"] in ("PUT", "POST") and path["rest"] in (
+            "/code",
+            "/configuration",
+            "/versions",
+        )
+        with self._changing if changes else contextlib.nullcontext():
+            return self._answer(environ, path, scope["region"], start_response)
+
+    def _answer(
+        self, environ: dict[str, Any], path: re.Match[str], region: str, start_response: Start
+    ) -> Iterable[bytes]:
+        response = self._function(environ, path, region)
         if response is not None:
             return _respond(start_response, response)
         name = urllib.parse.unquote(path["name"])
