@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollart.adapters.service.cells import RowValues
-from rollart.adapters.service.loans import MAX_REMEMBERED_KEYS, RowLease, RowLeases
-from rollart.adapters.service.store import ServiceStore, StoredRow, StoredState
+from rollart.adapters.service.loans import RowLeases
+from rollart.adapters.service.store import MAX_REMEMBERED_KEYS, RowLease, ServiceStore, StoredRow, StoredState
 from rollart.adapters.service.terms import (
     ExperienceRequest,
     ExperienceRow,

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-__all__ = ["RowLease", "RowLeases"]
+from rollart.adapters.service.store import MAX_REMEMBERED_KEYS, RowLease
 
-MAX_REMEMBERED_KEYS = 100_000
-"""Maximum remembered keys of finished leases and answered requests, so that a client whose answer was lost may repeat
-its call."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowLease:
-    """`batches` of row ids for a task, leased until the loop time `until`: `seconds` after the lease was granted or
-    renewed. `key` is the consumer's name for its request."""
-
-    id: str
-    task: str
-    batches: tuple[tuple[str, ...], ...]
-    consumed: tuple[str, ...]
-    seconds: float
-    until: float
-    key: str = ""
+__all__ = ["RowLeases"]
 
 
 class RowLeases:

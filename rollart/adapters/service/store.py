@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.service.loans import MAX_REMEMBERED_KEYS, RowLease
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.segments import INLINE_LIMIT, PayloadFiles
 from rollart.packed import PackedColumn, pack
 from rollart.policy.table import SampleRow
 
-__all__ = ["StoredState", "StoredRow", "SegmentLocation", "ServiceStore"]
+__all__ = ["MAX_REMEMBERED_KEYS", "RowLease", "SegmentLocation", "ServiceStore", "StoredRow", "StoredState"]
+
+MAX_REMEMBERED_KEYS = 100_000
+"""Maximum remembered keys of finished leases and answered requests, so that a client whose answer was lost may repeat
+its call."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -41,6 +44,20 @@ class SegmentLocation:
 
     segment: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLease:
+    """`batches` of row ids for a task, leased until the loop time `until`: `seconds` after the lease was granted or
+    renewed. `key` is the consumer's name for its request."""
+
+    id: str
+    task: str
+    batches: tuple[tuple[str, ...], ...]
+    consumed: tuple[str, ...]
+    seconds: float
+    until: float
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
