@@ -25,8 +25,8 @@ from rollart.compose.actors import (
 )
 from rollart.compose.elastic import fit_to_nodes
 from rollart.errors import PartDied, SpecError, UsageError
-from rollart.fleet import Bundle, BundleGroup
-from rollart.ports import ActorSpec, Handle, Node, RunEvent, Runtime
+from rollart.fleet import Bundle, BundleGroup, Node
+from rollart.ports import ActorSpec, Handle, RunEvent, Runtime
 from rollart.spec.fleet import pool_labels
 from rollart.spec.resolve import Resolved
 

@@ -8,10 +8,23 @@ from dataclasses import dataclass, field
 from rollart.model import AbortReason
 from rollart.policy.staleness import StalenessBound
 
-__all__ = ["GroupDecision", "GroupState"]
+__all__ = ["GroupDecision", "GroupState", "TrajectorySnapshot"]
 
 STALE_RESTARTS = 4
 """Restarts for staleness, per member, before a group is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySnapshot:
+    """A trajectory when it was kept or cancelled; for a cancelled one, tokens, age and turns are lower bounds.
+    `difficulty` is the mean reward of its group so far, `reward` its own; None where unknown."""
+
+    id: str
+    tokens: int
+    age_s: float
+    turns: int
+    difficulty: float | None = None
+    reward: float | None = None
 
 
 class GroupDecision(enum.Enum):

@@ -15,6 +15,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollart.policy.grouping import TrajectorySnapshot
+
 __all__ = [
     "CANCELLED_AGAINST_KEPT",
     "BiasReport",
@@ -26,7 +28,6 @@ __all__ = [
     "HealthMeter",
     "Redundancy",
     "RedundancySettings",
-    "TrajectorySnapshot",
     "bias_report",
     "redundant_launch",
     "to_cancel",
@@ -175,19 +176,6 @@ class Redundancy:
 
 def _times(count: int, factor: float) -> int:
     return math.floor(count * factor + 1e-9)
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectorySnapshot:
-    """A trajectory when it was kept or cancelled; for a cancelled one, tokens, age and turns are lower bounds.
-    `difficulty` is the mean reward of its group so far, `reward` its own; None where unknown."""
-
-    id: str
-    tokens: int
-    age_s: float
-    turns: int
-    difficulty: float | None = None
-    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
-from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.grouping import GroupDecision, GroupState, TrajectorySnapshot
 from rollart.policy.places import PlacementPriority, PlacementRequest
-from rollart.policy.redundancy import TrajectorySnapshot as Ended
 from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
@@ -46,7 +45,7 @@ class GroupRun:
     """Order of opening: an older group has a lower number."""
     ended: AbortReason | None = None
     """Abort reason of members that end from now on, as the group no longer needs them; None while it does."""
-    seen: list[Ended] = field(default_factory=list)
+    seen: list[TrajectorySnapshot] = field(default_factory=list)
     """Snapshots of its sampled trajectories, for the report on selection bias."""
 
     @property

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rollart.model import AbortReason, TrainSample
+from rollart.policy.grouping import TrajectorySnapshot
 from rollart.policy.redundancy import (
     CANCELLED_AGAINST_KEPT,
     HealthMeter,
     Redundancy,
     RedundantLaunch,
     TrajectoryEnding,
-    TrajectorySnapshot,
     bias_report,
 )
 from rollart.ports import Recorder, RunEvent

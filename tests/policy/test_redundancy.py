@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.policy.grouping import TrajectorySnapshot
 from rollart.policy.redundancy import (
     GroupProgress,
     HealthMeter,
     RedundancySettings,
     RedundantLaunch,
     TrajectoryEnding,
-    TrajectorySnapshot,
     bias_report,
     redundant_launch,
     to_cancel,
