@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostedEnvironment", "host_of"]
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
 """The request of an environment that is reset without `prepare`."""
@@ -90,7 +90,7 @@ class HostedEnvironment:
         finally:
             self._fleet.leave(place, fault=self._fault)
 
-    async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
+    async def _call(self, place: HostSlot, work: Awaitable[tuple[R, float]]) -> R:
         began = _now()
         try:
             return await self._fleet.call(place.host, place.link, work)

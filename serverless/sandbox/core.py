@@ -16,7 +16,7 @@ from serverless.sandbox.values import Limits, Ran, Status
 
 __all__ = ["SandboxProcess", "ExitStep", "Io", "ReceiveStep", "SendStep"]
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 _START_S = 60.0
 """Maximum seconds for a start, preloads included."""
@@ -58,7 +58,7 @@ class ExitStep:
     seconds: float
 
 
-Io: TypeAlias = Generator[SendStep | ReceiveStep | ExitStep, Any, T]
+Io: TypeAlias = Generator[SendStep | ReceiveStep | ExitStep, Any, R]
 
 
 class SandboxProcess:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rollart.model import InfraFault, Item, Outcome
 from serverless.inline import InlineScorer
 from serverless.pipeline import Offload
-from serverless.types import FaultKind, InfraFault, Item, Outcome
+from serverless.types import FaultKind
 
 __all__ = ["RewardFunctions"]
 
