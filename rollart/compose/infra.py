@@ -26,8 +26,8 @@ from rollart.infra.needs import PodSettings, cluster_needs, spec_files
 from rollart.infra.ray import ray
 from rollart.infra.terraform import terraform
 from rollart.spec.cluster import ClusterFunctions, ClusterSpec
-from rollart.spec.load import load_cluster
-from rollart.spec.resolve import Specs, read_specs, resolve_specs, split_overrides
+from rollart.spec.load import load_cluster, split_overrides
+from rollart.spec.resolve import Specs, read_specs, resolve_specs
 from rollart.spec.suggest import did_you_mean
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package

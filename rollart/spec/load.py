@@ -35,9 +35,13 @@ __all__ = [
     "load_run",
     "price_list",
     "saved_specs",
+    "split_overrides",
     "abbreviated",
     "value_problem",
 ]
+
+CLUSTER_PREFIX = "cluster."
+"""Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
 
 MAX_LINES = 50
 """Most problems of a spec in one error."""
@@ -118,6 +122,23 @@ def saved_specs(
         _validate(parts["prices"], PriceList, "prices", price_problems),
         str(values.get("base", ".")),
     )
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the run and of the cluster.
+
+    Raises:
+        SpecError: an override of the run has a key that only clusters have.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].partition(".")[0]
+        if key in ClusterSpec.model_fields and key not in RunSpec.model_fields:
+            raise SpecError(
+                f"override '{override}': unknown key '{key}' in run (rule: keys of the cluster have the prefix "
+                f"'{CLUSTER_PREFIX}'; did you mean '{CLUSTER_PREFIX}{override}'?)"
+            )
+    for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
+    return [o for o in overrides if not o.startswith(CLUSTER_PREFIX)], for_cluster
 
 
 def builtin(relative: str) -> Path:

@@ -20,7 +20,7 @@ from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name, merged_prices, pools_of
 from rollart.spec.functions import effective_spec, shown_settings
-from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs
+from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
 from rollart.spec.places import episode_slot_notes
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
@@ -41,7 +41,6 @@ __all__ = [
     "resolve_files",
     "resolve_saved",
     "resolve_specs",
-    "split_overrides",
 ]
 
 ProfileReader = Callable[[Path], Sequence[DomainProfile]]
@@ -49,9 +48,6 @@ ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 
 NO_PREDICTION = "no prediction: "
 """Prefix of the note that explains why a plan of given engines has no rate."""
-
-CLUSTER_PREFIX = "cluster."
-"""Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +133,6 @@ def recorded_specs(
     if cluster is not None:
         saved, prices = _read_cluster(cluster, for_cluster)
     return Specs(run, saved, prices, base, tuple(measured))
-
-
-def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the run and of the cluster.
-
-    Raises:
-        SpecError: an override of the run has a key that only clusters have.
-    """
-    for override in overrides:
-        key = override.partition("=")[0].partition(".")[0]
-        if key in ClusterSpec.model_fields and key not in RunSpec.model_fields:
-            raise SpecError(
-                f"override '{override}': unknown key '{key}' in run (rule: keys of the cluster have the prefix "
-                f"'{CLUSTER_PREFIX}'; did you mean '{CLUSTER_PREFIX}{override}'?)"
-            )
-    for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
-    return [o for o in overrides if not o.startswith(CLUSTER_PREFIX)], for_cluster
 
 
 def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple[ClusterSpec, PriceList]:

@@ -7,9 +7,9 @@ a provider's library.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import typing
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model
@@ -39,7 +39,7 @@ def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseMod
 def settings_model(key: str) -> type[BaseModel]:
     """The model of a key of `MODELS`; a dataclass becomes a model with the same fields that forbids others."""
     module, name = MODELS[key]
-    found = getattr(importlib.import_module(module), name)
+    found = getattr(import_module(module), name)
     if issubclass(found, BaseModel):
         return typing.cast(type[BaseModel], found)
     hints = typing.get_type_hints(found)

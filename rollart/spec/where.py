@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rollart.errors import SpecError
 from rollart.spec.document import Document, KeyPath, read_document
-from rollart.spec.load import builtin
+from rollart.spec.load import builtin, split_overrides
 from rollart.spec.overrides import apply_overrides
-from rollart.spec.resolve import split_overrides
 
 __all__ = ["SpecFinding", "SpecSources", "raise_findings"]
 
