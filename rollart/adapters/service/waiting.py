@@ -9,7 +9,7 @@ from typing import TypeVar
 
 __all__ = ["ChangeNotifier"]
 
-T = TypeVar("T")
+Polled = TypeVar("Polled")
 
 
 class ChangeNotifier:
@@ -23,7 +23,9 @@ class ChangeNotifier:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(self, poll: Callable[[], T | None], seconds: float, due: Callable[[], float | None]) -> T | None:
+    async def until(
+        self, poll: Callable[[], Polled | None], seconds: float, due: Callable[[], float | None]
+    ) -> Polled | None:
         """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
         and at the loop time that `due` returns."""
         loop = asyncio.get_running_loop()
