@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from rollart.engine.checkpoint import Architecture
+from rollart.architecture import Architecture
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner

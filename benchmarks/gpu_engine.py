@@ -19,7 +19,7 @@ from placement.constants import Constants
 from placement.hardware import device
 from placement.roofline import Roofline
 from placement.types import Device
-from rollart.engine.checkpoint import Architecture
+from rollart.architecture import Architecture
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner

@@ -39,8 +39,8 @@ from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.weights.hosts import WeightStoreLocation
+from rollart.architecture import read_architecture
 from rollart.compose.stored import SharedWeightStore
-from rollart.engine.checkpoint import read_architecture
 from rollart.engine.network import Network
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, GenerateRequest, PauseMode, Sampling, WeightsRef

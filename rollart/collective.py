@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-__all__ = ["BroadcastGroup", "BroadcastKeys", "TensorLayout", "BroadcastOrder", "ReceivedWeights", "WeightReceiver"]
-
 ALIGN = 64
 """Every tensor begins at a multiple of this many bytes, so that it can be viewed in place as any type."""
 

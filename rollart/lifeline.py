@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 
-__all__ = ["die_with_parent"]
-
 _PR_SET_PDEATHSIG = 1
 """prctl(2)."""
 

@@ -14,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["kill_at_end"]
-
 MARK = "ROLLART_LIFE"
 ROUNDS, ROUND_S = 100, 0.1
 """Scans of all processes; done after two scans that find none."""

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from aiohttp import web
 
-from rollart.architecture import stamp_of
-from rollart.engine.checkpoint import published_version, read_architecture, read_tensors
+from rollart.architecture import read_architecture, stamp_of
+from rollart.engine.checkpoint import published_version, read_tensors
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import HandoffSettings
 from rollart.engine.network import Network

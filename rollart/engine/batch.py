@@ -16,8 +16,6 @@ from torch import Tensor
 
 from rollart.engine.sampling import to_device
 
-__all__ = ["PackedBatch", "AttentionGroup", "pack_batch"]
-
 Ints = npt.NDArray[np.int64]
 
 

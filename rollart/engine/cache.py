@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollart.engine.checkpoint import Architecture
-
-__all__ = ["KvBlock", "KvCache"]
+from rollart.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)

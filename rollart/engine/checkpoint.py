@@ -10,18 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rollart.architecture import Architecture, architecture_of, read_architecture, weight_files
+from rollart.architecture import weight_files
 from rollart.errors import UsageError
-
-__all__ = [
-    "MARKER",
-    "Architecture",
-    "architecture_of",
-    "published_version",
-    "read_architecture",
-    "read_tensors",
-    "require_complete",
-]
 
 MARKER = "COMPLETE"
 """A published directory holds this file once it is complete: the trainer writes it last. It is empty, or JSON with the

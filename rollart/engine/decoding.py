@@ -22,8 +22,6 @@ from rollart.engine.cache import KvCache
 from rollart.engine.network import Network
 from rollart.engine.operations import DecodeOperations, select_operations
 
-__all__ = ["GraphDecoder", "captured_sizes"]
-
 Ints = npt.NDArray[np.int64]
 
 MIN_CAPTURED_LENGTH = 64

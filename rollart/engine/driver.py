@@ -20,8 +20,6 @@ from rollart.engine.runner import Runner
 from rollart.errors import EngineError
 from rollart.model import Completion, FinishReason, PauseMode
 
-__all__ = ["Driver"]
-
 T = TypeVar("T")
 
 Deliver = Callable[[FinishedJob | EngineError], None]

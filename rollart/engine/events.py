@@ -15,8 +15,6 @@ from rollart.engine.protocol import error_body, piece_body, usage
 from rollart.errors import EngineError
 from rollart.model import CompletionChunk
 
-__all__ = ["stream_response"]
-
 
 async def stream_response(
     request: web.Request, job: EngineJob, serve: Callable[[EngineJob], Awaitable[FinishedJob]]

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from rollart.engine.shm import SharedKvFiles
 
-__all__ = ["KvExport", "KvExports"]
-
 MAX_REMEMBERED_REASONS = 256
 """Maximum exports for which the reason of their removal is remembered, for the error of a late pull."""
 

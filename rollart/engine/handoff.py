@@ -25,8 +25,6 @@ from rollart.engine.transfer import KvSource, decode_block, encode_block, parse_
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason
 
-__all__ = ["KvHandoffs", "HandoffSettings"]
-
 T = TypeVar("T")
 
 OFFLOAD_BYTES = 1 << 20

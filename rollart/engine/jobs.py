@@ -14,8 +14,6 @@ from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError
 from rollart.model import Completion, CompletionChunk, GenerateRequest
 
-__all__ = ["FinishedJob", "EngineJob", "refuse_invalid"]
-
 
 @dataclass(slots=True)
 class EngineJob:

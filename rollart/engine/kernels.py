@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like, float32
 
-__all__ = ["KEYS", "add_norm", "attend", "gate", "place"]
-
 KEYS = 64
 """Keys per block: 16 KB of keys and 16 KB of values at a head dimension of 128 in bf16; three blocks in flight."""
 

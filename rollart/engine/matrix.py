@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["BlockedLinear"]
-
 LARGE = 65_536
 """Elements from which the blocked layout wins at any number of rows above one."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from rollart.engine.handoff import KvHandoffs
 from rollart.engine.runner import Runner
 
-__all__ = ["render"]
 
-
-def render(runner: Runner, handoffs: KvHandoffs, *, held: int, paused: bool) -> str:
+def render_metrics(runner: Runner, handoffs: KvHandoffs, *, held: int, paused: bool) -> str:
     """One line per metric. `held`: number of requests that wait for `resume`."""
     s, exports = runner.stats(), handoffs.exports
     computed = s.prompt_tokens - s.cached_tokens

@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollart.architecture import Architecture
 from rollart.engine.batch import PackedBatch
 from rollart.engine.cache import KvCache
-from rollart.engine.checkpoint import Architecture
 from rollart.engine.matrix import BlockedLinear
 from rollart.engine.operations import DecodeOperations
 from rollart.errors import UsageError
-
-__all__ = ["Network"]
 
 
 @dataclass(frozen=True, slots=True)

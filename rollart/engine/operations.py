@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.engine.checkpoint import Architecture
-
-__all__ = ["TritonOperations", "DecodeOperations", "TorchOperations", "select_operations", "operation_differences"]
+from rollart.architecture import Architecture
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest ‖theirs − ours‖ / ‖ours‖ that counts as rounding."""

@@ -13,8 +13,6 @@ from rollart.engine.jobs import EngineJob
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, CompletionChunk, GenerateRequest, Sampling
 
-__all__ = ["completion_body", "error_body", "parse_job", "piece_body", "strip_prefix", "usage"]
-
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids with it. Here it is optional."""
 

@@ -28,8 +28,6 @@ from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, CompletionChunk, EngineStats, FinishReason, VersionSpan
 
-__all__ = ["STEP_TOKENS", "Runner"]
-
 STEP_TOKENS = 2048
 """Maximum new prompt tokens in one step: bounds activations, and the delay of decoding rows by a prefill."""
 

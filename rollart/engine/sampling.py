@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["SamplingRows", "invert_blocks", "to_device", "sample", "uniforms"]
-
 BLOCK = 128
 """Tokens per block: about 1,200 blocks for a vocabulary of 150,000."""
 

@@ -10,17 +10,15 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
-from rollart.engine import metrics
 from rollart.engine.driver import Driver
 from rollart.engine.events import stream_response
 from rollart.engine.handoff import HandoffSettings, KvHandoffs
+from rollart.engine.metrics import render_metrics
 from rollart.engine.protocol import completion_body, error_body, parse_job, strip_prefix
 from rollart.engine.staging import WeightStaging
 from rollart.engine.stream import StreamConnection
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import PauseMode
-
-__all__ = ["EngineServer"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -169,7 +167,7 @@ class EngineServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.handoffs.exports.sweep()
-        text = metrics.render(self._runner, self.handoffs, held=self._driver.held, paused=self._driver.paused)
+        text = render_metrics(self._runner, self.handoffs, held=self._driver.held, paused=self._driver.paused)
         return web.Response(text=text, content_type="text/plain")
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["SHM_BASE", "SharedKvFiles", "boot_id"]
-
 SHM_BASE = "/dev/shm"
 """Linux's in-memory file system."""
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SlotTable", "SlotState"]
-
 STOPS = 8
 """Initial number of stop ids per slot; the array grows for a request with more."""
 

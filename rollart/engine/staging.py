@@ -12,13 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rollart.architecture import stamp_of
+from rollart.architecture import architecture_of, read_architecture, stamp_of
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
-from rollart.engine.checkpoint import architecture_of, read_architecture, read_tensors, require_complete
+from rollart.engine.checkpoint import read_tensors, require_complete
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
-
-__all__ = ["WeightStaging"]
 
 
 class WeightStaging:

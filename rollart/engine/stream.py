@@ -33,8 +33,6 @@ from rollart.engine.protocol import error_body, parse_job, strip_prefix
 from rollart.errors import EngineError
 from rollart.model import CompletionChunk
 
-__all__ = ["StreamConnection"]
-
 MAX_FRAME = 64 * 2**20
 """Longest frame, bytes. A larger length is not this protocol."""
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from mmap import mmap
 
 import torch
 from torch import Tensor
 
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError, HandoffFailed
-
-__all__ = ["DTYPES", "KvSource", "decode_block", "encode_block", "parse_kv_source"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -124,7 +122,7 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
     return [memoryview(PREFIX.pack(len(header), crc) + header), *payload]
 
 
-def decode_block(data: bytes | bytearray | mmap, token: str = "") -> KvBlock:
+def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBlock:
     """Inverse of `encode_block`; the tensors share the memory of `data` unless that is immutable. HandoffFailed if the
     bytes are no such block, were corrupted, or belong to another token."""
     buffer = bytearray(data) if isinstance(data, bytes) else data
@@ -158,7 +156,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _tensor(buffer: bytearray | mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+def _tensor(buffer: bytearray | mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

@@ -31,19 +31,6 @@ import numpy as np
 from rollart.learning import AdvantageSpec, CreditSpec
 from rollart.train.batch import BoolArray, FloatArray, IntArray, TrainingBatch, select_samples
 
-__all__ = [
-    "MIN_STD",
-    "advantages",
-    "batch_advantages",
-    "centred_advantages",
-    "credit_units",
-    "domain_advantages",
-    "group_advantages",
-    "domain_credit",
-    "returns_to_go",
-    "normalisation_divisor",
-]
-
 MIN_STD = 1e-6
 """A smaller standard deviation counts as none: dividing rounding noise by it would invent a signal."""
 

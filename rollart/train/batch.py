@@ -23,18 +23,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "TrainingBatch",
-    "BoolArray",
-    "FloatArray",
-    "IntArray",
-    "LegalSets",
-    "LossTokens",
-    "InvalidSamples",
-    "decode_batch",
-    "select_samples",
-]
-
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]

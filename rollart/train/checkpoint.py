@@ -32,26 +32,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rollart.errors import TrainerError, UsageError, VersionDamaged
-from rollart.train import lora
 from rollart.train.learner import Learner, LearnerCounters
-from rollart.train.pieces import TensorFiles, save
+from rollart.train.lora import adapter_tensors, published_tensors
+from rollart.train.pieces import TensorFiles, row_range, save_tensors
 from rollart.train.ranks import SINGLE_RANK, RankChannel
 from rollart.train.shard import local_rows
 from rollart.train.snapshot import ADAPTER, MODEL, OPTIMIZER, LearnerSnapshot, take_snapshot
-from rollart.train.split import row_range
 from rollart.train.versions import MARKER, version_path
-
-__all__ = [
-    "MARKER",
-    "LearnerSnapshot",
-    "remove_partial_writes",
-    "publish_version",
-    "restore_version",
-    "take_snapshot",
-    "tokenizer_files",
-    "version_path",
-    "write_version",
-]
 
 STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
@@ -122,7 +109,7 @@ def write_version(
 
     def share(temporary: Path) -> dict[str, str]:
         for name, tensors in state_of.files.items():
-            save(temporary / name, tensors)
+            save_tensors(temporary / name, tensors)
         return {name: _digest(temporary / name, state_of.durable) for name in state_of.files}
 
     def seal(temporary: Path, digests: Mapping[str, str]) -> None:
@@ -217,7 +204,7 @@ _Moments = list[tuple[str, str, str, Tensor]]
 
 def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, LearnerCounters]:
     """The data of this rank: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
-    own, adapters = lora.published_tensors(learner.policy.model), lora.adapter_tensors(learner.policy.model)
+    own, adapters = published_tensors(learner.policy.model), adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
         model = TensorFiles(path / name for name in _files_of(MODEL, files))

@@ -17,8 +17,6 @@ from rollart.errors import RollartError, TrainerError, VersionDamaged
 from rollart.train.batch import InvalidSamples
 from rollart.train.ranks import RankChannel
 
-__all__ = ["CommandMessage", "CommandOutcome", "CommandHandler", "run_command", "follow_rank_zero", "run_on_all_ranks"]
-
 CommandMessage: TypeAlias = dict[str, Any]
 CommandHandler: TypeAlias = Callable[[CommandMessage], CommandMessage]
 

@@ -10,8 +10,6 @@ from pydantic import ValidationError
 from rollart.errors import UsageError
 from rollart.learning import TrainerConfig
 
-__all__ = ["load_config", "parse_config"]
-
 
 def load_config(path: str | Path) -> TrainerConfig:
     """Read and validate a config file. `UsageError`, one line, names the file and the wrong key."""

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_MAGNITUDE", "MAX_ADDENDS", "ExactSum"]
-
 COARSE = 1.5 * 2.0**28
 """Adding and subtracting it rounds to multiples of 2⁻²⁴, for |x| < 2²⁷."""
 

@@ -10,8 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-__all__ = ["LocalRankProcesses"]
-
 
 class LocalRankProcesses:
     """Owns the processes, each with a thread that waits for its exit. `lost` is called once, from that thread, for the

@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import Store
 
 from rollart.errors import UsageError
 
-__all__ = ["gpu_index", "select_gpu", "refuse_shared", "shared_gpu"]
-
 
 def select_gpu(local: int, here: int) -> int:
     """The number of the GPU of rank `local` out of `here` ranks on this host. `UsageError` if there are too few

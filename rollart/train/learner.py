@@ -21,9 +21,9 @@ from torch import Tensor
 from rollart.errors import RollartError, TrainerError
 from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
-from rollart.train import lora
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import FloatArray, IntArray, TrainingBatch
+from rollart.train.lora import inject_adapters
 from rollart.train.losses import GAP_METRICS, gap_shares, kl_estimate, policy_loss, token_statistics, token_weights
 from rollart.train.meter import TrainingMeter
 from rollart.train.microbatch import build_microbatch
@@ -33,8 +33,6 @@ from rollart.train.reference import ReferencePolicy
 from rollart.train.shard import full
 from rollart.train.split import rank_microbatches
 from rollart.train.stream import GradientAccumulation
-
-__all__ = ["LearnerCounters", "Learner"]
 
 DECAY_MIN_FRACTION = 0.1
 """Share of the learning rate at the end of its decay."""
@@ -73,7 +71,7 @@ class Learner:
         lean = self.ranks.mesh is not None and config.lora is None
         model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu", as_stored=lean)
         if config.lora is not None:
-            lora.inject_adapters(model, config.lora, config.seed)
+            inject_adapters(model, config.lora, config.seed)
         dtype = parameter_dtype(config.model) if lean else None
         self.policy = TrainedPolicy(
             model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks, dtype=dtype

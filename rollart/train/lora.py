@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from rollart.errors import UsageError
 from rollart.learning import LoraSpec
 
-__all__ = ["ADAPTER", "AdaptedTensor", "adapter_tensors", "inject_adapters", "published_tensors"]
-
 ADAPTER = "default"
 """The adapters' name in peft's parameter names."""
 

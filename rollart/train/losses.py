@@ -27,17 +27,6 @@ from torch import Tensor
 from rollart.learning import LossSpec
 from rollart.train.batch import FloatArray, IntArray
 
-__all__ = [
-    "GAP_METRICS",
-    "MAX_LOG_RATIO",
-    "TokenLoss",
-    "gap_shares",
-    "kl_estimate",
-    "policy_loss",
-    "token_statistics",
-    "token_weights",
-]
-
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
 

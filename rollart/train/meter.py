@@ -8,8 +8,6 @@ from torch import Tensor
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 
-__all__ = ["TrainingMeter"]
-
 
 class TrainingMeter:
     """Sums over all trained tokens, with one transfer from the device at the end. Names with a leading `_` are

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from rollart.train.batch import IntArray, TrainingBatch
 
-__all__ = ["OVERHEAD_TOKENS", "MicroBatch", "build_microbatch", "plan_microbatches"]
-
 OVERHEAD_TOKENS = 128
 """Fixed cost of a micro-batch, in tokens: 1.2 ms at 11 µs per token (1 × 64) and 2.7 ms at 36 µs (2 × 96), one CPU
 thread."""

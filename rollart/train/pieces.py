@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["TensorFiles", "TensorRows", "save"]
+from rollart.train.split import balanced_portions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TensorRows:
     of: int
 
 
-def save(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
     """Write one file, with the umask's mode for new files. Raises `OSError` and `SafetensorError`."""
     rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, TensorRows)}
     plain = {name: t.tensor if isinstance(t, TensorRows) else t for name, t in tensors.items()}
@@ -96,3 +96,37 @@ class TensorFiles:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
         raise ValueError(f"{name} is in no file")
+
+
+@dataclass(frozen=True, slots=True)
+class FileBucket:
+    """Tensors that one rank writes into one file."""
+
+    owner: int
+    names: tuple[str, ...]
+
+
+def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[FileBucket]:
+    """Files for tensors of given sizes in bytes, each of at most `limit` bytes (a larger tensor alone), with nearly
+    equal totals per rank. In order of rank; a rank without tensors has no file."""
+    names = list(sizes)
+    out = []
+    for owner, share in enumerate(balanced_portions([sizes[name] for name in names], ranks)):
+        current: list[str] = []
+        filled = 0
+        for name in (names[i] for i in share):
+            if current and filled + sizes[name] > limit:
+                out.append(FileBucket(owner, tuple(current)))
+                current, filled = [], 0
+            current.append(name)
+            filled += sizes[name]
+        if current:
+            out.append(FileBucket(owner, tuple(current)))
+    return out
+
+
+def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows [start, stop) of a parameter on a rank: equal chunks, the last ones shorter or empty, as `torch.chunk`
+    and FSDP2 split the first dimension."""
+    chunk = -(-rows // ranks)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)

@@ -21,8 +21,6 @@ from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 from rollart.train.shard import prepare_model, release_gathered
 
-__all__ = ["ActionTensors", "TrainedPolicy", "Scorer", "load_model", "parameter_dtype"]
-
 ILLEGAL_LOGIT = -1e30
 """Logit of an illegal action. Its probability is exactly 0 and, unlike with −inf, 0 × log 0 is 0 in the entropy."""
 

@@ -19,8 +19,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from rollart.errors import TrainerError, UsageError
 
-__all__ = ["SINGLE_RANK", "RankChannel", "Ranks", "join_ranks", "rendezvous"]
-
 IDLE_TIMEOUT = datetime.timedelta(days=365)
 """Ranks wait for the next command as long as the run lasts; the connection closes when the leader is lost."""
 
@@ -132,7 +130,7 @@ class Ranks:
         return out
 
     def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
-        """Gather a parameter on one rank from the rows of all ranks (`split.row_range`): [of, …] in host memory there,
+        """Gather a parameter on one rank from the rows of all ranks (`row_range`): [of, …] in host memory there,
         None on the others."""
         if self.size == 1:
             return rows.detach().to("cpu", copy=True)

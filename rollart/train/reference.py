@@ -20,8 +20,6 @@ from rollart.train.microbatch import build_microbatch
 from rollart.train.policy import ActionTensors, TrainedPolicy, load_model
 from rollart.train.versions import MARKER, version_path
 
-__all__ = ["ReferencePolicy"]
-
 
 class ReferencePolicy:
     """Owns the reference model, which is loaded on first use, after version 0 is published. Thread-safe; calls run one

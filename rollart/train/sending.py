@@ -30,8 +30,6 @@ from rollart.collective import (
 from rollart.errors import TrainerError
 from rollart.train.snapshot import LearnerSnapshot
 
-__all__ = ["OutgoingVersion", "BroadcastSender", "SendResult", "outgoing_version"]
-
 MAX_BUCKETS_AHEAD = 2
 """Buckets in memory: one in transfer, one being filled and hashed."""
 

@@ -32,14 +32,13 @@ from rollart.collective import BroadcastOrder
 from rollart.errors import TrainerError
 from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
-from rollart.train import checkpoint
 from rollart.train.batch import TrainingBatch, decode_batch
+from rollart.train.checkpoint import remove_partial_writes, restore_version, tokenizer_files, write_version
 from rollart.train.command import CommandHandler, CommandMessage, CommandOutcome, follow_rank_zero, run_on_all_ranks
 from rollart.train.learner import Learner
 from rollart.train.ranks import SINGLE_RANK, RankChannel, Ranks
 from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_version
-
-__all__ = ["MAX_BODY", "TrainerService"]
+from rollart.train.snapshot import LearnerSnapshot, take_snapshot
 
 MAX_BODY = 1 << 30
 """Maximum bytes of a request: a token takes 29 bytes, so 256 samples of 128 k tokens fit."""
@@ -66,10 +65,10 @@ class TrainerService:
         """`host`: the address at which engines reach rank 0."""
         self._config = config
         self._ranks = ranks or Ranks()
-        self._tokenizer = checkpoint.tokenizer_files(config.tokenizer)
+        self._tokenizer = tokenizer_files(config.tokenizer)
         self._root = Path(config.weights_root).absolute()
         if self._ranks.rank == 0:
-            checkpoint.remove_partial_writes(self._root)
+            remove_partial_writes(self._root)
         self._learner = Learner(config, self._ranks)
         enter = self._ranks.enter
         self._pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
@@ -78,7 +77,7 @@ class TrainerService:
         self._wire = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
         self._sender = BroadcastSender(torch.device(config.device), rank=self._ranks.rank, host=host)
         self._outgoing: dict[int, OutgoingVersion] = {}
-        self._staged: dict[int, checkpoint.LearnerSnapshot] = {}
+        self._staged: dict[int, LearnerSnapshot] = {}
         self._restores = 0
         self._waiting = 0
         self._version: int | None = None
@@ -177,7 +176,7 @@ class TrainerService:
         problem = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
         self._ranks.disk.agree(problem if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
-        path = checkpoint.write_version(
+        path = write_version(
             staged,
             self._root,
             version,
@@ -196,7 +195,7 @@ class TrainerService:
         self._staged.clear()
         self._outgoing.clear()
         self._learner.abort()
-        checkpoint.restore_version(self._learner, Path(str(body["path"])), version)
+        restore_version(self._learner, Path(str(body["path"])), version)
         self._version = version
         return {}
 
@@ -216,10 +215,10 @@ class TrainerService:
         lines += [f'rollart_trainer_last{{metric="{name}"}} {value}' for name, value in sorted(self._last.items())]
         return web.Response(text="\n".join(lines) + "\n")
 
-    def _snapshot(self, version: int) -> checkpoint.LearnerSnapshot:
+    def _snapshot(self, version: int) -> LearnerSnapshot:
         if self._learner.accumulating:
             raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        return checkpoint.take_snapshot(self._learner, copy=True)
+        return take_snapshot(self._learner, copy=True)
 
     def _batch(self, body: CommandMessage) -> TrainingBatch:
         return decode_batch(body["samples"], self._learner.policy.vocab_size)

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from rollart.learning import ParallelConfig
 from rollart.train.ranks import Ranks
 
-__all__ = ["full", "local_rows", "prepare_model", "release_gathered"]
-
 
 def prepare_model(
     scorer: nn.Module,

@@ -9,13 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollart.train import lora
 from rollart.train.learner import Learner, LearnerCounters
-from rollart.train.pieces import TensorRows
+from rollart.train.lora import AdaptedTensor, adapter_tensors, published_tensors
+from rollart.train.pieces import TensorRows, file_buckets, row_range
 from rollart.train.shard import local_rows
-from rollart.train.split import file_buckets, row_range
-
-__all__ = ["ADAPTER", "MODEL", "OPTIMIZER", "LearnerSnapshot", "take_snapshot"]
 
 MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
@@ -39,7 +36,7 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
     learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
     learner.policy.reshard()
-    state, model = _state_tensors(learner), lora.published_tensors(learner.policy.model)
+    state, model = _state_tensors(learner), published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
         files = {MODEL: _whole_tensors(model), OPTIMIZER: state}
@@ -52,14 +49,14 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     return LearnerSnapshot(files, index, _model_config(learner), counters, learner.config.durable)
 
 
-def _whole_tensors(model: Mapping[str, lora.AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
+def _whole_tensors(model: Mapping[str, AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
     """In a single process: every tensor with its adapter merged."""
     with torch.no_grad():
         return {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
 
 
 def _sharded_files(
-    learner: Learner, model: Mapping[str, lora.AdaptedTensor]
+    learner: Learner, model: Mapping[str, AdaptedTensor]
 ) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
     """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
     that writes them: no rank holds more than its share, and every byte crosses the network once."""
@@ -75,7 +72,7 @@ def _sharded_files(
             place[name] = file
             parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
             if bucket.owner == ranks.rank:
-                mine[name] = lora.AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
+                mine[name] = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
         if mine:
             files[file] = mine
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
@@ -91,7 +88,7 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
-    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in lora.adapter_tensors(learner.policy.model).items()}
+    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
     rank, size = learner.ranks.rank, learner.ranks.size
     if size == 1:
         return {name: local_rows(tensor) for name, tensor in whole.items()}

@@ -1,18 +1,15 @@
-"""Divides samples among data-parallel ranks, and tensors of a version among writers. Pure: every rank computes the same
-result from the same numbers, without communication."""
+"""Divides samples among data-parallel ranks. Pure: every rank computes the same result from the same numbers, without
+communication."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from rollart.train.batch import IntArray
 from rollart.train.microbatch import plan_microbatches
-
-__all__ = ["FileBucket", "balanced_portions", "file_buckets", "rank_microbatches", "row_range"]
 
 
 def balanced_portions(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
@@ -42,37 +39,3 @@ def rank_microbatches(lengths: IntArray, max_tokens: int, *, rank: int, ranks: i
     plans = [[share[part] for part in plan_microbatches(lengths[share], max_tokens)] for share in shares]
     longest = max(len(one) for one in plans)
     return plans[rank] + [np.zeros(0, np.int64)] * (longest - len(plans[rank]))
-
-
-@dataclass(frozen=True, slots=True)
-class FileBucket:
-    """Tensors that one rank writes into one file."""
-
-    owner: int
-    names: tuple[str, ...]
-
-
-def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[FileBucket]:
-    """Files for tensors of given sizes in bytes, each of at most `limit` bytes (a larger tensor alone), with nearly
-    equal totals per rank. In order of rank; a rank without tensors has no file."""
-    names = list(sizes)
-    out = []
-    for owner, share in enumerate(balanced_portions([sizes[name] for name in names], ranks)):
-        current: list[str] = []
-        filled = 0
-        for name in (names[i] for i in share):
-            if current and filled + sizes[name] > limit:
-                out.append(FileBucket(owner, tuple(current)))
-                current, filled = [], 0
-            current.append(name)
-            filled += sizes[name]
-        if current:
-            out.append(FileBucket(owner, tuple(current)))
-    return out
-
-
-def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows [start, stop) of a parameter on a rank: equal chunks, the last ones shorter or empty, as `torch.chunk`
-    and FSDP2 split the first dimension."""
-    chunk = -(-rows // ranks)
-    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)

@@ -35,8 +35,6 @@ from rollart.train.microbatch import build_microbatch, plan_microbatches
 from rollart.train.policy import ActionTensors, TrainedPolicy
 from rollart.train.reference import ReferencePolicy
 
-__all__ = ["GradientAccumulation"]
-
 
 @dataclass(slots=True)
 class _DomainState:

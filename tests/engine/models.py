@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollart.engine.checkpoint import Architecture, read_architecture, read_tensors
+from rollart.architecture import Architecture, read_architecture
+from rollart.engine.checkpoint import read_tensors
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner

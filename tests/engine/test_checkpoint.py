@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from rollart.engine.checkpoint import published_version, read_architecture, read_tensors, require_complete
+from rollart.architecture import read_architecture
+from rollart.engine.checkpoint import published_version, read_tensors, require_complete
 from rollart.errors import UsageError
 from tests.engine.models import LLAMA, QWEN, publish, random_tensors
 

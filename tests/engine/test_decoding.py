@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
-from rollart.engine.checkpoint import read_architecture, read_tensors
+from rollart.engine.checkpoint import read_tensors
 from rollart.engine.decoding import GraphDecoder, _step_inputs, captured_sizes
 from rollart.engine.network import Network
 from rollart.engine.operations import TorchOperations, operation_differences, select_operations
@@ -242,7 +243,7 @@ behaviour."""
 
 INTERPRETED = """
 import json, sys, torch
-from rollart.engine.checkpoint import read_architecture
+from rollart.architecture import read_architecture
 from rollart.engine.network import _rope_tables
 from rollart.engine.operations import TorchOperations, TritonOperations, operation_differences
 import dataclasses

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollart.engine.checkpoint import read_architecture, read_tensors
+from rollart.architecture import read_architecture
+from rollart.engine.checkpoint import read_tensors
 from rollart.engine.matrix import BlockedLinear
 from rollart.engine.network import Network
 from tests.engine.models import finish, greedy, job, reference, runner

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from rollart.adapters.trainers.http import encode_samples
-from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
+from rollart.architecture import read_architecture
+from rollart.engine.checkpoint import read_tensors, require_complete
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.train.pieces import TensorFiles, TensorRows, save
-from rollart.train.split import row_range
+from rollart.train.pieces import TensorFiles, TensorRows, row_range, save_tensors
 
 
 def written(root: Path, whole: torch.Tensor, writers: int) -> list[Path]:
@@ -19,7 +18,7 @@ def written(root: Path, whole: torch.Tensor, writers: int) -> list[Path]:
     for rank in range(writers):
         start, stop = row_range(len(whole), rank=rank, ranks=writers)
         path = root / f"{rank}-of-{writers}.safetensors"
-        save(path, {"w": TensorRows(whole[start:stop], start, len(whole))} if stop > start else {})
+        save_tensors(path, {"w": TensorRows(whole[start:stop], start, len(whole))} if stop > start else {})
         paths.append(path)
     return paths
 
@@ -41,7 +40,7 @@ def test_any_number_of_readers_take_what_any_number_of_writers_wrote(
 
 def test_whole_tensors_and_numbers_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
-    save(path, {"w": torch.ones(2, 2), "step": torch.tensor(7.0), "bias": torch.arange(3)})
+    save_tensors(path, {"w": torch.ones(2, 2), "step": torch.tensor(7.0), "bias": torch.arange(3)})
     pieces = TensorFiles([path])
     assert "w" in pieces
     assert pieces.shapes["step"] == ()

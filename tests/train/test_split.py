@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.policy.samplers import partition
-from rollart.train.split import balanced_portions, file_buckets, rank_microbatches, row_range
+from rollart.train.pieces import file_buckets, row_range
+from rollart.train.split import balanced_portions, rank_microbatches
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
 

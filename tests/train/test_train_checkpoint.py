@@ -125,7 +125,7 @@ def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
 
 
-@pytest.mark.parametrize("where", ["save", "_write_text", "_digest", "_swap"])
+@pytest.mark.parametrize("where", ["save_tensors", "_write_text", "_digest", "_swap"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

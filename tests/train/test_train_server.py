@@ -133,7 +133,7 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk hangs and the trainer is restored and continues; then the disk resumes the old write."""
-    hangs, release, write = threading.Event(), threading.Event(), checkpoint.save
+    hangs, release, write = threading.Event(), threading.Event(), checkpoint.save_tensors
 
     def slow(path: Path, tensors: Any) -> None:
         if not hangs.is_set():
@@ -144,7 +144,7 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     async with serving(config(tmp_path)) as (trainer, _):
         start = await trainer.publish(0)
         await trainer.train(SAMPLES, 0)
-        monkeypatch.setattr(checkpoint, "save", slow)
+        monkeypatch.setattr(checkpoint, "save_tensors", slow)
         given_up = asyncio.create_task(trainer.publish(1))
         await asyncio.to_thread(hangs.wait)
         await trainer.restore(start)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["terminate"]
-
 
 async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
     """SIGTERM, then SIGKILL after `grace_s`; returns when the process is reaped, at once if it already was."""

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 
 from rollart.ports import RuntimeEvent
 
-__all__ = ["EventLog"]
-
 MAX_EVENTS = 10_000
 """Events that are kept: a reader that is further behind misses the oldest."""
 

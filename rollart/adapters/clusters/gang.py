@@ -9,8 +9,6 @@ from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import ActorSpec, Node
 
-__all__ = ["bundle_node", "check_feasible", "insufficient_capacity", "place_bundles"]
-
 MAX_SEARCH_STEPS = 20_000
 """Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
 

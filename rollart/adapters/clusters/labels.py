@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["matches"]
-
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """True if a node with `labels` satisfies every key of `selector`. A missing label satisfies only negations."""

@@ -23,8 +23,6 @@ from rollart.errors import PartDied, UsageError
 from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 
-__all__ = ["LocalRuntime"]
-
 
 class LocalRuntime:
     """Owns its actors. `spawn` waits until a node has room for the actor, unblocked by a `kill`; calls to one actor

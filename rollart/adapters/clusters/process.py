@@ -15,8 +15,6 @@ from typing import Any
 
 from rollart.errors import PartDied
 
-__all__ = ["ProcessActor", "read_frame", "write_frame"]
-
 _HEADER = struct.Struct("!Q")
 STOP_S = 2.0
 """Seconds between SIGTERM and SIGKILL: an actor has no state that needs longer."""

@@ -14,8 +14,6 @@ from rollart.adapters.weights.buckets import PullProgress, PullResult
 from rollart.adapters.weights.hosts import HostWeightCopy, WeightStoreLocation
 from rollart.errors import PartDied
 
-__all__ = ["Program"]
-
 TAIL = 8192
 """Bytes at the end of a log that are searched for its last line."""
 

@@ -38,8 +38,6 @@ from rollart.errors import ProviderError, UsageError
 from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 
-__all__ = ["RayRuntime"]
-
 POLL_INTERVAL_S = 0.5
 """Seconds between two polls of the nodes: Ray does not notify a driver of nodes that join or leave."""
 

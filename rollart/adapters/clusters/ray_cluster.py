@@ -26,17 +26,6 @@ from rollart.adapters.clusters.program import Program
 from rollart.lifeline import die_with_parent
 from rollart.ports import Node
 
-__all__ = [
-    "MODULE",
-    "TOKEN",
-    "PrivateCluster",
-    "add_node",
-    "auth_environment",
-    "health_settings",
-    "raylet_pid",
-    "write_cluster_files",
-]
-
 MODULE = "rollart.adapters.clusters.ray_cluster"
 
 NODES, RAYLETS, TOKEN, TEMPORARY = "nodes.json", "raylets.json", "token", "temporary"

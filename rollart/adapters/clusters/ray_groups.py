@@ -23,8 +23,6 @@ from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import Node
 
-__all__ = ["RayGroups"]
-
 HOLD_S = (2.0, 20.0)
 """Seconds that groups with room are held while others of the gang have none: at first, and at most. Ray finds free
 resources in milliseconds, in seconds on a busy machine."""

@@ -16,8 +16,6 @@ from rollart.ports import ActorSpec, RuntimeEvent
 if TYPE_CHECKING:
     from rollart.adapters.clusters.ray import RayRuntime
 
-__all__ = ["RayHandle"]
-
 STOP_S = 8.0
 """Seconds that an actor may take to stop its object: a program gets 5 between SIGTERM and SIGKILL."""
 

@@ -18,8 +18,6 @@ from rollart import __version__
 from rollart.adapters.clusters.program import Program
 from rollart.errors import RunFailed, UsageError
 
-__all__ = ["NodeProgram", "RayActorHost", "pack", "unpack"]
-
 
 class RayActorHost:
     """A Ray actor that wraps one object. Calls run concurrently on its loop; the caller limits their number."""

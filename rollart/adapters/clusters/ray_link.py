@@ -20,17 +20,6 @@ from typing import Any, TypeVar
 from rollart.adapters.clusters.threads import daemon_thread_future, run_detached, run_in_daemon_thread
 from rollart.errors import ProviderError
 
-__all__ = [
-    "CLIENT_SCHEME",
-    "RayClientLink",
-    "RayDriverLink",
-    "RayLink",
-    "check_grpc_server",
-    "connect",
-    "connect_in_thread",
-    "resolve_address",
-]
-
 CLIENT_SCHEME = "ray://"
 
 ANSWER_S = 10.0

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 from rollart.errors import PartDied, ProviderError
 from rollart.ports import Handle
 
-__all__ = ["ReachabilityCheckedHandle"]
-
 CONNECT_S = 10.0
 """Seconds that a connection may take: a network that drops packets sends no error."""
 

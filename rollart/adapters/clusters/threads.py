@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["daemon_thread_future", "run_detached", "run_in_daemon_thread"]
-
 T = TypeVar("T")
 
 

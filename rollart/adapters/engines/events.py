@@ -9,8 +9,6 @@ from typing import Any
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, CompletionChunk, FinishReason, VersionSpan
 
-__all__ = ["CompletionAssembler", "error_from_response", "parse_version"]
-
 RETRYABLE = {408, 409, 425, 429}
 """Client errors that may not recur on another engine or a later call. Server errors are retryable as well."""
 

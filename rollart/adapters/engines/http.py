@@ -30,8 +30,6 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["CONNECT_S", "VLLM_PREFIX", "HttpEngine", "as_object"]
-
 CONNECT_S = 10.0
 """Connection timeout, seconds. Calls have no other timeout here: their leases bound them."""
 

@@ -15,8 +15,6 @@ import msgpack
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, CompletionChunk, FinishReason, GenerateRequest, VersionSpan
 
-__all__ = ["EngineStream"]
-
 SEED_MASK = 2**64 - 1
 """Seeds have 64 bits on the wire; the engine reduces seeds modulo 2^64 anyway."""
 

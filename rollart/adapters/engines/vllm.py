@@ -20,8 +20,6 @@ from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
-__all__ = ["KEEPALIVE_S", "WORKER_METHOD", "PROBE_FILE", "VllmEngine"]
-
 WORKER_METHOD = "rollart_weights"
 """Method of vLLM's workers, defined in integrations/vllm."""
 

@@ -21,8 +21,6 @@ from rollart.adapters.weights.objects import LinkableObjectStore
 from rollart.errors import EngineError, StorageFailed
 from rollart.model import EngineId
 
-__all__ = ["VllmHost"]
-
 LOOK_S, LOOKS_S = 0.02, 0.5
 """First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VllmOptions", "wrong_options"]
-
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:

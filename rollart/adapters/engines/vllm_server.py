@@ -23,8 +23,6 @@ import aiohttp
 from rollart.adapters.clusters.ending import terminate
 from rollart.lifeline import die_with_parent
 
-__all__ = ["server_environment", "main"]
-
 HEALTH_POLL_S = 0.25
 """Seconds between two polls of the starting server; vLLM takes at least 20 s to start."""
 

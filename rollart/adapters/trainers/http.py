@@ -19,8 +19,6 @@ from rollart.architecture import stamp_of
 from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
-__all__ = ["BroadcastResult", "HttpTrainer", "encode_samples"]
-
 
 @dataclass(frozen=True, slots=True)
 class BroadcastResult:

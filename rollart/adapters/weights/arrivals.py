@@ -7,8 +7,6 @@ import asyncio
 from rollart.adapters.weights.manifests import Manifest
 from rollart.errors import StorageFailed
 
-__all__ = ["BucketArrivals"]
-
 
 class BucketArrivals:
     """The buckets of a version in the store while it is being pushed. A puller waits for each bucket, so pulling starts

@@ -33,16 +33,6 @@ from rollart.architecture import stamp_of
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
 
-__all__ = [
-    "BucketPusher",
-    "BucketWeightStore",
-    "PullProgress",
-    "PullResult",
-    "PushResult",
-    "first_failure_only",
-    "is_serving_file",
-]
-
 BUCKET_BYTES = 256 * 2**20
 """RollArt uses 1 GB; smaller buckets overlap better if a version is smaller than 10 GB."""
 

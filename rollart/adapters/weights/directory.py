@@ -10,8 +10,6 @@ from pathlib import Path
 from rollart.architecture import vocab_of
 from rollart.errors import StorageFailed
 
-__all__ = ["MARKER", "DirectoryWeightStore"]
-
 MARKER = "COMPLETE"
 """The file that the trainer writes last: a directory without it is incomplete and is never read."""
 

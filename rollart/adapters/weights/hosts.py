@@ -19,8 +19,6 @@ from rollart.adapters.weights.s3 import S3ObjectStore
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
 
-__all__ = ["HostWeightCopy", "WeightStoreLocation"]
-
 PUSH_TIMEOUT_S = 3600.0
 """Seconds that a push may take: a pusher that died cannot report that it failed."""
 

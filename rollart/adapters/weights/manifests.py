@@ -9,8 +9,6 @@ from pathlib import PurePosixPath
 
 from rollart.errors import StorageFailed
 
-__all__ = ["FileEntry", "Manifest", "bucket_key", "version_key"]
-
 
 def bucket_key(digest: str) -> str:
     """The bucket's name in the store."""

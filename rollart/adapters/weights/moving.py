@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 
 from rollart.policy.pipeline import BucketDepth
 
-__all__ = ["BucketTransfer", "TransferWindow"]
-
 
 class BucketTransfer:
     """One bucket in transfer. Reports its times to `BucketDepth`, except for small buckets at the ends of files."""

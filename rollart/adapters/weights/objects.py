@@ -16,8 +16,6 @@ from typing import Protocol
 
 from rollart.errors import StorageFailed
 
-__all__ = ["FileObjectStore", "LinkableObjectStore", "MemoryObjectStore", "ObjectStore"]
-
 
 class ObjectStore(Protocol):
     """Any number of concurrent callers."""

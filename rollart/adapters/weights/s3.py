@@ -9,8 +9,6 @@ from typing import Any
 
 from rollart.errors import StorageFailed, UsageError
 
-__all__ = ["S3ObjectStore"]
-
 LINK_S = 6 * 3600
 """Seconds that a signed URL is valid; it expires earlier if the credentials that signed it do."""
 
