@@ -36,7 +36,7 @@ KV behind."""
 
 IDLE_SHARE = 0.05
 """An engine with slack in the plan has λ = 0, so no backlog would ever raise its price. Its backlog is priced as if λ
-were this share of the highest λ; without a backlog the engine stays free (as in `placement.price`)."""
+were this share of the highest λ; without a backlog the engine stays free."""
 
 DYNAMO_TOKENS, DYNAMO_RATIO = 2048, 0.7
 """NVIDIA Dynamo 1.x, `isl_bounding`: local while fewer tokens than this are uncached and they are less than this share
