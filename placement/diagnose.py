@@ -11,8 +11,8 @@ from collections.abc import Callable
 from placement import columns, search
 from placement.problem import Problem, Restriction
 from placement.program import PlacementProgram, build_program
-from placement.tableau import ROLLOUT_ROLES, Tableau
-from placement.types import Infeasible, Objective, Pool, Role
+from placement.tableau import Tableau
+from placement.types import ROLLOUT_ROLES, Infeasible, Objective, Pool, Role
 
 __all__ = ["explain_infeasibility", "unservable_domain"]
 

@@ -23,12 +23,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from placement.problem import RunningPlan
-from placement.types import Deployment, Pool, Role
+from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role
 
-__all__ = ["FLIPPABLE", "MigrationCost", "Move", "MoveCosts", "MoveKind", "apply_moves", "diff", "total_cost"]
-
-FLIPPABLE = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-"""Roles of one and the same engine process: the router alone decides which of them it has."""
+__all__ = ["MigrationCost", "Move", "MoveCosts", "MoveKind", "apply_moves", "diff", "total_cost"]
 
 _ORDER = {role: position for position, role in enumerate(Role)}
 
@@ -180,10 +177,10 @@ def _trainers(counts: Counter[_Key]) -> Counter[_Key]:
 def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[Move]:
     """As many flips as there can be: at one pool and tp, surplus roles against missing ones."""
     moves = []
-    for pool, tp in sorted({(pool, tp) for pool, role, tp in [*have, *want] if role in FLIPPABLE}):
-        surplus = {r: have[(pool, r, tp)] - want[(pool, r, tp)] for r in FLIPPABLE}
-        for before in FLIPPABLE:
-            for after in FLIPPABLE:
+    for pool, tp in sorted({(pool, tp) for pool, role, tp in [*have, *want] if role in ROLLOUT_ROLES}):
+        surplus = {r: have[(pool, r, tp)] - want[(pool, r, tp)] for r in ROLLOUT_ROLES}
+        for before in ROLLOUT_ROLES:
+            for after in ROLLOUT_ROLES:
                 replicas = min(surplus[before], -surplus[after])
                 if replicas > 0:
                     surplus[before] -= replicas

@@ -19,8 +19,8 @@ from placement.performance import InstanceModel
 from placement.problem import Problem
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
 from placement.solve import best_objective_value
-from placement.tableau import ROLLOUT_ROLES, kv_channels
-from placement.types import Device, Link, Objective, Placement, Pool, Role
+from placement.tableau import kv_channels
+from placement.types import ROLLOUT_ROLES, Device, Link, Objective, Placement, Pool, Role
 
 __all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
 

@@ -16,8 +16,8 @@ from placement import holding, sides
 from placement.milp import ConstraintMatrix, Floats, MilpSolution, RowKey
 from placement.problem import Problem, Restriction, RunningPlan
 from placement.sides import RewardOption, TrainerOption
-from placement.tableau import ROLLOUT_ROLES, Ints, Paths, Tableau
-from placement.types import Deployment, Role
+from placement.tableau import Ints, Paths, Tableau
+from placement.types import ROLLOUT_ROLES, Deployment, Role
 
 __all__ = ["PlacementProgram", "build_program"]
 

@@ -17,12 +17,11 @@ from placement.performance import InstanceModel
 from placement.phases import AggregatedCost, DecodeCost, PrefillCost
 from placement.problem import Problem
 from placement.types import KvMode, Role
-from placement.units import ROLLOUT_ROLES, InstanceKind, KvChannel, RefusalReason, instance_kinds, kv_channels
+from placement.units import InstanceKind, KvChannel, RefusalReason, instance_kinds, kv_channels
 from placement.workload import DomainProfile
 
 __all__ = [
     "MODES",
-    "ROLLOUT_ROLES",
     "KvChannel",
     "Floats",
     "Ints",

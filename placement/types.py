@@ -26,6 +26,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Pool",
+    "ROLLOUT_ROLES",
     "DualPrices",
     "RewardChoice",
     "Role",
@@ -43,6 +44,10 @@ class Role(enum.StrEnum):
     TRAINER = "trainer"
     REWARD = "reward"
     ENVIRONMENT = "environment"
+
+
+ROLLOUT_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+"""Roles of one and the same engine process: the router alone decides which of them an instance has."""
 
 
 class KvMode(enum.StrEnum):

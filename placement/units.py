@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from placement.performance import InstanceModel
 from placement.problem import Problem, Restriction
-from placement.types import Device, Pool, Role
+from placement.types import ROLLOUT_ROLES, Device, Pool, Role
 
-__all__ = ["ROLLOUT_ROLES", "KvChannel", "RefusalReason", "InstanceKind", "kv_channels", "instance_kinds"]
+__all__ = ["KvChannel", "RefusalReason", "InstanceKind", "kv_channels", "instance_kinds"]
 
-ROLLOUT_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
 RefusalReason = tuple[str, str, str]
 """The reason that something cannot run: pool, domain ("" for all domains) and text."""

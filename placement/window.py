@@ -19,8 +19,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from placement.problem import InFlightWindow, Problem
-from placement.types import Placement, Role
-from placement.units import ROLLOUT_ROLES
+from placement.types import ROLLOUT_ROLES, Placement, Role
 from placement.workload import DomainProfile, log_normal
 
 __all__ = [

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.diff import FLIPPABLE, Move, MoveCosts, MoveKind, apply_moves, diff, total_cost
+from placement.diff import Move, MoveCosts, MoveKind, apply_moves, diff, total_cost
 from placement.problem import RunningPlan
-from placement.types import Deployment, Device, Pool, Role
+from placement.types import ROLLOUT_ROLES, Deployment, Device, Pool, Role
 
 H800, H20 = Device("H800", memory_gb=80), Device("H20", memory_gb=96)
 COSTS = MoveCosts(drain_s=10, restart_s=120, restore_s=300, usd_per_device_hour={"h800": 5.28, "h20": 1.85})
@@ -111,7 +111,9 @@ def test_flips_are_free_and_as_many_as_there_can_be(old: list[Deployment], new: 
             rest = {
                 m.kind
                 for m in moves
-                if (m.pool, m.tp) == (pool, tp) and m.kind is not MoveKind.FLIP and (m.before or m.after) in FLIPPABLE
+                if (m.pool, m.tp) == (pool, tp)
+                and m.kind is not MoveKind.FLIP
+                and (m.before or m.after) in ROLLOUT_ROLES
             }
             assert len(rest) <= 1
 
