@@ -38,10 +38,10 @@ from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
 from rollart.sim.jobs import SimulatedJob
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.mass import MassTokenizer, mass_of
+from rollart.sim.modelled import MemoryWeights
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import GeneratedWorkload, WorkloadShape
-from rollart.sim.world import MemoryWeights
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
 

@@ -19,9 +19,8 @@ from rollart.errors import UsageError
 from rollart.fleet import EngineKind, EngineRole, FleetObservation, Node, Proposal, Routes
 from rollart.model import EngineId
 from rollart.policy.presence import AvailabilitySettings
-from rollart.ports import Planner, Recorder, RunEvent, Runtime
+from rollart.ports import Planner, Runtime
 from rollart.runtime.nodes import NodeTracker
-from rollart.sim.machines import MachineInventory
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
@@ -30,7 +29,6 @@ __all__ = [
     "elastic_planner",
     "fit_to_devices",
     "follow_nodes",
-    "simulated_nodes",
     "elastic_nodes",
     "node_devices",
     "fit_to_nodes",
@@ -78,16 +76,6 @@ async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: NodeTracker)
         elif event.kind == "node_down":  # a new node of the same name may be up by now; its event comes next
             nodes.lost(event.subject)
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
-
-
-def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:
-    """The node tracker over simulated machines, whose events are recorded too."""
-    now = asyncio.get_running_loop().time
-    machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
-    machines.nodes = nodes = elastic_nodes(resolved, machines.where)
-    if nodes is not None:
-        nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
-    return nodes
 
 
 def present_devices(resolved: Resolved, runtime: Runtime) -> dict[str, int] | None:

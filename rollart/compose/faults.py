@@ -9,8 +9,8 @@ from typing import Any
 
 from placement.types import Role
 from rollart.compose.environments import ROLE, host_count
+from rollart.compose.functions import initial_function_hosts
 from rollart.compose.routing import SERVING_ROLES
-from rollart.compose.simulated_functions import simulated_function_hosts
 from rollart.report.faults import ObservedFaults
 from rollart.sim.environments import ResetFaults, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target, trainer_target
@@ -29,6 +29,8 @@ __all__ = [
     "machine_name",
     "cluster_machines",
     "fault_targets",
+    "function_provider",
+    "simulated_function_hosts",
 ]
 
 
@@ -67,6 +69,19 @@ def environment_hosts(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
     """Names of environment hosts: those of a launched run if the cluster has hosts, else those of the fault plan."""
     count = host_count(resolved)
     return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
+
+
+def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
+    """Hosts of function workers, which faults can hit; none if workers are another provider's."""
+    if function_provider(resolved) != "local":
+        return ()
+    domains = () if resolved.problem is None else resolved.problem.domains
+    return initial_function_hosts(resolved, profiled=any(d.reward is not None and not d.reward.on_gpu for d in domains))
+
+
+def function_provider(resolved: Resolved) -> str:
+    functions = resolved.cluster.functions
+    return functions.price or functions.chain[0]
 
 
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:

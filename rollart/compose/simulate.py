@@ -20,7 +20,7 @@ from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
 from rollart.compose.crews import host_count_keepers
-from rollart.compose.elastic import elastic_planner, fit_to_devices, simulated_nodes
+from rollart.compose.elastic import elastic_nodes, elastic_planner, fit_to_devices
 from rollart.compose.faults import ObservedFaults, SimulationFaults, kv_pairs
 from rollart.compose.parallelism import engines_are_elastic, reshard_settings
 from rollart.compose.recording import SIMULATED_KEY, RecordedRun, RecordedTimings
@@ -33,8 +33,10 @@ from rollart.errors import SpecError
 from rollart.fleet import EngineKind, EnginePlacement
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
+from rollart.ports import Recorder, RunEvent
 from rollart.runtime.control import ControlSettings
 from rollart.runtime.domain import Domain
+from rollart.runtime.nodes import NodeTracker
 from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop as virtual
 from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
@@ -56,7 +58,7 @@ from rollart.spec.other_schedule import adapt_to_schedule
 from rollart.spec.planning import publishing_of
 from rollart.spec.resolve import NO_PREDICTION, Resolved
 
-__all__ = ["ReplayPlan", "SimulationResult", "simulate", "workload"]
+__all__ = ["ReplayPlan", "SimulationResult", "simulate", "simulated_nodes", "workload"]
 
 
 INSTANT_GB_PER_S = 1e9
@@ -177,6 +179,16 @@ async def _main(
         return SimulationResult(
             name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, simulation_faults.losses(run)
         )
+
+
+def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:
+    """The node tracker over simulated machines, whose events are recorded too."""
+    now = asyncio.get_running_loop().time
+    machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
+    machines.nodes = nodes = elastic_nodes(resolved, machines.where)
+    if nodes is not None:
+        nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
+    return nodes
 
 
 class _ModelledCluster:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
-from rollart.compose.functions import initial_function_hosts
+from rollart.compose.faults import function_provider, simulated_function_hosts
 from rollart.compose.recording import RecordedRun
 from rollart.ports import Rewarder
 from rollart.sim import scoring
@@ -23,7 +23,6 @@ __all__ = [
     "FunctionBehaviour",
     "SimulatedFunctions",
     "function_behaviours",
-    "simulated_function_hosts",
     "with_function_faults",
 ]
 
@@ -107,19 +106,6 @@ def _with_faults(one: FunctionBehaviour, entry: FunctionTroubleSpec) -> Function
     return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
 
 
-def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
-    """Hosts of function workers, which faults can hit; none if workers are another provider's."""
-    if _provider(resolved) != "local":
-        return ()
-    domains = () if resolved.problem is None else resolved.problem.domains
-    return initial_function_hosts(resolved, profiled=any(d.reward is not None and not d.reward.on_gpu for d in domains))
-
-
-def _provider(resolved: Resolved) -> str:
-    functions = resolved.cluster.functions
-    return functions.price or functions.chain[0]
-
-
 class SimulatedFunctions:
     """Context manager of the run's rewarder. A domain without a function takes its environment's reward. `machines`:
     the hosts of its workers, None if faults cannot hit them."""
@@ -127,7 +113,7 @@ class SimulatedFunctions:
     def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
         names = simulated_function_hosts(resolved)
         self.machines = SimulatedMachines(names) if names else None
-        kind = type("Provider", (SimulatedBackend,), {"provider": _provider(resolved)})
+        kind = type("Provider", (SimulatedBackend,), {"provider": function_provider(resolved)})
         meter = _InvocationMeter(ledger)
         self._backend: SimulatedBackend = kind(
             {b.spec.name: scoring.score for b in known},

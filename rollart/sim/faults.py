@@ -11,14 +11,16 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from rollart.ports import Engine
 from rollart.sim.draws import entity_generator
 from rollart.sim.environments import SimulatedHost
-from rollart.sim.fleet import FailableEngine
 from rollart.sim.links import SharedLink
 from rollart.sim.trainers import ModelledTrainer
 
 __all__ = [
+    "FailableEngine",
     "FaultPlan",
     "FaultTransition",
     "Outage",
@@ -37,6 +39,14 @@ class FaultTarget:
 
     down: Callable[[], None]
     up: Callable[[], None]
+
+
+class FailableEngine(Engine, Protocol):
+    """An engine in a simulated process: with `fail` every call to it fails."""
+
+    fail: bool
+
+    def restart(self, version: int) -> None: ...
 
 
 def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> FaultTarget:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from rollart.errors import PartDied, RunFailed
 from rollart.fleet import EngineKind, EnginePlacement
@@ -12,16 +11,9 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
 from rollart.runtime.fleet import ReservedEngine
+from rollart.sim.faults import FailableEngine
 
-__all__ = ["FailableEngine", "SimulatedPart", "SimulatedSite"]
-
-
-class FailableEngine(Engine, Protocol):
-    """An engine in a simulated process: with `fail` every call to it fails."""
-
-    fail: bool
-
-    def restart(self, version: int) -> None: ...
+__all__ = ["SimulatedPart", "SimulatedSite"]
 
 
 class SimulatedPart:

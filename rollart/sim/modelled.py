@@ -34,9 +34,8 @@ from rollart.sim.elastic import BilledDevices, ModelledPart, ModelledSite, Place
 from rollart.sim.hosts import ModelledHosts, run_autoscaled_hosts
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer
-from rollart.sim.world import MemoryWeights
 
-__all__ = ["BilledDevices", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
+__all__ = ["BilledDevices", "MemoryWeights", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
 
 HEALTH_POLL_S = 3.0
 """Seconds between health checks of a suspected engine; a restart of a real engine takes about as long."""
@@ -100,6 +99,22 @@ class TracedLedger(Ledger):
     @property
     def trace(self) -> str:
         return self._hash.hexdigest()
+
+
+class MemoryWeights:
+    """A weight store that holds nothing but names."""
+
+    def path(self, version: int) -> str:
+        return f"v{version:06d}"
+
+    def complete(self, version: int) -> bool:
+        return True
+
+    def versions(self) -> list[int]:
+        return []
+
+    def prune(self, keep: Sequence[int]) -> None:
+        return None
 
 
 @dataclass

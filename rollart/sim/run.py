@@ -38,8 +38,8 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.fleet import SimulatedSite
 from rollart.sim.hosts import ModelledHosts
+from rollart.sim.modelled import MemoryWeights
 from rollart.sim.world import (
-    MemoryWeights,
     SimulatedEngine,
     SimulatedEnvironment,
     SimulatedRewarder,

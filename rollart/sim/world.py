@@ -35,7 +35,6 @@ from rollart.sim.trainers import group_mean_advantages
 from serverless.types import FaultKind
 
 __all__ = [
-    "MemoryWeights",
     "SimulatedEngine",
     "SimulatedEnvironment",
     "SimulatedRewarder",
@@ -368,19 +367,3 @@ class SimulatedTrainer:
         self._lives += 1
         self._open = None
         self.staged.clear()
-
-
-class MemoryWeights:
-    """A weight store that holds nothing but names."""
-
-    def path(self, version: int) -> str:
-        return f"v{version:06d}"
-
-    def complete(self, version: int) -> bool:
-        return True
-
-    def versions(self) -> list[int]:
-        return []
-
-    def prune(self, keep: Sequence[int]) -> None:
-        return None

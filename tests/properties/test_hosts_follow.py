@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from placement.types import Assignment, Role
 from rollart.compose.crews import host_count_keepers
-from rollart.compose.elastic import fit_to_devices, simulated_nodes
+from rollart.compose.elastic import fit_to_devices
 from rollart.compose.faults import SimulationFaults
+from rollart.compose.simulate import simulated_nodes
 from rollart.compose.simulated_hosts import simulated_environment_hosts
 from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.memory import MemoryRecorder
