@@ -1,8 +1,8 @@
 """The low-latency transport: many requests over one TCP connection, answered as they end.
 
 An agent's turn on a tiny model computes for less than 0.1 ms; an HTTP exchange costs several times that. Here all
-requests of one loop iteration travel as one frame, and so do all answers of one step. A frame is its length (4
-bytes, little endian) and a msgpack list of messages, each a list that starts with its kind:
+requests of one loop iteration travel together, and so do all answers of one step (`rollart.framing`). A message is a
+list that starts with its kind:
 
     g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
        kv_transfer_params
@@ -22,61 +22,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import msgpack
+from typing import Any
 
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import KvHandoffs
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.protocol import error_body, parse_job, strip_prefix
 from rollart.errors import EngineError
+from rollart.framing import MessageConnection
 from rollart.model import CompletionChunk
 
 MAX_FRAME = 64 * 2**20
-"""Longest frame, bytes. A larger length is not this protocol."""
+"""Longest frame of requests, bytes."""
 
 GENERATE = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "allowed_token_ids")
 
 
-class StreamConnection(asyncio.Protocol):
-    """One connection, on the driver's loop. The transport buffers writes; their number is bounded by the peer's
-    requests in flight."""
+class StreamConnection(MessageConnection):
+    """One connection, on the driver's loop."""
 
     def __init__(self, driver: Driver, handoffs: KvHandoffs, next_id: Callable[[], str]) -> None:
+        super().__init__(max_frame=MAX_FRAME)
         self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
-        self._transport: asyncio.Transport | None = None
-        self._incoming = bytearray()
-        self._outgoing: list[Sequence[object]] = []
         self._requests: dict[int, EngineJob | asyncio.Task[None]] = {}
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+    def on_lost(self, error: Exception | None) -> None:
         requests, self._requests = self._requests, {}
         for one in requests.values():
             self._discard(one)
 
-    def data_received(self, data: bytes) -> None:
-        self._incoming += data
-        while len(self._incoming) >= 4:
-            size = int.from_bytes(self._incoming[:4], "little")
-            if size > MAX_FRAME:
-                return self._close()
-            if len(self._incoming) < 4 + size:
-                return None
-            frame = bytes(self._incoming[4 : 4 + size])
-            del self._incoming[: 4 + size]
-            try:
-                for message in msgpack.unpackb(frame):
-                    self._handle(message)
-            except (ValueError, TypeError, IndexError, msgpack.UnpackException):
-                return self._close()
-        return None
+    def on_invalid(self, problem: str) -> None:
+        self.close()
 
-    def _handle(self, message: list[Any]) -> None:
+    def on_message(self, message: Sequence[Any]) -> None:
         kind = message[0]
         if kind in ("g", "G"):
             self._generate(message[1:], streamed=kind == "G")
@@ -94,7 +72,7 @@ class StreamConnection(asyncio.Protocol):
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
-    def _generate(self, fields: list[Any], *, streamed: bool) -> None:
+    def _generate(self, fields: Sequence[Any], *, streamed: bool) -> None:
         number, name, session, token_ids, *sampling, salt, transfer = fields
         body = {
             "request_id": name,
@@ -133,31 +111,15 @@ class StreamConnection(asyncio.Protocol):
 
     def _send_piece(self, number: int, piece: CompletionChunk) -> None:
         if number in self._requests:
-            self._send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
+            self.send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
 
     def _deliver(self, number: int, result: FinishedJob | EngineError) -> None:
         self._requests.pop(number, None)
         if isinstance(result, EngineError):
             kind = error_body(result, 0)["error"]["kind"]
-            self._send(("e", number, str(result), result.retryable, kind))
+            self.send(("e", number, str(result), result.retryable, kind))
             return
         c = result.completion
         spans = [(s.version, s.start, s.end, s.stamp) for s in c.spans]
         counts = c.prompt_tokens, c.cached_tokens
-        self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))
-
-    def _send(self, message: Sequence[object]) -> None:
-        """Queue a message; all messages of one loop iteration are sent in one write."""
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append(message)
-
-    def _flush(self) -> None:
-        messages, self._outgoing = self._outgoing, []
-        if self._transport is not None:
-            frame = msgpack.packb(messages)
-            self._transport.write(len(frame).to_bytes(4, "little") + frame)
-
-    def _close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self.send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))

@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import os
 import pickle
-import signal
 import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from rollart.adapters.clusters.ending import terminate
 from rollart.errors import PartDied
 
 _HEADER = struct.Struct("!Q")
@@ -66,14 +66,7 @@ class ProcessActor:
     async def kill(self) -> None:
         """SIGTERM, then SIGKILL after `STOP_S`; returns when the process is reaped."""
         self._killed = True
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await self._process.wait()
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+        await terminate(self._process, STOP_S)
         self._writer.close()
         if self._reader_task is not None and self._reader_task is not asyncio.current_task():
             await self._reader_task
