@@ -26,7 +26,6 @@ from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.pipeline_line import FunctionQueue
 from serverless.pipeline_stats import FunctionHealth, OffloadStage, StageCounts
-from serverless.policy.retry import RetryPolicy
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Item, Outcome
@@ -46,7 +45,7 @@ class Offload:
     of items; hedges <= 5 % of calls.
 
     `cache` is the file of the result cache. `meter` receives savings (the backends report calls). `warn` receives
-    warnings for the user. `retry` overrides the settings' part. `overrides` are settings by function.
+    warnings for the user. `overrides` are settings by function.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Offload:
         backends: Backend | Sequence[Backend],
         *,
         seed: int = 0,
-        retry: RetryPolicy | None = None,
         settings: PipelineSpec | None = None,
         overrides: Mapping[str, PipelineSpec] | None = None,
         cache: pathlib.Path | None = None,
@@ -78,7 +76,6 @@ class Offload:
                 package,
                 self._backends,
                 chosen,
-                retry=retry or chosen.retry.policy(),
                 cache=self._cache if chosen.cache.enabled else None,
                 meter=meter or NullMeter(),
                 spawn=self._spawn,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from serverless.pipeline_entry import PipelineCall
 from serverless.pipeline_stats import StageCounts
 from serverless.pipeline_timers import Timers
-from serverless.policy.hedge import HedgeBudget, HedgePolicy, Latencies
+from serverless.policy.hedge import HedgeBudget, Latencies
+from serverless.settings import HedgeSpec
 from serverless.types import Cause
 
 __all__ = ["Hedger"]
@@ -20,14 +21,14 @@ class Hedger:
 
     def __init__(
         self,
-        policy: HedgePolicy,
+        settings: HedgeSpec,
         stage: StageCounts,
         *,
         has_room: Callable[[], bool],
         start_hedge: Callable[[PipelineCall], None],
     ) -> None:
-        self._latencies = Latencies(policy)
-        self._budget = HedgeBudget(policy)
+        self._latencies = Latencies(settings)
+        self._budget = HedgeBudget(settings)
         self._stage = stage
         self._has_room = has_room
         self._start_hedge = start_hedge

@@ -73,13 +73,14 @@ class ProviderQueue:
         self._admissions = callbacks.count(OffloadStage.ADMISSION)
         self._queue = WaitingItems(policy, by_length=batch.enabled and batch.by_length)
         self._groups: deque[list[PendingItem]] = deque()
-        window, breaker = settings.admission.policy(spec.concurrency), settings.breaker.policy()
-        self._window = ConcurrencyWindow(window) if window is not None else None
-        self.breaker = CircuitBreaker(breaker) if breaker is not None else None
-        hedge = settings.hedge.policy()
+        admission = settings.admission
+        self._window = ConcurrencyWindow(spec.concurrency, admission) if admission.enabled else None
+        self.breaker = CircuitBreaker(settings.breaker) if settings.breaker.enabled else None
         self._hedger: Hedger | None = None
-        if hedge is not None:
-            self._hedger = Hedger(hedge, self._hedges, has_room=self._room_to_hedge, start_hedge=self._start_hedge)
+        if settings.hedge.enabled:
+            self._hedger = Hedger(
+                settings.hedge, self._hedges, has_room=self._room_to_hedge, start_hedge=self._start_hedge
+            )
         self._attempts: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False

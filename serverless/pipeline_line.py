@@ -19,7 +19,7 @@ from serverless.pipeline_stats import FunctionHealth, OffloadStage, StageCounts
 from serverless.pipeline_timers import Timers
 from serverless.policy.dedupe import cacheable, copy_outcome, item_key
 from serverless.policy.limits import AnchorTimes, prompt_key
-from serverless.policy.retry import RetryBudget, RetryPolicy
+from serverless.policy.retry import RetryBudget, retry_delay
 from serverless.settings import PipelineSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle
 
@@ -42,7 +42,6 @@ class FunctionQueue:
         backends: Sequence[Backend],
         settings: PipelineSpec,
         *,
-        retry: RetryPolicy | None,
         cache: Cache | None,
         meter: MeterSink,
         spawn: Spawn,
@@ -54,14 +53,13 @@ class FunctionQueue:
         self._settings = settings
         self._meter = meter
         self._rng = random.Random(f"{seed}/{self.spec.name}")
-        self._retry = retry
-        self._budget = RetryBudget(retry) if retry is not None else None
+        self._budget = RetryBudget(settings.retry) if settings.retry.enabled else None
         self._cache = cache if self.spec.deterministic else None
         self._flights: dict[bytes, PendingItem] | None = (
             {} if settings.dedupe.enabled and self.spec.deterministic else None
         )
-        limits = settings.limits.policy(declared=self.spec.timeout_floor is not None)
-        self._anchors = AnchorTimes(limits) if limits is not None else None
+        limited = settings.limits.applies(declared=self.spec.timeout_floor is not None)
+        self._anchors = AnchorTimes(settings.limits) if limited else None
         self._live: dict[PendingItem, None] = {}
         self._deadlines: Timers[Waiter] = Timers(self._expire, lambda waiter: waiter.outcome.done())
         self._stages = {stage: StageCounts() for stage in OffloadStage}
@@ -259,10 +257,11 @@ class FunctionQueue:
 
     def _schedule_retry(self, entry: PendingItem, fault: InfraFault) -> bool:
         """Schedule another attempt, if the policy and the budget allow one and a provider may answer it."""
-        if self._retry is None or self._budget is None or self._fallback_order.hopeless():
+        if self._budget is None or self._fallback_order.hopeless():
             return False
         loop = asyncio.get_running_loop()
-        wait = self._retry.delay(fault, max(1, entry.attempts), entry.expires - loop.time(), self._rng)
+        remaining_s = entry.expires - loop.time()
+        wait = retry_delay(self._settings.retry, fault, max(1, entry.attempts), remaining_s, self._rng)
         if wait is None or not self._budget.take():
             return False
         stage = self._retries

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serverless.policy.autoscale import Autoscaler, ScalePolicy
+from serverless.policy.autoscale import KNATIVE, Autoscaler
 from serverless.policy.forecast import Forecast, workers_for
+from serverless.scaling_spec import ReactiveSpec
 
 __all__ = [
     "ForecastScaling",
@@ -97,8 +98,8 @@ class OnDemandScaling:
 class ReactiveScaling(OnDemandScaling):
     """Knative's autoscaler."""
 
-    def __init__(self, policy: ScalePolicy | None = None) -> None:
-        self._scaler = Autoscaler(policy)
+    def __init__(self, settings: ReactiveSpec = KNATIVE) -> None:
+        self._scaler = Autoscaler(settings)
 
     def wanted(self, t: float, under_way: int, ready: int) -> int:
         self._scaler.observe(t, under_way)

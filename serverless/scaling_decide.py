@@ -58,7 +58,7 @@ class Decider:
         self._spec = spec
         self._settings = settings
         self._least_horizon_s = least_horizon_s
-        self._autoscaler = Autoscaler(settings.reactive.policy()) if settings.reactive.enabled else None
+        self._autoscaler = Autoscaler(settings.reactive) if settings.reactive.enabled else None
         self._applied_s: float | None = None
 
     def decide(self, observation: ScalingObservation) -> ScalingTarget:

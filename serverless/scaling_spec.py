@@ -11,10 +11,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serverless.policy.autoscale import ScalePolicy
-
-__all__ = ["ForecastSpec", "KeepAliveSpec", "ReactiveSpec", "ScalingSpec"]
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,10 +33,9 @@ class ReactiveSpec(_Part):
     max_up: float = Field(default=1000.0, gt=1.0)
     max_down: float = Field(default=2.0, gt=1.0)
     grace_s: float = Field(default=0.0, ge=0.0)
+    """Seconds that the last worker stays after the last call."""
     down_delay_s: float = Field(default=0.0, ge=0.0)
-
-    def policy(self) -> ScalePolicy:
-        return ScalePolicy(**self.model_dump(exclude={"enabled"}))
+    """Seconds over which the maximum of the wanted numbers applies."""
 
 
 class ForecastSpec(_Part):

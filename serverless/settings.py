@@ -11,24 +11,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serverless.policy.breaker import BreakerPolicy
-from serverless.policy.concurrency import ConcurrencyPolicy
-from serverless.policy.hedge import HedgePolicy
-from serverless.policy.limits import LimitPolicy
-from serverless.policy.retry import RetryPolicy
-
-__all__ = [
-    "AdmissionSpec",
-    "BatchingSpec",
-    "BreakerSpec",
-    "CacheSpec",
-    "HedgeSpec",
-    "LimitsSpec",
-    "PipelineSpec",
-    "RetrySpec",
-    "StageSpec",
-]
-
 
 class StageSpec(BaseModel):
     """A stage with no setting but its switch."""
@@ -62,10 +44,6 @@ class AdmissionSpec(StageSpec):
     """Bounds of the waits after consecutive refusals without a requested wait: jittered, doubling from the first to the
     second."""
 
-    def policy(self, concurrency: int) -> ConcurrencyPolicy | None:
-        factor = self.latency_factor if self.latency else None
-        return ConcurrencyPolicy(concurrency, self.wait_s, self.max_wait_s, factor) if self.enabled else None
-
 
 class BatchingSpec(StageSpec):
     """Items per call. Sizes and the wait are the function's own (`batch`). Off: one item per call."""
@@ -86,9 +64,6 @@ class HedgeSpec(StageSpec):
     min_observations: int = Field(default=20, ge=1)
     """Minimum number of answers before the quantile is used."""
 
-    def policy(self) -> HedgePolicy | None:
-        return HedgePolicy(self.quantile, self.budget, self.min_observations) if self.enabled else None
-
 
 class RetrySpec(StageSpec):
     max_attempts: int = Field(default=3, ge=1)
@@ -101,10 +76,6 @@ class RetrySpec(StageSpec):
     lost: bool = False
     """Also retry, on any provider, a call whose connection was lost after it was sent. The call may have been executed
     or still be running: this applies to deterministic functions only, and such calls may be billed twice."""
-
-    def policy(self) -> RetryPolicy | None:
-        policy = RetryPolicy(self.max_attempts, self.base_s, self.cap_s, self.budget, self.reserve)
-        return policy if self.enabled else None
 
 
 class BreakerSpec(StageSpec):
@@ -120,10 +91,6 @@ class BreakerSpec(StageSpec):
     trials: int = Field(default=3, ge=1)
     """Failed trials in a row of every provider after which waiting items fail instead of waiting further. A run thus
     learns of an outage in seconds (7 s with these pauses), before its items' deadlines."""
-
-    def policy(self) -> BreakerPolicy | None:
-        policy = BreakerPolicy(self.consecutive, self.rate, self.window, self.open_s, self.max_open_s, self.trials)
-        return policy if self.enabled else None
 
 
 class LimitsSpec(BaseModel):
@@ -142,11 +109,9 @@ class LimitsSpec(BaseModel):
     metric: str = "seconds"
     """The metric in which a function reports an item's own time; without it the call's time is used."""
 
-    def policy(self, *, declared: bool) -> LimitPolicy | None:
+    def applies(self, *, declared: bool) -> bool:
         """`declared`: the function has a `timeout_floor`."""
-        if self.scope == "off" or (self.scope == "declared" and not declared):
-            return None
-        return LimitPolicy(self.factor, self.min_s, self.max_s, self.correct, self.metric)
+        return self.scope == "all" or (self.scope == "declared" and declared)
 
     @model_validator(mode="after")
     def _ordered(self) -> LimitsSpec:

@@ -5,35 +5,17 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from dataclasses import dataclass
 
+from serverless.settings import BreakerSpec
 from serverless.types import FaultKind, InfraFault
 
-__all__ = ["CircuitBreaker", "BreakerPolicy", "BreakerState", "is_provider_failure"]
+__all__ = ["CircuitBreaker", "BreakerState", "is_provider_failure"]
 
 
 class BreakerState(enum.StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerPolicy:
-    """Opens after `consecutive` failures, or when a share of `rate` of the last `window` calls failed. Stays open for
-    `open_s`, and after each failed trial twice as long, at most `max_open_s`. After `trials` failed trials in a row,
-    waiting items are given up, and so are later ones at each further failed trial until a trial succeeds.
-
-    Bound without another provider: an outage of up to open_s * (2^trials - 1) seconds and `trials` trials is waited
-    out. In a longer one, an item waits for one trial: at most `max_open_s` and the duration of the trial.
-    """
-
-    consecutive: int = 5
-    rate: float = 0.5
-    window: int = 20
-    open_s: float = 1.0
-    max_open_s: float = 30.0
-    trials: int = 3
 
 
 def is_provider_failure(fault: InfraFault, *, alone: bool = False) -> bool | None:
@@ -57,15 +39,23 @@ class CircuitBreaker:
     CLOSED admits calls. OPEN admits none until `until`. HALF_OPEN admits one trial: its answer closes the breaker, its
     failure opens it again. Only the trial's result counts while half open, and no result counts while open: those calls
     began earlier.
+
+    The breaker opens after `consecutive` failures, or when a share of `rate` of the last `window` calls failed. It
+    stays open for `open_s`, and after each failed trial twice as long, at most `max_open_s`. After `trials` failed
+    trials in a row, waiting items are given up, and so are later ones at each further failed trial until a trial
+    succeeds.
+
+    Bound without another provider: an outage of up to open_s * (2^trials - 1) seconds and `trials` trials is waited
+    out. In a longer one, an item waits for one trial: at most `max_open_s` and the duration of the trial.
     """
 
-    def __init__(self, policy: BreakerPolicy) -> None:
-        self._policy = policy
+    def __init__(self, settings: BreakerSpec) -> None:
+        self._settings = settings
         self._state = BreakerState.CLOSED
         self._until = -math.inf
         self._pause_s = 0.0
         self._in_a_row = 0
-        self._last: deque[bool] = deque(maxlen=policy.window)
+        self._last: deque[bool] = deque(maxlen=settings.window)
         self._trial = False
         self.opened = 0
         self.failed_trials = 0
@@ -83,11 +73,11 @@ class CircuitBreaker:
     @property
     def hopeless(self) -> bool:
         """True if so many trials have failed that no item should wait for more than the next one."""
-        return self.failed_trials >= self._policy.trials
+        return self.failed_trials >= self._settings.trials
 
     def unanswered(self, seconds: float) -> bool:
         """True if a trial that its caller's deadline ended after `seconds` counts as failed: it had enough time."""
-        return seconds >= self._policy.open_s
+        return seconds >= self._settings.open_s
 
     def admits(self, now: float) -> bool:
         """True if a call may begin."""
@@ -122,15 +112,17 @@ class CircuitBreaker:
             return False
         self._in_a_row = self._in_a_row + 1 if failed else 0
         self._last.append(failed)
-        if failed and (self._in_a_row >= self._policy.consecutive or self._often()):
+        if failed and (self._in_a_row >= self._settings.consecutive or self._often()):
             self._open(now)
             return True
         return False
 
     def _often(self) -> bool:
-        return len(self._last) == self._policy.window and sum(self._last) >= self._policy.rate * self._policy.window
+        return (
+            len(self._last) == self._settings.window and sum(self._last) >= self._settings.rate * self._settings.window
+        )
 
     def _open(self, now: float) -> None:
-        self._pause_s = min(self._policy.max_open_s, max(self._policy.open_s, 2.0 * self._pause_s))
+        self._pause_s = min(self._settings.max_open_s, max(self._settings.open_s, 2.0 * self._pause_s))
         self._state, self._until = BreakerState.OPEN, now + self._pause_s
         self.opened += 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
+from serverless.settings import AdmissionSpec
 from serverless.types import InfraFault, Throttle
 
-__all__ = ["ConcurrencyWindow", "ConcurrencyPolicy"]
+__all__ = ["ConcurrencyWindow"]
 
 _FAST = 0.9
 """Up to this share of the window left by the last refusal, each answer adds one call. Beyond it, a whole window of
@@ -31,19 +31,9 @@ _PROBE_S = 30.0
 """Seconds after which a limit of the function's own, which a person sets, is probed again in case it was raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrencyPolicy:
-    """The settings of a window. `most` is the function's concurrency. `wait_s` and `max_wait_s` bound the jittered
-    waits after consecutive refusals without a requested wait. `latency_factor` None: latency is ignored."""
-
-    most: int
-    wait_s: float = 0.05
-    max_wait_s: float = 5.0
-    latency_factor: float | None = 2.0
-
-
 class ConcurrencyWindow:
-    """The number of calls allowed in flight: starts at `most` (functions are meant for bursts) and stays in 1..most.
+    """The number of calls allowed in flight: starts at `most`, the function's concurrency (functions are meant for
+    bursts), and stays in 1..most.
 
     A refusal's limit determines the reaction:
 
@@ -59,10 +49,11 @@ class ConcurrencyWindow:
     so that about one call in c + 1 is refused, and no more than one or two per `retry_after_s`.
     """
 
-    def __init__(self, policy: ConcurrencyPolicy) -> None:
-        self._policy = policy
-        self._size = float(policy.most)
-        self._accepted = float(policy.most)
+    def __init__(self, most: int, settings: AdmissionSpec | None = None) -> None:
+        self._most = most
+        self._settings = settings or AdmissionSpec()
+        self._size = float(most)
+        self._accepted = float(most)
         self._least = 1.0
         """The size to which refusals of the present burst may shrink the window."""
         self._grows_at = -math.inf
@@ -110,7 +101,7 @@ class ConcurrencyWindow:
             return
         if in_flight + 1 >= int(self._size) or 0 < number <= self._full:
             step = 1.0 if self._size < _FAST * self._accepted else 1.0 / self._size
-            self._size = min(self._policy.most, self._size + step)
+            self._size = min(self._most, self._size + step)
 
     def throttled(self, fault: InfraFault, now: float, number: int, rng: random.Random, *, in_flight: int) -> None:
         """Record the refusal of call `number`; `in_flight` others remain."""
@@ -129,7 +120,7 @@ class ConcurrencyWindow:
         if fault.retry_after_s is not None:
             self._ready = max(self._ready, now + fault.retry_after_s)
         elif fresh or not in_flight:
-            longest = min(self._policy.max_wait_s, self._policy.wait_s * 2.0 ** min(self._in_a_row - 1, 30))
+            longest = min(self._settings.max_wait_s, self._settings.wait_s * 2.0 ** min(self._in_a_row - 1, 30))
             self._ready = max(self._ready, now + rng.uniform(longest / 2.0, longest))
 
     def _slower(self, seconds: float, items: int) -> bool:
@@ -138,9 +129,9 @@ class ConcurrencyWindow:
         The latency is compared, in logarithms, with the usual one for calls with a similar number of items, since load
         makes batches larger. The usual latency follows, so that a lasting change (longer responses) becomes usual.
         """
-        factor = self._policy.latency_factor
-        if factor is None:
+        if not self._settings.latency:
             return False
+        factor = self._settings.latency_factor
         kind, log = items.bit_length(), math.log(max(seconds, 1e-6))
         seen, usual = self._usual.get(kind, (0, log))
         # Clipped, so that several slow answers in a row are needed: a single straggler is no load.
@@ -152,6 +143,6 @@ class ConcurrencyWindow:
         self._recent += _RECENT * (above - self._recent)
         if self._recent <= math.log(factor) or self._slow_cut > 0:
             return False
-        self._size = min(self._size, max(self._size * 0.9, self._policy.most * _LEAST_SHARE, 1.0))
+        self._size = min(self._size, max(self._size * 0.9, self._most * _LEAST_SHARE, 1.0))
         self._slow_cut = int(self._size)
         return True

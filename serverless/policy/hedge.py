@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 
-__all__ = ["HedgeBudget", "HedgePolicy", "Latencies"]
+from serverless.settings import HedgeSpec
+
+__all__ = ["HedgeBudget", "Latencies"]
 
 _KEPT = 200
 """Answers over which the quantile rolls: ten lie beyond a p95, and a change shows after as many calls."""
@@ -22,16 +23,6 @@ budget) are among the answers; where they are as frequent as the quantile leaves
 threshold."""
 
 
-@dataclass(frozen=True, slots=True)
-class HedgePolicy:
-    """A call is late when it takes longer than the `quantile` of recorded answers by a margin; none is late before
-    `min_observations` answers. Extra calls are at most `budget` of the calls made."""
-
-    quantile: float = 0.95
-    budget: float = 0.05
-    min_observations: int = 20
-
-
 class HedgeBudget:
     """A token bucket that starts empty: a call deposits `budget`, a hedge takes 1.
 
@@ -40,8 +31,8 @@ class HedgeBudget:
 
     __slots__ = ("_budget", "_tokens")
 
-    def __init__(self, policy: HedgePolicy) -> None:
-        self._budget = policy.budget
+    def __init__(self, settings: HedgeSpec) -> None:
+        self._budget = settings.budget
         self._tokens = 0.0
 
     def earn(self) -> None:
@@ -62,10 +53,10 @@ class Latencies:
     detect them. Work is O(log 200) and one small move per answer.
     """
 
-    __slots__ = ("_policy", "_rings")
+    __slots__ = ("_rings", "_settings")
 
-    def __init__(self, policy: HedgePolicy) -> None:
-        self._policy = policy
+    def __init__(self, settings: HedgeSpec) -> None:
+        self._settings = settings
         self._rings: dict[int, tuple[deque[float], list[float]]] = {}
 
     def add(self, seconds: float, items: int) -> None:
@@ -76,16 +67,16 @@ class Latencies:
         insort(ranked, seconds)
 
     def late_after(self, items: int) -> float | None:
-        """Seconds after which a call of `items` is late; None with too few observations.
+        """Seconds after which a call of `items` is late; None before `min_observations` answers.
 
         The threshold is the quantile plus its distance from the median. One call in twenty exceeds a p95, so without
         that margin ordinary calls would use up a budget of 5 % (at 2 % stragglers, of 1,500 simulated calls: 73 hedges
         of which 27 answered first; with it 27, of which 26 did).
         """
         found = self._rings.get(items.bit_length())
-        if found is None or len(found[1]) < self._policy.min_observations:
+        if found is None or len(found[1]) < self._settings.min_observations:
             return None
         ranked = found[1]
-        late = ranked[max(0, math.ceil(self._policy.quantile * len(ranked)) - 1)]
+        late = ranked[max(0, math.ceil(self._settings.quantile * len(ranked)) - 1)]
         middle = ranked[(len(ranked) - 1) // 2]
         return min(late + (late - middle), _MOST * middle) if middle > 0.0 else late

@@ -8,27 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from serverless.keys import canonical, sha256
+from serverless.settings import LimitsSpec
 from serverless.types import Item, Scored
 
-__all__ = ["AnchorTimes", "LimitPolicy", "prompt_key"]
-
-
-@dataclass(frozen=True, slots=True)
-class LimitPolicy:
-    factor: float = 1.5
-    min_s: float = 2.0
-    max_s: float = 30.0
-    correct: float = 1.0
-    metric: str = "seconds"
-
-    def limit(self, anchor_s: float | None) -> float:
-        """Time limit of an item in seconds; the maximum before the first correct answer."""
-        if anchor_s is None:
-            return self.max_s
-        return min(max(self.min_s, self.factor * anchor_s), self.max_s)
+__all__ = ["AnchorTimes", "prompt_key"]
 
 
 def prompt_key(item: Item) -> str:
@@ -55,20 +40,24 @@ class AnchorTimes:
     Keeps `most` prompts; the one with the longest time since a correct answer is dropped first.
     """
 
-    def __init__(self, policy: LimitPolicy, *, most: int = 100_000) -> None:
-        self._policy = policy
+    def __init__(self, settings: LimitsSpec, *, most: int = 100_000) -> None:
+        self._settings = settings
         self._most = most
         self._slowest: OrderedDict[str, float] = OrderedDict()
 
     def limit(self, key: str) -> float:
-        return self._policy.limit(self._slowest.get(key))
+        """Time limit of an item in seconds; the maximum before the first correct answer."""
+        settings, anchor_s = self._settings, self._slowest.get(key)
+        if anchor_s is None:
+            return settings.max_s
+        return min(max(settings.min_s, settings.factor * anchor_s), settings.max_s)
 
     def learn(self, key: str, outcome: Scored, seconds: float) -> None:
         """Record a correct answer. `seconds` is the duration of the call, used if the function reports no time of the
         item: the longer of the two, so the limit errs on the long side."""
-        if outcome.value < self._policy.correct:
+        if outcome.value < self._settings.correct:
             return
-        took = max(0.0, outcome.metrics.get(self._policy.metric, seconds))
+        took = max(0.0, outcome.metrics.get(self._settings.metric, seconds))
         self._slowest[key] = max(self._slowest.get(key, 0.0), took)
         self._slowest.move_to_end(key)
         if len(self._slowest) > self._most:

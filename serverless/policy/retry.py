@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
+from serverless.settings import RetrySpec
 from serverless.types import FaultKind, InfraFault, Invocation
 
-__all__ = ["RetryBudget", "RetryPolicy", "is_outcome_unknown"]
+__all__ = ["RetryBudget", "is_outcome_unknown", "retry_delay"]
 
 
 def is_outcome_unknown(fault: InfraFault, bill: Invocation | None) -> bool:
@@ -23,47 +23,36 @@ def is_outcome_unknown(fault: InfraFault, bill: Invocation | None) -> bool:
     return fault.kind is FaultKind.UNAVAILABLE or (fault.kind is FaultKind.TIMEOUT and not fault.retryable)
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Exponential back-off with full jitter, uniform in [0, min(cap, base * 2^(attempt-1))] (AWS's recommendation).
+def retry_delay(
+    settings: RetrySpec, fault: InfraFault, attempt: int, remaining_s: float, rng: random.Random
+) -> float | None:
+    """Seconds to wait after the failure of attempt number `attempt` (from 1), or None for no retry.
 
-    Bound: one item is called at most `max_attempts` times (not counting isolation and throttled calls), and a run makes
-    at most `reserve + budget * items` retries.
+    Exponential back-off with full jitter, uniform in [0, min(cap, base * 2^(attempt-1))] (AWS's recommendation). None
+    for a fault that is not retryable, after the last attempt, and if the deadline would pass first. The wait that the
+    provider requested (`retry_after_s`) is the minimum.
+
+    Bound: one item is called at most `max_attempts` times, not counting isolation and throttled calls.
     """
-
-    max_attempts: int = 3
-    base_s: float = 0.05
-    cap_s: float = 2.0
-    budget: float = 0.1
-    """Retries earned per submitted item: under an outage, load grows by at most a tenth."""
-    reserve: float = 20.0
-    """Retries available before any has been earned."""
-
-    def delay(self, fault: InfraFault, attempt: int, remaining_s: float, rng: random.Random) -> float | None:
-        """Seconds to wait after the failure of attempt number `attempt` (from 1), or None for no retry.
-
-        None for a fault that is not retryable, after the last attempt, and if the deadline would pass first. The wait
-        that the provider requested (`retry_after_s`) is the minimum.
-        """
-        if not fault.retryable or attempt >= self.max_attempts:
-            return None
-        ceiling: float = min(self.cap_s, self.base_s * 2.0 ** (attempt - 1))
-        wait = max(rng.uniform(0.0, ceiling), fault.retry_after_s or 0.0)
-        return wait if wait < remaining_s else None
+    if not fault.retryable or attempt >= settings.max_attempts:
+        return None
+    ceiling: float = min(settings.cap_s, settings.base_s * 2.0 ** (attempt - 1))
+    wait = max(rng.uniform(0.0, ceiling), fault.retry_after_s or 0.0)
+    return wait if wait < remaining_s else None
 
 
 class RetryBudget:
     """A token bucket: every submitted item deposits `budget`, every retry takes 1, never more than `reserve` saved.
 
-    Bound: retries <= reserve + budget * items.
+    Bound: retries <= reserve + budget * items, so that under an outage load grows by at most a tenth.
     """
 
     __slots__ = ("_budget", "_reserve", "_tokens")
 
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._budget = policy.budget
-        self._reserve = policy.reserve
-        self._tokens = policy.reserve
+    def __init__(self, settings: RetrySpec) -> None:
+        self._budget = settings.budget
+        self._reserve = settings.reserve
+        self._tokens = settings.reserve
 
     def earn(self) -> None:
         self._tokens = min(self._reserve, self._tokens + self._budget)

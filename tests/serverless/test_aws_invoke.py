@@ -16,7 +16,7 @@ from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.package import Package
 from serverless.errors import CredentialsMissing, UnknownFunction
 from serverless.pipeline import Offload
-from serverless.policy.retry import RetryPolicy
+from serverless.settings import PipelineSpec, RetrySpec
 from serverless.types import Cause, FaultKind, InfraFault, Scored, Throttle
 from serverless.wire import encode
 from tests.serverless.aws.provider import MISSING, REGION, at, client, environment, settings
@@ -99,7 +99,7 @@ def test_a_crash_loop_ends_as_a_fault_and_every_start_is_billed(plane: Plane) ->
         one = package()
         async with (
             lambdas(plane, one, books=books) as backend,
-            Offload([one], backend, retry=RetryPolicy(max_attempts=4, base_s=0.01)) as offload,
+            Offload([one], backend, settings=PipelineSpec(retry=RetrySpec(max_attempts=4, base_s=0.01))) as offload,
         ):
             return await offload.submit("behave", item(do="exit"), 30.0)
 

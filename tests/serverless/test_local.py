@@ -18,7 +18,7 @@ from serverless.backends.base import LogLine
 from serverless.backends.local import LocalBackend
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.pipeline import Offload
-from serverless.policy.retry import RetryPolicy
+from serverless.settings import PipelineSpec, RetrySpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.wire import encode
 from tests.serverless.support import PROVIDERS, Books, alive, descendants, item, package, until
@@ -36,9 +36,10 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return result
 
 
-async def submit_all(items: list[Item], *, retry: RetryPolicy | None = None, **settings: Any) -> list[Outcome]:
+async def submit_all(items: list[Item], *, retry: RetrySpec | None = None, **settings: Any) -> list[Outcome]:
     one = package(**settings)
-    async with LocalBackend() as backend, Offload([one], backend, retry=retry) as offload:
+    stages = PipelineSpec(retry=retry or RetrySpec())
+    async with LocalBackend() as backend, Offload([one], backend, settings=stages) as offload:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(offload.submit("behave", i, 60.0)) for i in items]
         return [task.result() for task in tasks]
@@ -61,7 +62,7 @@ def only_fault(outcomes: list[Outcome], guilty: int) -> InfraFault:
 )
 def test_of_a_shared_call_that_dies_only_the_guilty_item_faults(what: str, kind: FaultKind, detail: str) -> None:
     items = [item(str(n), do=what if n == 2 else "score") for n in range(6)]
-    outcomes = run(submit_all(items, batch={"max_items": 6, "max_wait_ms": 100}, retry=RetryPolicy(max_attempts=1)))
+    outcomes = run(submit_all(items, batch={"max_items": 6, "max_wait_ms": 100}, retry=RetrySpec(max_attempts=1)))
     fault = only_fault(outcomes, 2)
     assert (fault.kind, fault.detail) == (kind, detail)
 
@@ -69,7 +70,7 @@ def test_of_a_shared_call_that_dies_only_the_guilty_item_faults(what: str, kind:
 def test_of_a_shared_call_that_is_too_slow_only_the_guilty_item_faults() -> None:
     items = [item(str(n), do="sleep", seconds=9.0 if n == 0 else 0.0) for n in range(4)]
     outcomes = run(
-        submit_all(items, batch={"max_items": 4, "max_wait_ms": 100}, timeout_s=1.5, retry=RetryPolicy(max_attempts=1))
+        submit_all(items, batch={"max_items": 4, "max_wait_ms": 100}, timeout_s=1.5, retry=RetrySpec(max_attempts=1))
     )
     assert only_fault(outcomes, 0) == InfraFault(FaultKind.TIMEOUT, True, "no answer in 1.5 s (timeout_s)")
 
@@ -350,7 +351,7 @@ def test_a_zygote_that_is_asked_to_end_takes_no_packages_along() -> None:
 def test_it_runs_on_uvloop() -> None:
     uvloop = pytest.importorskip("uvloop")
     before = set(descendants())
-    outcomes = uvloop.run(submit_all([item("a"), item("b", do="exit")], retry=RetryPolicy(max_attempts=1)))
+    outcomes = uvloop.run(submit_all([item("a"), item("b", do="exit")], retry=RetrySpec(max_attempts=1)))
     assert only_fault(outcomes, 1).detail == "the worker exited with code 3"
     assert set(descendants()) <= before
 

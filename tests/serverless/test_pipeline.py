@@ -15,7 +15,7 @@ from rollart.sim import loop as virtual
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import WorkerState
 from serverless.pipeline import Offload
-from serverless.policy.retry import RetryPolicy
+from serverless.settings import PipelineSpec, RetrySpec
 from serverless.types import Cause, FaultKind, InfraFault, ModelFault, Outcome, Scored
 from tests.serverless.support import Books, Simulated, item, package
 
@@ -32,7 +32,7 @@ def offload(
     main: Any,
     *,
     books: Books | None = None,
-    retry: RetryPolicy | None = None,
+    retry: RetrySpec | None = None,
     seed: int | None = None,
     profile: dict[str, Any] | None = None,
     **settings: Any,
@@ -42,7 +42,11 @@ def offload(
     provider = Simulated(seed, **(profile or {}))
 
     async def inner() -> Any:
-        async with provider.open([one], books) as backend, Offload([one], backend, seed=seed or 0, retry=retry) as o:
+        stages = PipelineSpec(retry=retry or RetrySpec())
+        async with (
+            provider.open([one], books) as backend,
+            Offload([one], backend, seed=seed or 0, settings=stages) as o,
+        ):
             return await main(o)
 
     return provider.run(inner())
@@ -108,7 +112,7 @@ def test_a_retry_that_would_pass_the_deadline_is_not_made() -> None:
     outcome = offload(
         lambda o: o.submit("behave", item(), 0.13),
         books=books,
-        retry=RetryPolicy(base_s=1e6, cap_s=1e6),
+        retry=RetrySpec(base_s=1e6, cap_s=1e6),
         profile={"faults": {FaultKind.CRASH: 1.0}},
     )
     assert outcome.kind is FaultKind.CRASH
@@ -224,7 +228,7 @@ def test_under_any_faults_bounds_and_books_hold(
     seed: int,
 ) -> None:
     books = Books()
-    retry = RetryPolicy(max_attempts=attempts)
+    retry = RetrySpec(max_attempts=attempts)
     ended = 0.0
 
     async def main(o: Offload) -> list[Outcome]:

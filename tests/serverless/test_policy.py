@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless.policy.batch import BatchPolicy, SendBatch, WaitForItems
-from serverless.policy.retry import RetryBudget, RetryPolicy
+from serverless.policy.retry import RetryBudget, retry_delay
+from serverless.settings import RetrySpec
 from serverless.types import FaultKind, InfraFault
 
 FAULT = InfraFault(FaultKind.CRASH, retryable=True)
@@ -42,24 +43,24 @@ def test_a_batch_keeps_its_bounds(
 
 @given(attempt=st.integers(1, 10), remaining=st.floats(0.0, 10.0), seed=st.integers(0, 99))
 def test_a_delay_is_jittered_bounded_and_before_the_deadline(attempt: int, remaining: float, seed: int) -> None:
-    policy = RetryPolicy(max_attempts=5)
-    delay = policy.delay(FAULT, attempt, remaining, random.Random(seed))
+    settings = RetrySpec(max_attempts=5)
+    delay = retry_delay(settings, FAULT, attempt, remaining, random.Random(seed))
     if delay is None:
-        assert attempt >= 5 or remaining <= min(policy.cap_s, policy.base_s * 2 ** (attempt - 1))
+        assert attempt >= 5 or remaining <= min(settings.cap_s, settings.base_s * 2 ** (attempt - 1))
     else:
-        assert 0.0 <= delay <= min(policy.cap_s, policy.base_s * 2 ** (attempt - 1))
+        assert 0.0 <= delay <= min(settings.cap_s, settings.base_s * 2 ** (attempt - 1))
         assert delay < remaining
         assert attempt < 5
 
 
 def test_what_is_not_retryable_is_not_retried() -> None:
     fault = InfraFault(FaultKind.CRASH, retryable=False)
-    assert RetryPolicy().delay(fault, 1, 10.0, random.Random(0)) is None
+    assert retry_delay(RetrySpec(), fault, 1, 10.0, random.Random(0)) is None
 
 
 @given(steps=st.lists(st.booleans(), max_size=300), budget=st.floats(0.0, 1.0), reserve=st.floats(0.0, 30.0))
 def test_retries_stay_within_the_budget(steps: list[bool], budget: float, reserve: float) -> None:
-    bucket = RetryBudget(RetryPolicy(budget=budget, reserve=reserve))
+    bucket = RetryBudget(RetrySpec(budget=budget, reserve=reserve))
     retries = items = 0
     for is_item in steps:
         if is_item:

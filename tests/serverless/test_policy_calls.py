@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless.policy.breaker import BreakerPolicy, BreakerState, CircuitBreaker
-from serverless.policy.concurrency import ConcurrencyPolicy, ConcurrencyWindow
-from serverless.policy.hedge import HedgeBudget, HedgePolicy, Latencies
-from serverless.policy.limits import AnchorTimes, LimitPolicy, prompt_key
-from serverless.policy.retry import RetryPolicy
+from serverless.policy.breaker import BreakerState, CircuitBreaker
+from serverless.policy.concurrency import ConcurrencyWindow
+from serverless.policy.hedge import HedgeBudget, Latencies
+from serverless.policy.limits import AnchorTimes, prompt_key
+from serverless.policy.retry import retry_delay
+from serverless.settings import AdmissionSpec, BreakerSpec, HedgeSpec, LimitsSpec, RetrySpec
 from serverless.types import FaultKind, InfraFault, Item, Scored, Throttle
 
 RNG = random.Random(0)
@@ -38,7 +39,7 @@ def refusal(reason: Throttle | None, retry_after_s: float | None = None) -> Infr
     ],
 )
 def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int, waits: bool) -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(40))
+    window = ConcurrencyWindow(40)
     window.throttled(refusal(reason), 10.0, window.begin(), RNG, in_flight=7)
     assert window.size == size
     assert (window.ready_at() > 10.0) is waits
@@ -49,7 +50,7 @@ def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int
 
 
 def test_refusals_of_one_burst_halve_once() -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(40))
+    window = ConcurrencyWindow(40)
     numbers = [window.begin() for _ in range(40)]
     for number in numbers:
         window.throttled(refusal(Throttle.CONCURRENCY), 1.0, number, RNG, in_flight=6)
@@ -57,7 +58,7 @@ def test_refusals_of_one_burst_halve_once() -> None:
 
 
 def test_an_only_call_that_is_refused_waits_longer_each_time_and_an_answer_forgets_it() -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(1, wait_s=0.1, max_wait_s=1.0))
+    window = ConcurrencyWindow(1, AdmissionSpec(wait_s=0.1, max_wait_s=1.0))
     now = 0.0
     waits = []
     for _ in range(8):
@@ -72,7 +73,7 @@ def test_an_only_call_that_is_refused_waits_longer_each_time_and_an_answer_forge
 
 
 def test_growing_latency_makes_room_and_a_lasting_change_becomes_usual() -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(40))
+    window = ConcurrencyWindow(40)
     for _ in range(100):
         window.answered(0.0, 0.1, 4, in_flight=39)
     assert window.size == 40
@@ -87,7 +88,7 @@ def test_growing_latency_makes_room_and_a_lasting_change_becomes_usual() -> None
 
 
 def test_single_stragglers_and_larger_batches_are_no_overload() -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(40))
+    window = ConcurrencyWindow(40)
     rng = random.Random(0)
     for n in range(2000):
         items = rng.choice((1, 4, 16))
@@ -103,7 +104,7 @@ def test_single_stragglers_and_larger_batches_are_no_overload() -> None:
     most=st.integers(1, 40),
 )
 def test_the_window_stays_in_its_bounds(steps: list[tuple[Throttle | str | None, int, float]], most: int) -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(most))
+    window = ConcurrencyWindow(most)
     now = 0.0
     for what, in_flight, seconds in steps:
         now += seconds
@@ -117,7 +118,7 @@ def test_the_window_stays_in_its_bounds(steps: list[tuple[Throttle | str | None,
 
 
 def test_a_raised_reserved_limit_is_found_in_time() -> None:
-    window = ConcurrencyWindow(ConcurrencyPolicy(40))
+    window = ConcurrencyWindow(40)
     window.throttled(refusal(Throttle.RESERVED), 0.0, window.begin(), RNG, in_flight=6)
     sizes = []
     for second in range(1200):
@@ -132,7 +133,7 @@ def test_a_raised_reserved_limit_is_found_in_time() -> None:
 
 @given(steps=st.lists(st.booleans(), max_size=500), budget=st.floats(0.0, 1.0))
 def test_hedges_stay_within_the_budget(steps: list[bool], budget: float) -> None:
-    bucket = HedgeBudget(HedgePolicy(budget=budget))
+    bucket = HedgeBudget(HedgeSpec(budget=budget))
     calls = hedges = 0
     for is_call in steps:
         if is_call:
@@ -145,7 +146,7 @@ def test_hedges_stay_within_the_budget(steps: list[bool], budget: float) -> None
 
 @given(values=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=450))
 def test_late_is_beyond_the_rolling_quantile(values: list[float]) -> None:
-    latencies = Latencies(HedgePolicy(min_observations=20))
+    latencies = Latencies(HedgeSpec(min_observations=20))
     for value in values:
         latencies.add(value, 3)
     late = latencies.late_after(3)
@@ -162,7 +163,7 @@ def test_late_is_beyond_the_rolling_quantile(values: list[float]) -> None:
 
 
 def test_stragglers_are_not_the_measure_of_themselves() -> None:
-    latencies = Latencies(HedgePolicy(min_observations=20))
+    latencies = Latencies(HedgeSpec(min_observations=20))
     for n in range(40):
         latencies.add(1.0 if n % 10 == 0 else 0.02, 1)
     assert latencies.late_after(1) == pytest.approx(0.2)
@@ -172,7 +173,7 @@ def test_stragglers_are_not_the_measure_of_themselves() -> None:
 
 
 def test_a_breaker_opens_tries_and_closes() -> None:
-    breaker = CircuitBreaker(BreakerPolicy(consecutive=3, open_s=1.0, max_open_s=3.0))
+    breaker = CircuitBreaker(BreakerSpec(consecutive=3, open_s=1.0, max_open_s=3.0))
     for _ in range(2):
         assert not breaker.ended(0.0, True, trial=breaker.begin(0.0))
     breaker.ended(0.0, False, trial=False)
@@ -199,7 +200,7 @@ def test_a_breaker_opens_tries_and_closes() -> None:
 
 
 def test_a_breaker_opens_on_a_rate() -> None:
-    breaker = CircuitBreaker(BreakerPolicy(consecutive=100, rate=0.5, window=10))
+    breaker = CircuitBreaker(BreakerSpec(consecutive=100, rate=0.5, window=10))
     opened = [breaker.ended(0.0, n % 2 == 0, trial=False) for n in range(11)]
     assert opened == [False] * 10 + [True]
 
@@ -211,8 +212,7 @@ def test_a_breaker_opens_on_a_rate() -> None:
     answers=st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans(), st.floats(0.0, 100.0)), max_size=100),
 )
 def test_limits_never_fall_and_keep_their_bounds(answers: list[tuple[str, bool, float]]) -> None:
-    policy = LimitPolicy()
-    anchors = AnchorTimes(policy)
+    anchors = AnchorTimes(LimitsSpec())
     slowest: dict[str, float] = {}
     for key, correct, seconds in answers:
         before = anchors.limit(key) if key in slowest else 0.0
@@ -224,7 +224,7 @@ def test_limits_never_fall_and_keep_their_bounds(answers: list[tuple[str, bool, 
 
 
 def test_a_function_may_report_an_items_own_time_and_old_prompts_are_forgotten() -> None:
-    anchors = AnchorTimes(LimitPolicy(), most=2)
+    anchors = AnchorTimes(LimitsSpec(), most=2)
     anchors.learn("a", Scored(1.0, {"seconds": 4.0}), 20.0)
     assert anchors.limit("a") == 6.0
     for key in ("b", "c"):
@@ -244,5 +244,5 @@ def test_answers_to_one_prompt_share_a_key() -> None:
 
 def test_a_retry_waits_as_long_as_the_provider_asks() -> None:
     fault = InfraFault(FaultKind.UNAVAILABLE, True, retry_after_s=7.0)
-    assert RetryPolicy().delay(fault, 1, 100.0, RNG) == 7.0
-    assert RetryPolicy().delay(fault, 1, 6.0, RNG) is None
+    assert retry_delay(RetrySpec(), fault, 1, 100.0, RNG) == 7.0
+    assert retry_delay(RetrySpec(), fault, 1, 6.0, RNG) is None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless.policy.autoscale import Autoscaler, ScalePolicy
+from serverless.policy.autoscale import KNATIVE, Autoscaler
 from serverless.policy.forecast import Forecast, workers_for
 from serverless.policy.keepalive import KeepAlive
 from serverless.replay import (
@@ -21,6 +21,11 @@ from serverless.replay import (
     replay_dedicated,
     replay_elastic,
 )
+from serverless.scaling_spec import ReactiveSpec
+
+
+def knative(**changes: float) -> ReactiveSpec:
+    return KNATIVE.model_copy(update=changes)
 
 
 def steady(scaler: Autoscaler, concurrency: float, seconds: int, *, ready: int, start: int = 0) -> list[int]:
@@ -47,8 +52,7 @@ class TestAutoscaler:
         assert steady(scaler, 0.7, 200, ready=quiet[-1], start=176)[-1] == 1
 
     def test_it_falls_by_half_at_most_at_each_look_and_then_to_zero_after_the_grace(self) -> None:
-        policy = ScalePolicy(stable_s=10, grace_s=30)
-        scaler = Autoscaler(policy)
+        scaler = Autoscaler(knative(stable_s=10))
         steady(scaler, 7.0, 30, ready=10)
         falls = steady(scaler, 0.0, 60, ready=10, start=30)
         for before, after in zip([10, *falls], falls, strict=False):
@@ -58,7 +62,7 @@ class TestAutoscaler:
         assert falls[45] == 0
 
     def test_the_delay_keeps_the_largest_number_of_its_time(self) -> None:
-        scaler = Autoscaler(ScalePolicy(stable_s=5, down_delay_s=20, grace_s=0))
+        scaler = Autoscaler(knative(stable_s=5, down_delay_s=20, grace_s=0))
         steady(scaler, 7.0, 20, ready=10)
         falls = steady(scaler, 0.0, 120, ready=10, start=20)
         assert falls[15] == 10
@@ -72,8 +76,8 @@ class TestAutoscaler:
 
     @pytest.mark.parametrize("wrong", [{"utilisation": 0.0}, {"max_down": 1.0}, {"panic_share": 1.5}, {"stable_s": 0}])
     def test_nonsense_is_refused(self, wrong: dict[str, float]) -> None:
-        with pytest.raises(ValueError, match="above"):
-            ScalePolicy(**wrong)
+        with pytest.raises(ValueError, match=r"greater than|less than"):
+            ReactiveSpec.model_validate(wrong)
 
 
 class TestForecast:
@@ -188,7 +192,7 @@ class TestReplay:
         ahead = replay_elastic(calls, cold_s=5.0, keep_s=5.0, scaling=ForecastScaling(8.0))
         for utilisation in (0.9, 0.7, 0.5):
             reactive = replay_elastic(
-                calls, cold_s=5.0, keep_s=5.0, scaling=ReactiveScaling(ScalePolicy(utilisation=utilisation))
+                calls, cold_s=5.0, keep_s=5.0, scaling=ReactiveScaling(knative(utilisation=utilisation))
             )
             assert ahead.worker_s <= reactive.worker_s
             assert ahead.wait(0.99) < 0.5 * reactive.wait(0.99)
