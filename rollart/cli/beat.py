@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["HEARTBEAT_TIMEOUT_S", "send_request", "has_heartbeat", "heartbeat"]
-
 FILE, REQUESTS, ANSWER = "run.beat", "requests", "answer"
 
 SIGNALS = {"stop": signal.SIGTERM, "kill": signal.SIGKILL}

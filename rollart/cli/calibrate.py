@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option
-from rollart.cli.launch import split_arguments
+from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option, split_arguments
 from rollart.cli.profiles import measured_profiles
+from rollart.compose.calibrate import calibrate as run_calibration
+from rollart.compose.engine_fit import fit_engines, fit_publish, fit_training
 from rollart.errors import StorageFailed, UsageError
-
-if TYPE_CHECKING:
-    from rollart.spec.resolve import Resolved
-    from rollart.spec.run import RunSpec
-
-__all__ = ["calibrate", "references"]
+from rollart.spec.planning import PUBLISH
+from rollart.spec.resolve import Resolved, resolve_files, resolve_saved
+from rollart.spec.rules import quotas
+from rollart.spec.run import RunSpec
 
 STEPS = 16
 """Training steps of a reference run: the first few and the last few do not count."""
@@ -56,8 +56,6 @@ def calibrate(
     run_file, overrides = split_arguments(arguments)
     if not out.parent.is_dir():
         raise UsageError(f"--output {out}: {out.parent} is no directory")
-    from rollart.compose.calibrate import calibrate as run_calibration
-    from rollart.spec.resolve import resolve_files
 
     with native_output_to_stderr():
         resolved = resolve_files(run_file, cluster, overrides, measure=measured_profiles)
@@ -78,12 +76,6 @@ def calibrate(
 
 
 def _from_run(directory: Path, out: Path) -> None:
-    import json
-
-    from rollart.compose.engine_fit import fit_engines, fit_publish, fit_training
-    from rollart.spec.planning import PUBLISH
-    from rollart.spec.resolve import resolve_saved
-
     with native_output_to_stderr():
         resolved = resolve_saved(directory / RESOLVED, [], measure=measured_profiles)
         fits, training = fit_engines(resolved, directory), fit_training(resolved, directory)
@@ -107,10 +99,6 @@ def _from_run(directory: Path, out: Path) -> None:
 def references(resolved: Resolved) -> list[Resolved]:
     """Three short runs of the same model whose trajectories differ in turns and in sampled tokens, and whose steps
     differ in length, so that the costs of the controller, the trainer and the functions can be separated."""
-    from dataclasses import replace
-
-    from rollart.spec.rules import quotas
-
     run = resolved.run
     shares = quotas(run)
     small = {name: share * 3 // 8 for name, share in shares.items()}

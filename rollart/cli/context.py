@@ -1,4 +1,4 @@
-"""Shared by all commands: locating runs, output options, and the run directory that gets an unexpected traceback."""
+"""Shared by the commands: their common arguments and options, locating runs, and output."""
 
 from __future__ import annotations
 
@@ -8,40 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
-from rollart.cli.entry import INTERRUPTED, TERMINATED
 from rollart.errors import UsageError
-
-if TYPE_CHECKING:
-    from rollart.spec.cluster import ClusterFunctions
-
-__all__ = [
-    "FOR_PEOPLE",
-    "INTERRUPTED",
-    "RESOLVED",
-    "TERMINATED",
-    "cluster_functions",
-    "colour",
-    "crash_directory",
-    "find_run",
-    "json_option",
-    "known_runs",
-    "native_output_to_stderr",
-    "output_option",
-    "own_process",
-    "run_argument",
-    "runs_option",
-    "print_stderr",
-    "create_ledger_directory",
-    "width",
-    "create_output_file",
-]
+from rollart.spec.cluster import ClusterFunctions
+from rollart.spec.load import load_cluster
+from rollart.spec.suggest import did_you_mean
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -50,13 +26,6 @@ RESOLVED = "resolved.yaml"
 
 FOR_PEOPLE = ("table", "html")
 """Formats in which numbers are rounded and names are cut."""
-
-crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
-"""Directory of the current run: an unexpected error leaves its traceback there."""
-
-
-own_process: ContextVar[bool] = ContextVar("own_process", default=False)
-"""True if this process runs only the command, and ends with it."""
 
 
 def print_stderr(line: str) -> None:
@@ -109,9 +78,6 @@ def output_option(command: Command) -> Command:
 
 def cluster_functions(cluster: Path | None) -> ClusterFunctions:
     """The `functions` section of a cluster spec; the defaults without a spec."""
-    from rollart.spec.cluster import ClusterFunctions
-    from rollart.spec.load import load_cluster
-
     return ClusterFunctions() if cluster is None else load_cluster(cluster).functions
 
 
@@ -134,6 +100,18 @@ def run_argument(command: Command) -> Command:
     return click.argument("run", required=False)(command)
 
 
+def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """The run file, if there is one, and the overrides. UsageError for a second file."""
+    overrides = [a for a in arguments if "=" in a]
+    files = [a for a in arguments if "=" not in a]
+    if len(files) > 1:
+        raise UsageError(
+            f"'{files[1]}' is neither the run file nor key=value",
+            remedy="give one RUN.yaml, and overrides as key=value",
+        )
+    return (Path(files[0]) if files else None), overrides
+
+
 def find_run(run: str | None, runs: Path) -> Path:
     """A run's directory from its name or path; the latest one if neither is given. UsageError if there is none."""
     known = known_runs(runs)
@@ -144,7 +122,6 @@ def find_run(run: str | None, runs: Path) -> Path:
     for candidate in (runs / run, Path(run)):
         if (candidate / RESOLVED).is_file():
             return candidate
-    from rollart.spec.suggest import did_you_mean
 
     hint = did_you_mean(run, [path.name for path in known])
     raise UsageError(f"no run '{run}' in {runs}{hint}", remedy="give a run's name or directory")

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.context import colour, output_option, runs_option, width
+from rollart.cli.context import colour, output_option, runs_option, split_arguments, width
+from rollart.compose.extras import requirements
+from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
 from rollart.errors import RunFailed, UsageError
-
-__all__ = ["DoctorFinding", "doctor"]
+from rollart.report.render import render
+from rollart.report.rows import Report, Table, TableColumn
+from rollart.spec.resolve import resolve_files
+from serverless.sandbox import detect, required
 
 EXTRAS = {
     "torch": "local: the embedded engine and trainer",
@@ -54,9 +58,6 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
     Python, cores, memory, disk, ports. Fails only if a requirement of every run is missing or, given RUN.yaml, a
     requirement of that run.
     """
-    from rollart.report.render import render
-    from rollart.report.rows import Report, Table, TableColumn
-
     checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
     columns = (TableColumn("what"), TableColumn("result"), TableColumn("detail"))
     table = Table("checks", "Checks", columns, tuple((c.subject, c.result, c.detail) for c in checks))
@@ -68,8 +69,6 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
 
 def _sandbox_findings() -> Iterator[DoctorFinding]:
     """Sandboxes for code that the policy wrote, best first; each is tried."""
-    from serverless.sandbox import detect, required
-
     for rung in detect():
         use = "for untrusted rewards" if rung.name != "unsafe" else "no isolation: only where a spec allows it"
         yield DoctorFinding(f"sandbox {rung.name}", "ok" if rung.available else "missing", rung.why_not or use)
@@ -118,9 +117,6 @@ def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Itera
     """Requirements of a run's spec."""
     if not arguments and cluster is None:
         return
-    from rollart.cli.launch import split_arguments
-    from rollart.compose.extras import requirements
-    from rollart.spec.resolve import resolve_files
 
     run, overrides = split_arguments(arguments)
     for need in requirements(resolve_files(run, cluster, overrides)):
@@ -131,8 +127,6 @@ def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Itera
 
 def _vllm() -> DoctorFinding:
     """vLLM, which is installed in a separate environment."""
-    from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
-
     python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         return DoctorFinding("vllm", "missing", f"{PYTHON_VARIABLE} names no interpreter (engines of kind vllm)")

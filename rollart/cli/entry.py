@@ -1,19 +1,11 @@
-"""Entry point of the command: from here on signals end it with one line and their exit code, even during the other
-imports, which take longer than some commands. Imports no other module of rollart at the top."""
+"""Entry point of the command: from here on signals end it with one line and their exit code, even while the rest of it
+is imported."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
-from types import FrameType
 
-__all__ = ["INTERRUPTED", "TERMINATED", "main", "standard_streams", "terminable"]
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, by the convention of shells."""
-TERMINATED = 143
-"""Exit code after SIGTERM, by the convention of shells."""
+from rollart.cli.process import INTERRUPTED, TERMINATED, standard_streams, terminable
 
 
 def main() -> None:
@@ -35,29 +27,6 @@ def main() -> None:
         if error.code != TERMINATED:
             raise
         _end("terminated", TERMINATED)
-
-
-def standard_streams() -> None:
-    """Open standard streams that the command was started without (`>&-`, some daemons) on /dev/null. Otherwise a file
-    opened later would get their number, and receive their output."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
-
-
-def terminable() -> None:
-    """Turn SIGTERM into SystemExit, unless it has a handler already."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once: a second signal must not interrupt the clean-up
-    sys.exit(TERMINATED)
 
 
 def _end(word: str, code: int) -> None:

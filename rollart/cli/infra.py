@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.context import native_output_to_stderr
-from rollart.cli.launch import split_arguments
-
-__all__ = ["infra"]
+from rollart.cli.context import native_output_to_stderr, split_arguments
+from rollart.compose.infra import NAMESPACE
+from rollart.compose.infra import render as rendered
+from rollart.infra.files import write
 
 TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 
@@ -48,10 +48,6 @@ def render(
     instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
     functions as Modal apps. Same specs, same bytes.
     """
-    from rollart.compose.infra import NAMESPACE
-    from rollart.compose.infra import render as rendered
-    from rollart.infra.files import write
-
     run, overrides = split_arguments(arguments)
     with native_output_to_stderr():
         files = rendered(target, run, cluster, overrides, images=image, namespace=namespace or NAMESPACE)

@@ -13,28 +13,37 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import click
 
+from rollart.cli import pidfile
 from rollart.cli.context import (
     RESOLVED,
     colour,
-    crash_directory,
     find_run,
     native_output_to_stderr,
-    own_process,
     print_stderr,
     runs_option,
+    split_arguments,
 )
+from rollart.cli.logs import LAUNCH
+from rollart.cli.process import crash_directory, own_process
 from rollart.cli.profiles import measured_profiles
+from rollart.cli.progress import ProgressLines
+from rollart.cli.reports import show_reports
+from rollart.compose.cautions import launch_warnings
+from rollart.compose.dry import dry_run_lines
+from rollart.compose.launch import launch as start
+from rollart.compose.preflight import launchable, unchecked_remotes
+from rollart.compose.resumed import refuse_changed
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
-
-if TYPE_CHECKING:
-    from rollart.report.rows import Report, RunRows
-    from rollart.spec.resolve import Resolved, Specs
-
-__all__ = ["launch", "split_arguments"]
+from rollart.ledger.database import FILE
+from rollart.report.curve import curve
+from rollart.report.rows import Report, RunRows
+from rollart.report.summarize import cost
+from rollart.report.utilization import utilization
+from rollart.spec.resolve import Resolved, Specs, read_specs, resolve_saved
+from rollart.spec.where import SpecSources
 
 
 @click.command()
@@ -59,12 +68,6 @@ def launch(
     KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
     prefix `cluster.`.
     """
-    from rollart.compose.cautions import launch_warnings
-    from rollart.compose.preflight import launchable
-    from rollart.compose.resumed import refuse_changed
-    from rollart.spec.resolve import read_specs, resolve_saved
-    from rollart.spec.where import SpecSources
-
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
         raise UsageError(f"--name '{name}' (rule: one directory name)")
@@ -101,10 +104,6 @@ def launch(
 
 def _show(resolved: Resolved) -> None:
     """Print the dry run: specs and plan as YAML, commands and warnings as comments."""
-    from rollart.compose.cautions import launch_warnings
-    from rollart.compose.dry import dry_run_lines
-    from rollart.compose.preflight import unchecked_remotes
-
     click.echo(resolved.to_yaml(), nl=False)
     for line in dry_run_lines(resolved):
         click.echo(f"# {line}")
@@ -114,24 +113,9 @@ def _show(resolved: Resolved) -> None:
         click.echo(f"# not checked: {line}")
 
 
-def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """The run file, if there is one, and the overrides. UsageError for a second file."""
-    overrides = [a for a in arguments if "=" in a]
-    files = [a for a in arguments if "=" not in a]
-    if len(files) > 1:
-        raise UsageError(
-            f"'{files[1]}' is neither the run file nor key=value",
-            remedy="give one RUN.yaml, and overrides as key=value",
-        )
-    return (Path(files[0]) if files else None), overrides
-
-
 def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
     """Start the run in a new session, and return once it holds its directory. The controller starts with --resume,
     which begins a run that has not begun."""
-    from rollart.cli import pidfile
-    from rollart.cli.logs import LAUNCH
-
     _refuse_running(directory)
     if not (directory / RESOLVED).exists():
         (directory / RESOLVED).write_text(resolved.to_yaml())
@@ -149,8 +133,6 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
 
 
 def _refuse_running(directory: Path) -> None:
-    from rollart.cli import pidfile
-
     other = pidfile.live_controller(directory)
     if other is not None:
         where = "" if other.here else f" on {other.host}"
@@ -160,13 +142,8 @@ def _refuse_running(directory: Path) -> None:
 
 
 def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
-    from rollart.cli import pidfile
-
     _refuse_running(directory)
     crash_directory.set(directory)
-    from rollart.cli.progress import ProgressLines
-    from rollart.compose.launch import launch as start
-    from rollart.ledger.database import FILE
 
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -239,10 +216,6 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
 
 def _show_reports(directory: Path) -> None:
     """Print the run's curves, cost and utilization, and its directory."""
-    from rollart.cli.reports import show_reports
-    from rollart.report.curve import curve
-    from rollart.report.summarize import cost
-    from rollart.report.utilization import utilization
 
     def sparklines(rows: RunRows) -> Report:
         """The curves without their points, which `rollart report curve` shows."""

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.context import INTERRUPTED
-from rollart.cli.reward_serve import is_loopback, token_in
+from rollart.addresses import is_loopback
+from rollart.cli.process import INTERRUPTED
+from rollart.cli.reward_serve import token_in
 from rollart.errors import UsageError
-
-__all__ = ["address", "key", "listen_option", "serve_until_stopped", "token_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import click
 
+from rollart.cli import pidfile
 from rollart.cli.context import find_run, run_argument, runs_option
 from rollart.errors import UsageError
-
-__all__ = ["LAUNCH", "logs"]
 
 LAUNCH = "launch"
 """The log of a detached run's controller."""
@@ -34,8 +33,6 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
 
     RUN is a name or directory; without it the latest run.
     """
-    from rollart.cli import pidfile
-
     directory = find_run(run, runs_dir)
     found = _files(directory, role)
     if not found and not (follow and pidfile.live_controller(directory)):

@@ -8,17 +8,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from placement.types import Plan
+from placement.workload import DomainProfile
+from rollart.compose.calibrate import Machine
+from rollart.compose.play import profile_by_play
+from rollart.compose.predict import predict
 from rollart.errors import SpecError
 from rollart.report.rows import Table, TableColumn
-
-if TYPE_CHECKING:
-    from placement.workload import DomainProfile
-    from rollart.compose.calibrate import Machine
-    from rollart.spec.resolve import Resolved, Specs
-
-__all__ = ["predict_on_machine", "machine_of", "played_profiles"]
+from rollart.spec.resolve import Resolved, Specs
+from rollart.spec.rules import quotas
+from rollart.spec.work import profiles_of
 
 
 def machine_of(specs: Specs) -> Machine | None:
@@ -30,8 +30,6 @@ def machine_of(specs: Specs) -> Machine | None:
         except (OSError, ValueError):
             continue  # `spec.planning` reads it as well, and reports the error
         if isinstance(data, dict) and "update_s" in data:
-            from rollart.compose.calibrate import Machine
-
             try:
                 return Machine.from_dict(data)
             except ValueError as error:
@@ -43,9 +41,6 @@ def machine_of(specs: Specs) -> Machine | None:
 
 def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
     """The plan at the rate that this machine should reach, and the CPU time behind it."""
-    from rollart.compose.predict import predict
-    from rollart.spec.work import profiles_of
-
     profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
     # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
     bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
@@ -60,11 +55,6 @@ def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tu
 
 def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
     """Profiles measured by playing the environments without a policy, for domains without a profile."""
-    from placement.types import Plan
-    from rollart.compose.play import profile_by_play
-    from rollart.spec.resolve import Resolved
-    from rollart.spec.rules import quotas
-
     missing: Sequence[str] = [d.name for d in specs.run.domains if d.profile is None]
     known = {profile.name for profile in specs.measured}
     if all(name in known for name in missing):

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from rollart.cli import beat
 
-__all__ = ["FILE", "ControllerProcess", "age_s", "hold_run", "recorded_controller", "live_controller"]
-
 FILE = "run.pid"
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import colour, native_output_to_stderr, output_option, width
-from rollart.cli.launch import split_arguments
+from rollart.cli.context import colour, native_output_to_stderr, output_option, split_arguments, width
+from rollart.cli.machine import machine_of, played_profiles, predict_on_machine
+from rollart.cli.plan_simulated import simulation_tables
+from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.cli.profiles import measured_profiles
 from rollart.errors import UsageError
-
-if TYPE_CHECKING:
-    from rollart.report.rows import Report, Table
-    from rollart.spec.resolve import Resolved, Specs
-
-__all__ = ["plan"]
+from rollart.report.render import render
+from rollart.report.rows import Report, Table
+from rollart.spec.resolve import Resolved, Specs, forecast, read_specs
+from rollart.spec.whatif import apply_changes
 
 WHAT_IF = "--what-if"
 
@@ -93,8 +92,6 @@ def plan(
     Also the bottleneck, the value of one more device, and the rates of simpler plans. Without engine counts in the
     cluster spec the plan is computed; with them, its rate is predicted where possible.
     """
-    from rollart.report.render import render
-
     if not simulate and (seeds or steps):
         raise UsageError("--seeds and --steps are of --simulate", remedy="add --simulate, or drop them")
     if simulate and changes:
@@ -111,32 +108,23 @@ def plan(
 
 def read(run_file: Path | None, cluster: Path | None, overrides: Sequence[str], *, play: bool) -> Specs:
     """The specs, with measured or played work."""
-    from rollart.spec.resolve import read_specs
-
     specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
     if not play:
         return specs
-    from rollart.cli.machine import played_profiles
 
     return replace(specs, measured=played_profiles(specs))
 
 
 def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
-    from rollart.cli.plan_tables import comparison_report, plan_report
-
     before, extra = _forecast(specs)
     if not changes:
         return plan_report(before, fast=fast, extra=extra)
-    from rollart.spec.whatif import apply_changes
 
     after, _ = _forecast(apply_changes(specs, changes))
     return comparison_report(before, after, changes)
 
 
 def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
-    from rollart.cli.plan_simulated import simulation_tables
-    from rollart.cli.plan_tables import plan_report
-
     resolved, extra = _forecast(specs)
     table, notes = simulation_tables(resolved, seeds=seeds, steps=steps)  # first, so that it fails early
     report = plan_report(resolved, fast=fast, extra=extra)
@@ -145,9 +133,6 @@ def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
     """A plan with its rate; of a machine that was calibrated as a whole, with the CPU time that its parts share."""
-    from rollart.cli.machine import machine_of, predict_on_machine
-    from rollart.spec.resolve import forecast
-
     resolved = forecast(specs)
     machine = machine_of(specs) if specs.cluster.calibration else None
     if machine is None:

@@ -15,8 +15,6 @@ from rollart.report.rows import Cell, Table, TableColumn
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
 from rollart.spec.resolve import Resolved
 
-__all__ = ["comparison_table", "simulation_tables"]
-
 COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 

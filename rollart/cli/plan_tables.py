@@ -19,8 +19,6 @@ from rollart.report.rows import Cell, Report, Table, TableColumn
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
-__all__ = ["comparison_report", "plan_report"]
-
 Row = tuple[Cell, ...]
 
 KEPT = 0.99

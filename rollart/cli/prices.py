@@ -6,16 +6,20 @@ import datetime as dt
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, output_option, width
-
-if TYPE_CHECKING:
-    from rollart.compose.price_files import PriceChange
-
-__all__ = ["prices"]
+from rollart.compose.price_files import PriceChange, base_list, effective_prices, merge_into, read_prices
+from rollart.compose.price_refresh import SOURCES
+from rollart.compose.price_refresh import refresh_prices as ask
+from rollart.compose.providers import canonical_provider
+from rollart.errors import UsageError
+from rollart.report.render import render
+from rollart.report.rows import Report, Table, TableColumn
+from rollart.spec.load import load_prices
+from rollart.spec.prices import STALE_DAYS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,11 +58,6 @@ def writing_options(command: Command) -> Command:
 @output_option
 def list_(cluster: Path | None, output: str) -> None:
     """Every price that a run would use, with its source and age."""
-    from rollart.compose.price_files import effective_prices
-    from rollart.report.render import render
-    from rollart.report.rows import Report, Table, TableColumn
-    from rollart.spec.prices import STALE_DAYS
-
     today, found = dt.date.today(), effective_prices(cluster)
     columns = (
         TableColumn("name"),
@@ -97,8 +96,6 @@ def import_(file: Path, cluster: Path | None, into: Path, region: str, output: s
     FILE is a price list in YAML, CSV or JSON (name, unit, usd, source, date), or an AWS offer file of one region
     (AWSLambda or AmazonEC2, as JSON).
     """
-    from rollart.compose.price_files import merge_into, read_prices
-
     new = read_prices(file, region=region)
     _show(merge_into(into, new, cluster=cluster, today=dt.date.today()), into, output)
 
@@ -115,11 +112,6 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
 
     AWS and Modal are asked with the credentials of the environment. Without any, exit code 3.
     """
-    from rollart.compose.price_files import base_list, merge_into
-    from rollart.compose.price_refresh import SOURCES
-    from rollart.compose.price_refresh import refresh_prices as ask
-    from rollart.spec.load import load_prices
-
     chosen = _chosen(providers, SOURCES)
     functions = cluster_functions(cluster)
     settings = {name: functions.settings(name) for name in chosen}
@@ -136,9 +128,6 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
 
 
 def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
-    from rollart.compose.providers import canonical_provider
-    from rollart.errors import UsageError
-
     names = list(dict.fromkeys(canonical_provider(name) for name in given)) or list(sources)
     if unknown := [name for name in names if name not in sources]:
         raise UsageError(
@@ -149,9 +138,6 @@ def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
 
 
 def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
-    from rollart.report.render import render
-    from rollart.report.rows import Report, Table, TableColumn
-
     columns = (
         TableColumn("name"),
         TableColumn("unit"),

@@ -9,17 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import click
 
 from rollart.cli.context import print_stderr
+from rollart.compose.simulations import TaskProgress
 from rollart.ports import RunEvent
-
-if TYPE_CHECKING:
-    from rollart.compose.simulations import TaskProgress
-
-__all__ = ["ProgressLines", "SimulationProgress", "strip_log_prefix"]
 
 EVERY_S = 10.0
 """Seconds between two progress lines of simulations in a log."""

@@ -8,8 +8,7 @@ import click
 
 from rollart.cli.context import json_option
 from rollart.cli.listening import address, key, listen_option, serve_until_stopped, token_option
-
-__all__ = ["proxy"]
+from rollart.compose.proxy import ProxySettings, SessionLimits, serve_proxy
 
 
 @click.command()
@@ -80,8 +79,6 @@ def proxy(
     Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
     /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
     """
-    from rollart.compose.proxy import ProxySettings, SessionLimits, serve_proxy
-
     host, port = address(listen)
     token = key(token_env, host)
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}

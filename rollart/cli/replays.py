@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from rollart.cli.context import colour, find_run, native_output_to_stderr, width
 from rollart.cli.profiles import measured_profiles
+from rollart.compose.faults import fault_targets
+from rollart.compose.replay import check_replay, prepare_from_run, prepare_from_spec
+from rollart.compose.simulate import ReplayPlan
+from rollart.compose.simulated_functions import function_behaviours
 from rollart.errors import UsageError
-
-if TYPE_CHECKING:
-    from rollart.compose.simulate import ReplayPlan
-    from rollart.spec.faults import FaultPlanSpec
-    from rollart.spec.resolve import Resolved
-
-__all__ = ["check_run", "named_run", "prepare_replay", "read_faults"]
+from rollart.report.check import check_report
+from rollart.report.render import render
+from rollart.spec.faults import FaultPlanSpec
+from rollart.spec.load import load_faults
+from rollart.spec.resolve import Resolved, forecast, read_specs
 
 
 def named_run(run: Path | None, runs: Path) -> Path | None:
@@ -37,9 +38,6 @@ def prepare_replay(
     resample: bool,
 ) -> tuple[Resolved, ReplayPlan | None, str]:
     """The run, its replay if any, and a note for the report's foot."""
-    from rollart.compose.replay import prepare_from_run, prepare_from_spec
-    from rollart.spec.resolve import forecast, read_specs
-
     if recorded is not None and replay is not None:
         raise UsageError(f"{recorded} and --replay {replay} are recorded runs (rule: one is replayed)")
     if resample and recorded is None and replay is None:
@@ -57,10 +55,6 @@ def prepare_replay(
 
 def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> FaultPlanSpec:
     """A fault plan whose names are parts and functions of this run."""
-    from rollart.compose.faults import fault_targets
-    from rollart.compose.simulated_functions import function_behaviours
-    from rollart.spec.load import load_faults
-
     if resolved.problem is None:
         functions = []  # the simulation fails with the reason
     else:
@@ -69,10 +63,6 @@ def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> Fa
 
 
 def check_run(recorded: Path, output: str) -> None:
-    from rollart.compose.replay import check_replay, prepare_from_run
-    from rollart.report.check import check_report
-    from rollart.report.render import render
-
     with native_output_to_stderr():
         found = prepare_from_run(recorded)
     report = check_report(recorded.name, check_replay(found), (found.note,))

@@ -9,18 +9,17 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from rollart.addresses import is_loopback
-from rollart.cli.context import INTERRUPTED, cluster_functions, json_option
+from rollart.cli.context import cluster_functions, json_option
+from rollart.cli.process import INTERRUPTED
+from rollart.compose.providers import backend, packages_in, translated_errors
 from rollart.errors import ProviderError, UsageError
-
-if TYPE_CHECKING:
-    from serverless.deploy.package import Package
-
-__all__ = ["is_loopback", "serve", "token_in"]
+from serverless.backends.front import HEALTH, FunctionHttpServer
+from serverless.deploy.package import Package
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
@@ -41,8 +40,6 @@ def serve(
     A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
     200 while it serves.
     """
-    from rollart.compose.providers import packages_in, translated_errors
-
     token = token_in(token_env)
     if not token and not is_loopback(host):
         raise UsageError(
@@ -78,9 +75,6 @@ async def _serve(
     allow_unsafe: bool,
 ) -> None:
     """Until SIGINT or SIGTERM; workers and calls in flight then end within bounded time."""
-    from rollart.compose.providers import backend
-    from serverless.backends.front import FunctionHttpServer
-
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -101,8 +95,6 @@ async def _serve(
 
 
 def _announce(url: str, packages: list[Package], token_env: str, as_json: bool) -> None:
-    from serverless.backends.front import HEALTH
-
     urls = {package.spec.name: f"{url}/functions/{package.spec.name}" for package in packages}
     if as_json:
         versions = {package.spec.name: package.version for package in packages}

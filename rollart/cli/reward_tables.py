@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import click
 
 from rollart.cli.context import FOR_PEOPLE, colour, width
+from rollart.compose.providers import DeploymentTrial
 from rollart.report.render import render
 from rollart.report.rows import Cell, Report, Table, TableColumn
-
-if TYPE_CHECKING:
-    from rollart.compose.providers import DeploymentTrial
-    from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
-    from serverless.rehearse import Rehearsal
-
-__all__ = ["show_changes", "show_costs", "show_deployed", "show_logs", "show_rehearsals", "trial_line"]
+from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.rehearse import Rehearsal
+from serverless.types import InfraFault, ModelFault, Scored
 
 DIGEST = 12
 """Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
@@ -197,8 +193,6 @@ def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | N
 
 
 def _outcome(outcome: object) -> str:
-    from serverless.types import InfraFault, ModelFault, Scored
-
     match outcome:
         case Scored():
             return f"{outcome.value:g}"

@@ -9,21 +9,32 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from rollart.cli.context import cluster_functions, json_option, output_option
 from rollart.cli.reward_serve import serve
+from rollart.cli.reward_tables import show_changes, show_costs, show_deployed, show_logs, show_rehearsals, trial_line
+from rollart.compose.price_files import effective_prices
+from rollart.compose.providers import (
+    TrialMeter,
+    attach_function,
+    backend,
+    canonical_provider,
+    deployer,
+    packages_in,
+    translated_errors,
+    units_by_provider,
+)
 from rollart.errors import RunFailed, UsageError
-
-if TYPE_CHECKING:
-    from serverless.backends.base import Deployer
-    from serverless.deploy.package import Package
-    from serverless.meter import MeterSink
-    from serverless.rehearse import Rehearsal
-
-__all__ = ["rewards"]
+from rollart.ledger.prices import PriceBook
+from rollart.spec.prices import PriceList
+from serverless.backends.base import Deployer
+from serverless.deploy import template
+from serverless.deploy.package import Package
+from serverless.meter import MeterSink
+from serverless.rehearse import Rehearsal, read_cases, rehearse
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -62,9 +73,6 @@ def rewards() -> None:
 @json_option
 def init(directory: Path, name: str | None, as_json: bool) -> None:
     """Write a reward that works, with cases that it passes, into DIRECTORY."""
-    from rollart.compose.providers import translated_errors
-    from serverless.deploy import template
-
     with translated_errors():
         written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
     if as_json:
@@ -85,8 +93,6 @@ def init(directory: Path, name: str | None, as_json: bool) -> None:
 @output_option
 def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> None:
     """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
-    from rollart.cli.reward_tables import show_rehearsals
-
     found = _rehearsed(source, cases, allow_unsafe=allow_unsafe)
     show_rehearsals(found, output)
     wrong = sum(bool(result.problem) for one in found for result in one.results)
@@ -104,12 +110,6 @@ def deploy(
     source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
 ) -> None:
     """Deploy rewards to a provider. Deploying an existing version changes nothing."""
-    from rollart.cli.reward_tables import show_changes, show_deployed, trial_line
-    from rollart.compose.price_files import effective_prices
-    from rollart.compose.providers import TrialMeter, packages_in
-    from rollart.ledger.prices import PriceBook
-    from rollart.spec.prices import PriceList
-
     packages = packages_in(source, name=name)
     notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
     trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
@@ -136,8 +136,6 @@ def deploy(
 @output_option
 def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
     """Deployed functions and their current versions."""
-    from rollart.cli.reward_tables import show_deployed
-
     show_deployed(list(_with(provider, cluster, root, lambda target: target.functions())), output)
 
 
@@ -147,8 +145,6 @@ def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
 @output_option
 def versions(function: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
     """Versions of a function, newest first."""
-    from rollart.cli.reward_tables import show_deployed
-
     show_deployed(list(_with(provider, cluster, root, lambda target: target.versions(function))), output)
 
 
@@ -173,8 +169,6 @@ def invoke(
     NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
     if it is not there; the current version stays current. With --json the bill is printed with the answer.
     """
-    from rollart.compose.providers import attach_function, backend, canonical_provider, translated_errors
-
     event = _event(sys.stdin.read() if item is None else item)
     name, functions = canonical_provider(provider), cluster_functions(cluster)
     package = None if _is_name(source) else _single(source)
@@ -221,8 +215,6 @@ def logs(
     function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
 ) -> None:
     """Show the output of a function, oldest first."""
-    from rollart.cli.reward_tables import show_logs
-
     lines = _with(provider, cluster, root, lambda target: target.logs(function, since_s=since_s, limit=limit + 1))
     if len(lines) > limit:
         click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
@@ -245,8 +237,6 @@ def scale(
     output: str,
 ) -> None:
     """Set the number of warm workers of a function, and its concurrency."""
-    from rollart.cli.reward_tables import show_deployed
-
     if warm is None and concurrency is None:
         raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
     show_deployed(
@@ -262,8 +252,6 @@ def scale(
 @output_option
 def rollback(function: str, version: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
     """Make an earlier version of a function the current one."""
-    from rollart.cli.reward_tables import show_deployed
-
     show_deployed([_with(provider, cluster, root, lambda target: target.rollback(function, version))], output)
 
 
@@ -274,8 +262,6 @@ def rollback(function: str, version: str, provider: str, cluster: Path | None, r
 @json_option
 def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool, as_json: bool) -> None:
     """Remove a function with all its versions from a provider."""
-    from rollart.compose.providers import canonical_provider
-
     canonical_provider(provider)  # before the user is asked
     if not yes:
         try:
@@ -306,9 +292,6 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 @output_option
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
     """Show the cost of rewards per run and month on each provider, compared with their current one."""
-    from rollart.cli.reward_tables import show_costs
-    from rollart.compose.providers import canonical_provider
-
     now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
     show_costs(found, items, runs_per_month, now, output)
@@ -319,9 +302,6 @@ rewards.add_command(serve)
 
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:
     """Every reward of FILE run on the cases, those beside it if none are given."""
-    from rollart.compose.providers import backend, packages_in, translated_errors, units_by_provider
-    from serverless.rehearse import read_cases, rehearse
-
     packages = packages_in(source)
     path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
     with translated_errors():
@@ -344,8 +324,6 @@ def _with(
     meter: MeterSink | None = None,
 ) -> T:
     """Call `do` with the provider's control plane, which is closed afterwards."""
-    from rollart.compose.providers import canonical_provider, deployer, translated_errors
-
     name, functions = canonical_provider(provider), cluster_functions(cluster)
 
     async def main() -> T:
@@ -367,8 +345,6 @@ def _is_name(source: str) -> bool:
 
 def _single(source: str) -> Package:
     """The only reward of FILE, without warm workers: it is called once."""
-    from rollart.compose.providers import packages_in
-
     packages = packages_in(source)
     if len(packages) != 1:
         raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")

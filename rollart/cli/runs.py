@@ -7,20 +7,25 @@ import os
 import select
 import signal
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from rollart.cli import beat, pidfile
 from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
+from rollart.cli.pidfile import ControllerProcess
+from rollart.cli.progress import strip_log_prefix
 from rollart.errors import RunFailed, UsageError
-
-if TYPE_CHECKING:
-    from rollart.cli.pidfile import ControllerProcess
-    from rollart.ledger.reader import LedgerReader
-
-__all__ = ["status", "stop"]
+from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.database import FILE as LEDGER
+from rollart.ledger.reader import LedgerReader
+from rollart.report.render import render
+from rollart.report.rows import ENGINE_ROLES, Cell, Report, Table, TableColumn, collect
+from rollart.report.summarize import cost_lines
+from rollart.runtime.rebalance import ADOPTED
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two checks whether a controller on another machine has released its run."""
@@ -35,13 +40,6 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 
     Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
     """
-    from rollart.cli import pidfile
-    from rollart.ledger.database import FILE as LEDGER
-    from rollart.ledger.reader import LedgerReader
-    from rollart.report.render import render
-    from rollart.report.rows import ENGINE_ROLES, Cell, Report, Table, TableColumn, collect
-    from rollart.report.summarize import cost_lines
-
     directory = find_run(run, runs_dir)
     owner = pidfile.live_controller(directory)
     if not (directory / LEDGER).is_file():
@@ -114,8 +112,6 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run. Works from any
     machine that sees the directory.
     """
-    from rollart.cli import pidfile
-
     directory = find_run(run, runs_dir)
     owner = pidfile.recorded_controller(directory)
     if owner is None or (owner.here and not owner.alive):
@@ -152,8 +148,6 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
 
 def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, kill: bool) -> None:
     """Stop a run whose controller is on another machine, by a request through the run's directory."""
-    from rollart.cli import beat
-
     controller = f"process {owner.pid} on {owner.host}"
     try:
         answered = beat.has_heartbeat(directory, owner.life) and beat.send_request(directory, owner.life, "stop")
@@ -182,8 +176,6 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
 
 
 def _is_held(directory: Path, owner: ControllerProcess) -> bool:
-    from rollart.cli import pidfile
-
     noted = pidfile.recorded_controller(directory)
     return noted is not None and noted.life == owner.life
 
@@ -196,8 +188,6 @@ def _wait_until_released(directory: Path, owner: ControllerProcess, wait_s: floa
 
 def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
     """Current parts of these roles of a running run, in the order of their start."""
-    from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-
     closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
     opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
     return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
@@ -205,8 +195,6 @@ def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
 
 def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
     """Engines that are still starting, with their seconds of start-up and last log line."""
-    from rollart.cli.progress import strip_log_prefix
-
     last = {event.subject: event for event in reader.events("engine_starting")}
     over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
     return [
@@ -218,10 +206,6 @@ def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
 
 def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -> str:
     """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
-    from collections import Counter
-
-    from rollart.runtime.rebalance import ADOPTED
-
     seats = {}
     for part in config.get("plan", {}).get("assignments", ()):
         seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))

@@ -8,8 +8,7 @@ import click
 
 from rollart.cli.context import json_option
 from rollart.cli.listening import address, key, listen_option, serve_until_stopped, token_option
-
-__all__ = ["service"]
+from rollart.compose.service import serve_service
 
 
 @click.command()
@@ -27,8 +26,6 @@ def service(listen: str, token_env: str | None, data: Path | None, as_json: bool
 
     For external trainers, engines and rewards; `rollart.service` is the Python client.
     """
-    from rollart.compose.service import serve_service
-
     host, port = address(listen)
     server = serve_service(host=host, port=port, token=key(token_env, host), data=data)
     serve_until_stopped(server, as_json=as_json, hint='from rollart.service import Service; Service("{url}")')

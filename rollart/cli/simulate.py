@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,18 +16,18 @@ from rollart.cli.context import (
     native_output_to_stderr,
     output_option,
     runs_option,
+    split_arguments,
     width,
 )
-from rollart.cli.launch import split_arguments
 from rollart.cli.progress import SimulationProgress
 from rollart.cli.replays import check_run, named_run, prepare_replay, read_faults
+from rollart.compose.simulations import SimulationTask, TaskProgress, simulate_all
 from rollart.errors import UsageError
-
-if TYPE_CHECKING:
-    from rollart.compose.simulations import SimulationTask, TaskProgress
-    from rollart.report.simulation import SimulationFigures
-
-__all__ = ["simulate"]
+from rollart.policy.schedules import SCHEDULES
+from rollart.report.render import render
+from rollart.report.simulation import SimulationFigures, simulation
+from rollart.report.simulation_page import simulation_page
+from rollart.spec.other_schedule import adapt_to_schedule
 
 STEPS = 10
 """Default number of steps: enough to fill the pipeline and for a mean; a run has hundreds."""
@@ -82,8 +81,6 @@ def simulate(
     Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
     or with other keys, policies, prices or another cluster.
     """
-    from rollart.compose.simulations import SimulationTask
-
     run, overrides = split_arguments(arguments)
     recorded = named_run(run, runs_dir)
     if check:
@@ -125,11 +122,6 @@ def simulate(
 
 
 def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, html: Path | None, output: str) -> None:
-    from rollart.compose.simulations import simulate_all
-    from rollart.report.render import render
-    from rollart.report.simulation import simulation
-    from rollart.report.simulation_page import simulation_page
-
     watching = SimulationProgress([f"{t.schedule}, seed {t.seed}" for t in tasks], tasks[0].steps or 0)
     quiet = output in ("json", "csv") and not sys.stderr.isatty()
 
@@ -154,15 +146,11 @@ def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, ht
 
 def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:
     """Settings of the spec that the other schedules lack, a line per schedule."""
-    from rollart.spec.other_schedule import adapt_to_schedule
-
     left = {task.schedule: adapt_to_schedule(task.resolved.run, task.schedule)[1] for task in tasks}
     return [f"{name}: without {', '.join(keys)}, which it does not have" for name, keys in left.items() if keys]
 
 
 def _names(policies: str) -> list[str]:
-    from rollart.policy.schedules import SCHEDULES
-
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
         if name not in SCHEDULES and name != "async":

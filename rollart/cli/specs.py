@@ -8,9 +8,16 @@ import json
 import click
 
 from rollart.cli.context import native_output_to_stderr
+from rollart.cli.profiles import measured_profiles
+from rollart.compose.cautions import launch_warnings
+from rollart.compose.preflight import is_plan_only, launchable, refuse_files, unchecked_remotes
 from rollart.errors import RollartError, SpecError
-
-__all__ = ["schema", "validate"]
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.load import load_file
+from rollart.spec.resolve import read_specs
+from rollart.spec.run import RunSpec
+from rollart.spec.schema import json_schema
+from rollart.spec.where import SpecSources
 
 
 @click.command()
@@ -23,9 +30,6 @@ def validate(files: tuple[str, ...]) -> None:
     reward functions are packed, each environment is made once where it would live, and the parts are placed. Checks
     that need other machines are listed and not made.
     """
-    from rollart.spec.load import load_file
-    from rollart.spec.run import RunSpec
-
     errors: list[RollartError] = []
     clusters = _clusters(files)
     for path in files:
@@ -46,9 +50,6 @@ def validate(files: tuple[str, ...]) -> None:
 
 def _clusters(files: tuple[str, ...]) -> list[str]:
     """The files that are valid cluster specs."""
-    from rollart.spec.cluster import ClusterSpec
-    from rollart.spec.load import load_file
-
     found = []
     for path in files:
         with contextlib.suppress(SpecError):
@@ -59,12 +60,6 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
 
 def _check_run(run: str, clusters: list[str]) -> None:
     """`RollartError` for problems that would make a launch of the run fail."""
-    from rollart.cli.profiles import measured_profiles
-    from rollart.compose.cautions import launch_warnings
-    from rollart.compose.preflight import is_plan_only, launchable, refuse_files, unchecked_remotes
-    from rollart.spec.resolve import read_specs
-    from rollart.spec.where import SpecSources
-
     every: list[str | None] = [*clusters] or [None]
     for cluster in every:
         with native_output_to_stderr():
@@ -84,6 +79,4 @@ def _check_run(run: str, clusters: list[str]) -> None:
 @click.argument("kind", metavar="run|cluster|prices|faults")
 def schema(kind: str) -> None:
     """Print the JSON Schema of a spec, for editors."""
-    from rollart.spec.schema import json_schema
-
     click.echo(json.dumps(json_schema(kind), indent=2))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +71,5 @@ def rollart(
 @pytest.fixture
 def compose(monkeypatch: pytest.MonkeyPatch) -> FakeCompose:
     fake = FakeCompose()
-    module = types.ModuleType("rollart.compose.launch")
-    module.launch = fake.launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rollart.compose.launch", module)
+    monkeypatch.setattr("rollart.cli.launch.start", fake.launch)
     return fake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,9 +42,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Resolved]]:
         out.write_text("{}")
         return FakeMachine(), []
 
-    module = types.ModuleType("rollart.compose.calibrate")
-    module.calibrate, module.Machine = calibrate, FakeMachine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rollart.compose.calibrate", module)
+    monkeypatch.setattr("rollart.cli.calibrate.run_calibration", calibrate)
+    monkeypatch.setattr("rollart.cli.machine.Machine", FakeMachine)
     return asked
 
 

@@ -35,7 +35,7 @@ main()
     ("module", "arguments"),
     [
         ("click", ["--help"]),
-        ("rollart.cli.launch", ["status"]),
+        ("rollart.cli.runs", ["status"]),
         ("rollart.spec.run", ["schema", "run"]),
         ("rollart.compose.simulations", ["simulate"]),
     ],

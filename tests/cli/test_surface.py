@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import pytest
 
-from rollart.cli.main import cli
+from rollart.cli.main import COMMANDS, LazyCommand, cli
 
 HELP = Path(__file__).parent / "help.txt"
 HEAVY = (
@@ -37,6 +38,7 @@ def surface() -> str:
 
 
 def _pages(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
+    command = command.load() if isinstance(command, LazyCommand) else command
     with click.Context(
         command,
         info_name=name,
@@ -53,6 +55,14 @@ def _pages(command: click.Command, name: str, parent: click.Context | None) -> I
 
 def test_the_surface_is_frozen() -> None:
     assert surface() + "\n" == HELP.read_text()
+
+
+@pytest.mark.parametrize("listed", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("limit", [45, 70, 95])
+def test_a_command_is_listed_by_the_first_sentence_of_its_help(listed: LazyCommand, limit: int) -> None:
+    command = listed.load()
+    assert command.name == listed.name
+    assert command.get_short_help_str(limit) == listed.get_short_help_str(limit)
 
 
 def test_help_imports_nothing_heavy() -> None:
