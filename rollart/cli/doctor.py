@@ -20,7 +20,7 @@ from rollart.compose.extras import requirements
 from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
 from rollart.errors import RunFailed, UsageError
 from rollart.report.render import render
-from rollart.report.rows import Report, Table, TableColumn
+from rollart.report.tables import Report, Table, TableColumn
 from rollart.spec.resolve import resolve_files
 from serverless.sandbox import detect, required
 

@@ -16,7 +16,6 @@ from types import FrameType
 
 import click
 
-from rollart.cli import pidfile
 from rollart.cli.context import (
     RESOLVED,
     colour,
@@ -27,6 +26,7 @@ from rollart.cli.context import (
     split_arguments,
 )
 from rollart.cli.logs import LAUNCH
+from rollart.cli.pidfile import age_s, hold_run, live_controller
 from rollart.cli.process import crash_directory, own_process
 from rollart.cli.profiles import measured_profiles
 from rollart.cli.progress import ProgressLines
@@ -39,8 +39,9 @@ from rollart.compose.resumed import refuse_changed
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 from rollart.ledger.database import FILE
 from rollart.report.curve import curve
-from rollart.report.rows import Report, RunRows
+from rollart.report.rows import RunRows
 from rollart.report.summarize import cost
+from rollart.report.tables import Report
 from rollart.report.utilization import utilization
 from rollart.spec.resolve import Resolved, Specs, read_specs, resolve_saved
 from rollart.spec.where import SpecSources
@@ -124,7 +125,7 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "rollart.cli.main", "launch", "--resume", str(directory), *overrides]
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    while pidfile.live_controller(directory) is None:
+    while live_controller(directory) is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -133,7 +134,7 @@ def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
 
 
 def _refuse_running(directory: Path) -> None:
-    other = pidfile.live_controller(directory)
+    other = live_controller(directory)
     if other is not None:
         where = "" if other.here else f" on {other.host}"
         raise UsageError(
@@ -153,9 +154,9 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         print_stderr(f"run {directory.name} in {directory}")
         with (
             contextlib.chdir("."),
-            pidfile.hold_run(directory.absolute()),
+            hold_run(directory.absolute()),
         ):  # where an environment goes, no path changes
-            since_s = pidfile.age_s() if own_process.get() else 0.0
+            since_s = age_s() if own_process.get() else 0.0
             lines = ProgressLines(colour=colour(stream=sys.stderr))
             start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
     except (SpecError, UsageError):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from rollart.cli import pidfile
 from rollart.cli.context import find_run, run_argument, runs_option
+from rollart.cli.pidfile import live_controller
 from rollart.errors import UsageError
 
 LAUNCH = "launch"
@@ -35,7 +35,7 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
     """
     directory = find_run(run, runs_dir)
     found = _files(directory, role)
-    if not found and not (follow and pidfile.live_controller(directory)):
+    if not found and not (follow and live_controller(directory)):
         known = ", ".join(sorted({path.stem for path in _files(directory, None)})) or "none yet"
         raise UsageError(
             f"run '{directory.name}' has no log of '{role}'" if role else f"run '{directory.name}' has no logs",
@@ -51,7 +51,7 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
         for line in written[-lines:] if lines else ():
             _print_line(path, line)
     while follow:
-        ended = pidfile.live_controller(directory) is None
+        ended = live_controller(directory) is None
         for path in _files(directory, role):
             for line in _new_lines(path, seen):
                 _print_line(path, line)

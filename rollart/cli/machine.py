@@ -15,7 +15,7 @@ from rollart.compose.calibrate import Machine
 from rollart.compose.play import profile_by_play
 from rollart.compose.predict import predict
 from rollart.errors import SpecError
-from rollart.report.rows import Table, TableColumn
+from rollart.report.tables import Table, TableColumn
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.rules import quotas
 from rollart.spec.work import profiles_of

@@ -15,7 +15,7 @@ from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.cli.profiles import measured_profiles
 from rollart.errors import UsageError
 from rollart.report.render import render
-from rollart.report.rows import Report, Table
+from rollart.report.tables import Report, Table
 from rollart.spec.resolve import Resolved, Specs, forecast, read_specs
 from rollart.spec.whatif import apply_changes
 

@@ -11,8 +11,8 @@ from placement.types import Placement, Role
 from rollart.compose.simulations import SimulationTask, simulate_all
 from rollart.compose.window import publish_paths
 from rollart.errors import SpecError
-from rollart.report.rows import Cell, Table, TableColumn
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
+from rollart.report.tables import Cell, Table, TableColumn
 from rollart.spec.resolve import Resolved
 
 COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")

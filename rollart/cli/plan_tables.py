@@ -15,7 +15,7 @@ from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import DomainWindow
 from rollart.compose.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
-from rollart.report.rows import Cell, Report, Table, TableColumn
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 

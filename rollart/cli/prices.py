@@ -17,7 +17,7 @@ from rollart.compose.price_refresh import refresh_prices as ask
 from rollart.compose.providers import canonical_provider
 from rollart.errors import UsageError
 from rollart.report.render import render
-from rollart.report.rows import Report, Table, TableColumn
+from rollart.report.tables import Report, Table, TableColumn
 from rollart.spec.load import load_prices
 from rollart.spec.prices import STALE_DAYS
 

@@ -13,12 +13,13 @@ from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import curve as curves
 from rollart.report import offload as offloads
-from rollart.report import summarize
+from rollart.report import summarize as costs
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
 from rollart.report.render import render
-from rollart.report.rows import Report, RunRows, collect
+from rollart.report.rows import RunRows, collect
 from rollart.report.run_page import cost_page, timeline_page
+from rollart.report.tables import Report
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def report_command(function: Callable[..., None]) -> click.Command:
 @report_command
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
     """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
-    _print(summarize.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
+    _print(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
 
 
 @report_command

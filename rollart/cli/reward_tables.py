@@ -10,7 +10,7 @@ import click
 from rollart.cli.context import FOR_PEOPLE, colour, width
 from rollart.compose.providers import DeploymentTrial
 from rollart.report.render import render
-from rollart.report.rows import Cell, Report, Table, TableColumn
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.rehearse import Rehearsal
 from serverless.types import InfraFault, ModelFault, Scored

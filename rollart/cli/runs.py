@@ -14,17 +14,18 @@ from typing import Any
 
 import click
 
-from rollart.cli import beat, pidfile
+from rollart.cli.beat import has_heartbeat, send_request
 from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
-from rollart.cli.pidfile import ControllerProcess
+from rollart.cli.pidfile import ControllerProcess, live_controller, recorded_controller
 from rollart.cli.progress import strip_log_prefix
 from rollart.errors import RunFailed, UsageError
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.database import FILE as LEDGER
 from rollart.ledger.reader import LedgerReader
 from rollart.report.render import render
-from rollart.report.rows import ENGINE_ROLES, Cell, Report, Table, TableColumn, collect
+from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.summarize import cost_lines
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.runtime.rebalance import ADOPTED
 
 POLL_INTERVAL_S = 0.1
@@ -41,7 +42,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
     """
     directory = find_run(run, runs_dir)
-    owner = pidfile.live_controller(directory)
+    owner = live_controller(directory)
     if not (directory / LEDGER).is_file():
         began: list[tuple[Cell, ...]] = [
             ("state", "starting" if owner else "stopped"),
@@ -113,7 +114,7 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     machine that sees the directory.
     """
     directory = find_run(run, runs_dir)
-    owner = pidfile.recorded_controller(directory)
+    owner = recorded_controller(directory)
     if owner is None or (owner.here and not owner.alive):
         raise UsageError(f"run '{directory.name}' is not running")
     if not owner.here:
@@ -124,9 +125,7 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     except ProcessLookupError:
         return
     try:
-        if (
-            pidfile.recorded_controller(directory) != owner or not owner.alive
-        ):  # the id was recycled before it was pinned
+        if recorded_controller(directory) != owner or not owner.alive:  # the id was recycled before it was pinned
             return
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if _wait_for_exit(process, wait_s):
@@ -150,7 +149,7 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
     """Stop a run whose controller is on another machine, by a request through the run's directory."""
     controller = f"process {owner.pid} on {owner.host}"
     try:
-        answered = beat.has_heartbeat(directory, owner.life) and beat.send_request(directory, owner.life, "stop")
+        answered = has_heartbeat(directory, owner.life) and send_request(directory, owner.life, "stop")
         if not answered and _is_held(directory, owner):
             raise RunFailed(
                 f"run '{directory.name}' is of {controller}, which gives no sign of life: it is dead, or does not "
@@ -160,7 +159,7 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
         if _wait_until_released(directory, owner, wait_s):
             click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
         elif kill:
-            if not beat.send_request(directory, owner.life, "kill"):
+            if not send_request(directory, owner.life, "kill"):
                 raise RunFailed(f"{controller} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
             click.echo(f"run {directory.name} killed on {owner.host}", err=True)
         else:
@@ -176,7 +175,7 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
 
 
 def _is_held(directory: Path, owner: ControllerProcess) -> bool:
-    noted = pidfile.recorded_controller(directory)
+    noted = recorded_controller(directory)
     return noted is not None and noted.life == owner.life
 
 

@@ -17,10 +17,8 @@ from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
-from rollart.report.rows import Cell, Report, Table, TableColumn
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.runtime.rounds import RELAUNCH_MARK
-
-__all__ = ["DRAWN", "OPEN", "TRAINED", "TrajectoryAttempt", "bias", "distance", "read_attempts", "p_value"]
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
 """Sets besides the reasons of loss: prompts with a final outcome, the trained ones, drawn prompts that the schedule did

@@ -11,10 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollart.report.figures import PLAIN, estimate, figure
 from rollart.report.markup import MarkupElement, element
-
-__all__ = ["Bar", "BarGroup", "BarSegment", "bar_chart", "clipped", "legend", "nice_ticks", "series_paint"]
+from rollart.report.tables import PLAIN, estimate, figure
 
 WIDTH = 520.0
 """Width of a chart in its own units; the page scales it."""

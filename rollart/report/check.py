@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollart.report.rows import Cell, Report, Table, TableColumn
-
-__all__ = ["SimulationCheck", "RunTotals", "check_report"]
+from rollart.report.tables import Cell, Report, Table, TableColumn
 
 
 @dataclass(frozen=True, slots=True)

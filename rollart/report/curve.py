@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.errors import UsageError
-from rollart.report.rows import Report, RunRows, Table, TableColumn
-
-__all__ = ["Curve", "Point", "curve", "curves", "sparkline", "write_png"]
+from rollart.report.rows import RunRows
+from rollart.report.tables import Report, Table, TableColumn
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from placement.calibrate import Row
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, RunRows, Table, TableColumn
-
-__all__ = ["engine_rows", "engines"]
+from rollart.report.rows import RunRows
+from rollart.report.tables import Cell, Table, TableColumn
 
 LEAST_STEPS = 20
 """Fewest steps of an interval that gives a row: a mean of fewer is too noisy."""

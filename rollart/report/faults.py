@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from rollart.ledger.intervals import ResourceState
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, RunRows, Table, TableColumn
-
-__all__ = ["INFRA_FAULT", "FaultCost", "ObservedFaults", "fault_cost", "faults_table"]
+from rollart.report.rows import RunRows
+from rollart.report.tables import Cell, Table, TableColumn
 
 INFRA_FAULT = "infra_fault"
 """Outcome of trajectories that an infrastructure fault ended, and the event that records the fault."""

@@ -10,25 +10,11 @@ from dataclasses import fields
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
-from rollart.report.rows import Cell, CostLine, RunRows, Table, TableColumn
+from rollart.report.rows import CostLine, RunRows
+from rollart.report.tables import Cell, Table, TableColumn
 from serverless.meter import WorkerState
 from serverless.pipeline_stats import OffloadStage, StageCounts
 from serverless.types import Cause
-
-__all__ = [
-    "BILLED",
-    "COLD_START",
-    "ELSEWHERE",
-    "IDLE",
-    "REWARD",
-    "calls",
-    "health",
-    "lines",
-    "notes",
-    "savings",
-    "stages",
-    "workers",
-]
 
 REWARD = "reward"
 """Role of functions."""

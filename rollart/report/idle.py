@@ -9,8 +9,6 @@ from rollart.ledger.reader import CallRow, WorkerSum
 from serverless.meter import WorkerState
 from serverless.spec import FunctionSpec
 
-__all__ = ["ESTIMATED", "estimated_workers"]
-
 ESTIMATED = frozenset({"modal"})
 """Providers that bill a container while it waits, but do not report that time to the client."""
 

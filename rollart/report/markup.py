@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Child", "MarkupElement", "element", "number"]
-
 VOID = frozenset({"br", "meta"})
 """HTML elements that have no end tag."""
 

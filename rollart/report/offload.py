@@ -14,7 +14,8 @@ from typing import Any
 
 from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.report import functions
-from rollart.report.rows import Cell, Report, RunRows, Table, TableColumn
+from rollart.report.rows import RunRows
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from serverless.meter import WorkerState
 from serverless.replay import (
     CallReplay,
@@ -28,8 +29,6 @@ from serverless.replay import (
 )
 from serverless.spec import FunctionSpec
 from serverless.types import Cause
-
-__all__ = ["MATCH_S", "CallTrace", "matched_calls", "offload", "read_trace"]
 
 SERVED = frozenset({Cause.CALL, Cause.RETRY, Cause.ISOLATION})
 

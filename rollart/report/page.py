@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rollart.report.cells import for_people, rows_for_people
 from rollart.report.markup import Child, MarkupElement, element
-from rollart.report.rows import Report, Table
-
-__all__ = ["card", "document", "folded", "page", "table_of"]
+from rollart.report.tables import Report, Table, for_people, rows_for_people
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from rollart.report.functions import BILLED, ELSEWHERE
-from rollart.report.rows import Cell, PoolPrice, RunRows, Table, TableColumn
+from rollart.report.rows import PoolPrice, RunRows
+from rollart.report.tables import Cell, Table, TableColumn
 from rollart.spec.prices import PriceEntry
 from serverless.meter import WorkerState
-
-__all__ = ["prices_table"]
 
 
 def prices_table(rows: RunRows) -> Table:

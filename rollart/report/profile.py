@@ -12,8 +12,6 @@ from placement.workload import DomainProfile, RewardCost
 from rollart.errors import UsageError
 from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
 
-__all__ = ["observed_trajectories", "profiles_of"]
-
 MIB_GB = 2**20 / 1e9
 
 

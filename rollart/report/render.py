@@ -8,11 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rollart.report.cells import for_people, rows_for_people
 from rollart.report.page import page
-from rollart.report.rows import Report, TableColumn
-
-__all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
+from rollart.report.tables import Report, TableColumn, for_people, rows_for_people
 
 FORMATS = ("table", "json", "csv", "html")
 

@@ -1,11 +1,11 @@
-"""Input and output types of reports: a run's sums, read once from its ledger, and tables as values."""
+"""Input of reports: a run's sums, read once from its ledger."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from rollart.hosted import ENVIRONMENTS_MADE, PLACES
 from rollart.ledger.clock import ENGINE_DID
@@ -33,55 +33,8 @@ from rollart.report.idle import ESTIMATED, estimated_workers
 from rollart.spec.fleet import device_name
 from rollart.spec.prices import PriceList
 
-__all__ = [
-    "ENGINE_ROLES",
-    "Cell",
-    "TableColumn",
-    "CostLine",
-    "PoolPrice",
-    "Report",
-    "RunRows",
-    "Table",
-    "collect",
-    "pool_prices",
-]
-
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""
-
-Cell: TypeAlias = str | int | float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TableColumn:
-    """A column's name and format: text, count, seconds, ms, usd, share (of 1), number. Without `people` it is for
-    machines only; with `wrap` a text may take several lines."""
-
-    name: str
-    kind: str = "text"
-    people: bool = True
-    wrap: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows under named columns. Without `people` it is for machines only."""
-
-    name: str
-    title: str
-    columns: tuple[TableColumn, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    people: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tables about one run, and notes for its foot."""
-
-    kind: str
-    run: str
-    tables: tuple[Table, ...]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

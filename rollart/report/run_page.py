@@ -6,14 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, legend
-from rollart.report.figures import DOLLARS
 from rollart.report.markup import MarkupElement, element
 from rollart.report.page import card, page
-from rollart.report.rows import Cell, Report, Table
+from rollart.report.tables import DOLLARS, Cell, Report, Table
 from rollart.report.timeline import SKETCHES, Timeline
 from rollart.report.timeline_chart import duration, timeline_chart, timeline_legend
-
-__all__ = ["cost_page", "timeline_page"]
 
 BUSY = (("busy", "busy"), ("not busy", "idle"))
 """Name and class of the two parts of a role's cost."""

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.ports import RunEvent
-from rollart.report.rows import RunRows, Table, TableColumn
-
-__all__ = ["DomainShareSummary", "compared_shares", "shares", "domain_shares"]
+from rollart.report.rows import RunRows
+from rollart.report.tables import Table, TableColumn
 
 
 @dataclass(frozen=True, slots=True)

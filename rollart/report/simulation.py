@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 
 from rollart.ledger.intervals import ResourceState
 from rollart.report.faults import FaultCost, faults_table
-from rollart.report.rows import ENGINE_ROLES, Cell, Report, RunRows, Table, TableColumn
+from rollart.report.rows import ENGINE_ROLES, RunRows
 from rollart.report.shares import DomainShareSummary, compared_shares, domain_shares
 from rollart.report.summarize import cost_lines, waste
+from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.report.timeline import Timeline
-
-__all__ = ["FIGURES", "SimulationFigures", "Figure", "simulation_figures", "interval", "simulation"]
 
 
 @dataclass(frozen=True, slots=True)

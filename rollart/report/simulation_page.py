@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, legend, series_paint
-from rollart.report.figures import PERCENT, PLAIN, estimate
 from rollart.report.markup import Child, MarkupElement, element
 from rollart.report.page import card, document, folded, notes, table_of
-from rollart.report.rows import Cell, Report, Table
+from rollart.report.tables import PERCENT, PLAIN, Cell, Report, Table, estimate
 from rollart.report.timeline import Timeline
 from rollart.report.timeline_chart import timeline_chart, timeline_legend
-
-__all__ = ["simulation_page"]
 
 PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "busy"), ("publish_s", "publish", "sync"))
 """The parts of a step: figure, name, class."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from rollart.ledger.intervals import ResourceState
 from rollart.report import functions
 from rollart.report.prices import prices_table
-from rollart.report.rows import ENGINE_ROLES, Cell, CostLine, Report, RunRows, Table, TableColumn
-
-__all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
+from rollart.report.rows import ENGINE_ROLES, CostLine, RunRows
+from rollart.report.tables import Cell, Report, Table, TableColumn
 
 WARM_START = "warm_start"
 """Cause of busy time in the warm start, so that imitation and RL are reported separately. It is not waste."""

@@ -16,9 +16,7 @@ from typing import Any
 
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
-from rollart.report.rows import Cell, Report, Table, TableColumn
-
-__all__ = ["BINS", "SKETCHES", "Band", "Bins", "Timeline", "timeline", "timeline_of", "timeline_report"]
+from rollart.report.tables import Cell, Report, Table, TableColumn
 
 BINS = 320
 """Number of bins: enough for a curve on a page; more would be narrower than a stroke."""

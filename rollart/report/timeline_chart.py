@@ -22,8 +22,6 @@ from rollart.report.timeline import (
     Timeline,
 )
 
-__all__ = ["duration", "timeline_chart", "timeline_legend"]
-
 WIDTH, LEFT, RIGHT = 1100.0, 222.0, 90.0
 LOW, HIGH, GAP = 15.0, 38.0, 7.0
 """Heights of a row for one resource and for many, and the gap between rows."""

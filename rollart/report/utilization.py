@@ -11,10 +11,9 @@ from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.engines import engines
-from rollart.report.rows import ENGINE_ROLES, Cell, Report, RunRows, Table, TableColumn
+from rollart.report.rows import ENGINE_ROLES, RunRows
 from rollart.report.shares import shares
-
-__all__ = ["utilization"]
+from rollart.report.tables import Cell, Report, Table, TableColumn
 
 
 def utilization(rows: RunRows) -> Report:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rollart.report.figures import estimate
+from rollart.report.tables import estimate
 from tests.cli.conftest import Result
 from tests.compose.test_simulate import CLUSTER, RUN
 

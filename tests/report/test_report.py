@@ -20,8 +20,9 @@ from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum,
 from rollart.ports import RunEvent
 from rollart.report.curve import curve, curves, sparkline, write_png
 from rollart.report.render import render
-from rollart.report.rows import Report, RunRows, Table
+from rollart.report.rows import RunRows
 from rollart.report.summarize import cost, cost_lines, fates, waste
+from rollart.report.tables import Report, Table
 from rollart.report.utilization import utilization
 from serverless.meter import WorkerState
 from serverless.types import Cause

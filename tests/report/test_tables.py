@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.report.cells import cell_text
-from rollart.report.rows import TableColumn
+from rollart.report.tables import TableColumn, cell_text
 
 
 def test_milliseconds_that_are_none_are_none() -> None:

@@ -1,0 +1,119 @@
+"""Tables as values, and the text of their cells and of the figures on pages, for people."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+PLAIN, PERCENT, DOLLARS = "", "%", "$"
+"""Units of a figure; `%` is for shares of 1."""
+
+NEGLIGIBLE = 1e-6
+"""An interval below this share of its mean is rounding error."""
+
+NO_TIME_MS = 1e-3
+"""Milliseconds below this are the rounding of a difference of clock readings."""
+
+Cell: TypeAlias = str | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableColumn:
+    """A column's name and format: text, count, seconds, ms, usd, share (of 1), number. Without `people` it is for
+    machines only; with `wrap` a text may take several lines."""
+
+    name: str
+    kind: str = "text"
+    people: bool = True
+    wrap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under named columns. Without `people` it is for machines only."""
+
+    name: str
+    title: str
+    columns: tuple[TableColumn, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    people: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tables about one run, and notes for its foot."""
+
+    kind: str
+    run: str
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...] = ()
+
+
+def for_people(table: Table) -> Table:
+    """The table without the columns for machines."""
+    kept = [n for n, column in enumerate(table.columns) if column.people]
+    rows = tuple(tuple(row[n] for n in kept) for row in table.rows)
+    return Table(table.name, table.title, tuple(table.columns[n] for n in kept), rows)
+
+
+def rows_for_people(table: Table) -> list[list[str]]:
+    """Every row of the table, its cells as text: a report never drops a row."""
+    return [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+
+
+def cell_text(value: Cell, column: TableColumn) -> str:
+    """A cell as text, by its column's kind."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    match column.kind:
+        case "usd":
+            return f"{value:,.6f}" if abs(value) < 1 else f"{value:,.2f}"
+        case "share":
+            return f"{value:.1%}"
+        case "seconds":
+            return f"{value:,.1f}"
+        case "ms" if abs(value) < NO_TIME_MS:
+            return "0"
+        case "count":
+            return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
+        case _:
+            return (
+                f"{value:,d}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+            )
+
+
+def figure(value: float, unit: str = PLAIN) -> str:
+    """`0.583`, `1,284`, `12.5%`, `$3.20`."""
+    if unit == PERCENT:
+        return f"{_digits(100.0 * value)}%"
+    if unit == DOLLARS:
+        return f"${value:,.2f}" if 1 <= abs(value) < 100 else f"${_digits(value)}"
+    return _digits(value)
+
+
+def estimate(value: float, half: float | None, unit: str = PLAIN) -> str:
+    """A mean and half of its interval with the same decimals: two digits of the interval, at least three of the mean.
+    The mean alone without an interval, or if both are 0."""
+    if half is None or value == half == 0:
+        return figure(value, unit)
+    if half <= NEGLIGIBLE * abs(value):
+        return f"{figure(value, unit)} ± 0"
+    scale = 100.0 if unit == PERCENT else 1.0
+    decimals = max(_decimals(half * scale, 2), _decimals(value * scale, 3))
+    before, after = ("$" if unit == DOLLARS else ""), ("%" if unit == PERCENT else "")
+    return " ± ".join(f"{before}{given * scale:,.{decimals}f}{after}" for given in (value, half))
+
+
+def _digits(value: float) -> str:
+    if abs(value) < 1e-9:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    if not abs(value) > 1e-9:
+        return 0
+    return min(9, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
