@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from rollart.engine.jobs import EngineJob, FinishedJob
-from rollart.engine.protocol import error_body, piece_body, usage
 from rollart.errors import EngineError
+from rollart.generation import chunk_body, error_body, usage
 from rollart.model import CompletionChunk
 
 
@@ -34,7 +34,7 @@ async def stream_response(
     async def forward() -> None:
         with contextlib.suppress(ConnectionError):  # a disconnect also cancels this handler
             while (piece := await pieces.get()) is not None:
-                await send(piece_body(name, piece))
+                await send(chunk_body(name, piece))
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(forward(), name=f"pieces of {name}")
@@ -51,7 +51,7 @@ async def stream_response(
         c = finished.completion
         version, stamp = (c.spans[-1].version, c.spans[-1].stamp) if c.spans else (0, None)
         await send(
-            piece_body(name, CompletionChunk(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c)
+            chunk_body(name, CompletionChunk(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c)
         )
         await send({"request_id": name, "choices": [], "usage": usage(c)})
     await send("[DONE]")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError
+from rollart.generation import parse_request, whole_number
 from rollart.model import Completion, CompletionChunk, GenerateRequest
 
 
@@ -54,6 +55,25 @@ class FinishedJob:
     job: EngineJob
     completion: Completion
     kv: KvBlock | None = None
+
+
+def parse_job(body: object, *, session: str, fallback_id: str) -> EngineJob:
+    """The request of a body, with its hand-offs. Arguments and errors as for `parse_request`."""
+    request = parse_request(body, session=session, fallback_id=fallback_id)
+    assert isinstance(body, Mapping), "else it was refused"
+    transfer = request.kv_transfer or {}
+    decodes_elsewhere = bool(transfer.get("do_remote_decode"))
+    # As with vLLM's `bidirectional_kv_xfer`: a decode engine offers the answer's KV to the prefill engine for the next
+    # turn, unless the request disables it. A turn that was prefilled here does so on request.
+    returns = bool(transfer.get("return_kv", session and transfer.get("do_remote_prefill")))
+    return EngineJob(
+        request,
+        ignore_eos=bool((body.get("sampling_params") or {}).get("ignore_eos", False)),
+        export=decodes_elsewhere,
+        returns=returns and not decodes_elsewhere,
+        ends=bool(transfer.get("session_ends")),
+        peer_holds=max(0, whole_number(transfer, "remote_num_tokens", 0)),
+    )
 
 
 def refuse_invalid(job: EngineJob, *, vocab: int, context: int) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from rollart.engine.driver import Driver
 from rollart.engine.events import stream_response
 from rollart.engine.handoff import HandoffSettings, KvHandoffs
+from rollart.engine.jobs import parse_job
 from rollart.engine.metrics import render_metrics
-from rollart.engine.protocol import completion_body, error_body, parse_job, strip_prefix
 from rollart.engine.staging import WeightStaging
 from rollart.engine.stream import StreamConnection
 from rollart.errors import EngineError, HandoffFailed
+from rollart.generation import completion_body, error_body, strip_prefix
 from rollart.model import PauseMode
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

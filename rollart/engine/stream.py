@@ -1,22 +1,4 @@
-"""The low-latency transport: many requests over one TCP connection, answered as they end.
-
-An agent's turn on a tiny model computes for less than 0.1 ms; an HTTP exchange costs several times that. Here all
-requests of one loop iteration travel together, and so do all answers of one step (`rollart.framing`). A message is a
-list that starts with its kind:
-
-    g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
-       kv_transfer_params
-    G  the same, streamed: answered with p messages before the c
-    a  request_ids to abort: they are answered with their tokens so far
-    x  number of a cancelled request: it is not answered
-    r  session to release
-    p  number, token_ids, logprobs, version, stamp: the tokens drawn since the last p
-    c  number, token_ids, logprobs, [[version, start, end, stamp]], finish, prompt_tokens, cached_tokens,
-       kv_transfer_params
-    e  number, error message, retryable, kind ("handoff" for unavailable KV)
-
-`GET /rollart/stream` names the port. Messages of one connection are handled in order; losing it aborts its requests.
-"""
+"""The low-latency transport: many requests over one connection, answered as they end (`rollart.generation`)."""
 
 from __future__ import annotations
 
@@ -26,16 +8,14 @@ from typing import Any
 
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import KvHandoffs
-from rollart.engine.jobs import EngineJob, FinishedJob
-from rollart.engine.protocol import error_body, parse_job, strip_prefix
+from rollart.engine.jobs import EngineJob, FinishedJob, parse_job
 from rollart.errors import EngineError
 from rollart.framing import MessageConnection
+from rollart.generation import body_of_message, chunk_message, completion_message, error_message, strip_prefix
 from rollart.model import CompletionChunk
 
 MAX_FRAME = 64 * 2**20
 """Longest frame of requests, bytes."""
-
-GENERATE = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "allowed_token_ids")
 
 
 class StreamConnection(MessageConnection):
@@ -57,7 +37,7 @@ class StreamConnection(MessageConnection):
     def on_message(self, message: Sequence[Any]) -> None:
         kind = message[0]
         if kind in ("g", "G"):
-            self._generate(message[1:], streamed=kind == "G")
+            self._generate(message)
         elif kind == "a":
             names = [strip_prefix(str(name)) for name in message[1]]
             self._handoffs.abort(names)
@@ -72,20 +52,13 @@ class StreamConnection(MessageConnection):
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
-    def _generate(self, fields: Sequence[Any], *, streamed: bool) -> None:
-        number, name, session, token_ids, *sampling, salt, transfer = fields
-        body = {
-            "request_id": name,
-            "token_ids": token_ids,
-            "cache_salt": salt,
-            "kv_transfer_params": transfer,
-            "sampling_params": dict(zip(GENERATE, sampling, strict=True)),
-        }
+    def _generate(self, message: Sequence[Any]) -> None:
+        number, session, body = body_of_message(message)
         try:
-            job = parse_job(body, session=str(session), fallback_id=self._next_id())
-            if streamed:
+            job = parse_job(body, session=session, fallback_id=self._next_id())
+            if message[0] == "G":
                 job.on_chunk = lambda piece: self._send_piece(number, piece)
-            if transfer:  # the request waits for other engines, before or after its steps
+            if job.request.kv_transfer:  # the request waits for other engines, before or after its steps
                 self._requests[number] = self._handoffs.start(self._serve(number, job))
                 return
             self._requests[number] = job
@@ -111,15 +84,11 @@ class StreamConnection(MessageConnection):
 
     def _send_piece(self, number: int, piece: CompletionChunk) -> None:
         if number in self._requests:
-            self.send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
+            self.send(chunk_message(number, piece))
 
     def _deliver(self, number: int, result: FinishedJob | EngineError) -> None:
         self._requests.pop(number, None)
         if isinstance(result, EngineError):
-            kind = error_body(result, 0)["error"]["kind"]
-            self.send(("e", number, str(result), result.retryable, kind))
-            return
-        c = result.completion
-        spans = [(s.version, s.start, s.end, s.stamp) for s in c.spans]
-        counts = c.prompt_tokens, c.cached_tokens
-        self.send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))
+            self.send(error_message(number, result))
+        else:
+            self.send(completion_message(number, result.completion))

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.events import CompletionAssembler
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import EngineError
+from rollart.generation import CompletionAssembler
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Completion, CompletionChunk, EngineId, GenerateRequest, Sampling, WeightsRef

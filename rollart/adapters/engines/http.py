@@ -15,26 +15,21 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollart.adapters.engines.events import CompletionAssembler, error_from_response, parse_version
 from rollart.adapters.engines.stream import EngineStream
 from rollart.errors import EngineError, ForeignWeights, WrongAnswer
+from rollart.generation import VLLM_PREFIX, CompletionAssembler, parse_completion, parse_error, request_body
 from rollart.model import (
     Completion,
     CompletionChunk,
     EngineId,
     EngineStats,
-    FinishReason,
     GenerateRequest,
     PauseMode,
-    VersionSpan,
     WeightsRef,
 )
 
 CONNECT_S = 10.0
 """Connection timeout, seconds. Calls have no other timeout here: their leases bound them."""
-
-VLLM_PREFIX = "generate-tokens-"
-"""vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -107,12 +102,12 @@ class HttpEngine:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
-        body = _generate_body(request)
+        body = request_body(request)
         if request.on_chunk is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
             return await self._generate_streamed(request, body)
         raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
-            return _completion(json.loads(raw), self._first)
+            return parse_completion(json.loads(raw), self._first)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise WrongAnswer(f"{self._url}: answer not understood: {error!r}") from error
 
@@ -148,7 +143,7 @@ class HttpEngine:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             async with self._client().post(self._url + path, json=data, headers=headers, timeout=timeout) as answer:
                 if answer.status >= 400:
-                    raise error_from_response(self._url, path, answer.status, await answer.read())
+                    raise parse_error(self._url, path, answer.status, await answer.read())
                 rest = b""
                 async for chunk in answer.content.iter_any():  # a line may exceed aiohttp's read limit
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -333,7 +328,7 @@ class HttpEngine:
         if optional and answer.status == 404:
             return b""
         if answer.status >= 400:
-            raise error_from_response(self._url, path, answer.status, raw)
+            raise parse_error(self._url, path, answer.status, raw)
         return raw
 
     def _client(self) -> aiohttp.ClientSession:
@@ -343,52 +338,6 @@ class HttpEngine:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s)
             self._http = aiohttp.ClientSession(connector=connector)
         return self._http
-
-
-def _generate_body(request: GenerateRequest) -> dict[str, object]:
-    s = request.sampling
-    sampling: dict[str, object] = {
-        "max_tokens": s.max_tokens,
-        "temperature": s.temperature,
-        "top_p": s.top_p,
-        "logprobs": 0,
-    }
-    if s.seed is not None:
-        sampling["seed"] = s.seed
-    if s.stop_token_ids:
-        sampling["stop_token_ids"] = s.stop_token_ids
-    if s.allowed_token_ids is not None:
-        sampling["allowed_token_ids"] = s.allowed_token_ids
-    body: dict[str, object] = {
-        "request_id": request.request_id,
-        "token_ids": request.token_ids,
-        "sampling_params": sampling,
-    }
-    if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
-    if request.kv_transfer is not None:
-        body["kv_transfer_params"] = dict(request.kv_transfer)
-    return body
-
-
-def _completion(answer: Mapping[str, Any], version: int) -> Completion:
-    choice = answer["choices"][0]
-    ids = tuple(choice["token_ids"])
-    usage = answer.get("usage") or {}
-    spans = choice.get("weight_versions")
-    if spans is None:
-        spans = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
-    return Completion(
-        token_ids=ids,
-        logprobs=tuple(float(c["logprob"]) for c in choice["logprobs"]["content"]),
-        spans=tuple(
-            VersionSpan(parse_version(s["version"], version), s["start"], s["end"], s.get("stamp")) for s in spans
-        ),
-        finish=FinishReason(choice["finish_reason"]),
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        kv_transfer=answer.get("kv_transfer_params"),
-    )
 
 
 def as_object(raw: bytes) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Client of the embedded engine's stream: many requests over one connection, without HTTP.
+"""Client of the embedded engine's stream: many requests over one connection, without HTTP (`rollart.generation`).
 
-`rollart.engine.stream` describes the format. The client must not import it, because engines are separate programs. The
-contract suite runs over this client.
+The contract suite runs over this client.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from rollart.errors import EngineError, HandoffFailed, WrongAnswer
+from rollart.errors import EngineError, WrongAnswer
 from rollart.framing import MessageConnection
-from rollart.model import Completion, CompletionChunk, FinishReason, GenerateRequest, VersionSpan
-
-SEED_MASK = 2**64 - 1
-"""Seeds have 64 bits on the wire; the engine reduces seeds modulo 2^64 anyway."""
+from rollart.generation import parse_chunk_message, parse_completion_message, parse_error_message, request_message
+from rollart.model import Completion, CompletionChunk, GenerateRequest
 
 MAX_FRAME = 2**28
 """Longest frame of answers, bytes, far above real frames: the client would wait for that many bytes of garbage."""
@@ -37,27 +34,8 @@ class EngineStream(MessageConnection):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Send a request and wait for its end. Cancelling it aborts it on the engine."""
-        # Answers carry the number, not the id: a cancelled id may be sent again before its first answer arrives.
         self._sent = number = self._sent + 1
-        s = request.sampling
-        seed = None if s.seed is None else s.seed & SEED_MASK
-        self.send(
-            (
-                "g" if request.on_chunk is None else "G",
-                number,
-                request.request_id,
-                request.session,
-                request.token_ids,
-                s.max_tokens,
-                s.temperature,
-                s.top_p,
-                seed,
-                s.stop_token_ids,
-                s.allowed_token_ids,
-                request.cache_salt,
-                None if request.kv_transfer is None else dict(request.kv_transfer),
-            )
-        )
+        self.send(request_message(number, request))
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         if request.on_chunk is not None:
@@ -96,27 +74,13 @@ class EngineStream(MessageConnection):
             return
         if message[0] == "p":
             try:
-                self._on_chunk[message[1]](CompletionChunk(*message[2:]))
+                self._on_chunk[message[1]](parse_chunk_message(message))
             except WrongAnswer as error:
                 answer.set_exception(error)
-            return
-        if message[0] == "e":
-            _, _, text, retryable, kind = message
-            text = f"{self._peer}: {text}"
-            answer.set_exception(HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable))
-            return
-        _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens, transfer = message
-        answer.set_result(
-            Completion(
-                token_ids,
-                logprobs,
-                tuple(VersionSpan(*s) for s in spans),
-                FinishReason(finish),
-                prompt_tokens,
-                cached_tokens,
-                transfer,
-            )
-        )
+        elif message[0] == "e":
+            answer.set_exception(parse_error_message(self._peer, message))
+        else:
+            answer.set_result(parse_completion_message(message))
 
     def _fail_all(self, error: Callable[[], Exception]) -> None:
         for answer in self._pending.values():

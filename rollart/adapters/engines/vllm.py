@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as_object
+from rollart.adapters.engines.http import CONNECT_S, HttpEngine, as_object
 from rollart.errors import EngineError, HandoffFailed, WrongAnswer
+from rollart.generation import VLLM_PREFIX
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
 WORKER_METHOD = "rollart_weights"
