@@ -51,7 +51,7 @@ test-slow:
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
-	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/runtime tests/serverless
+	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/control tests/serving tests/strategies tests/supervise tests/serverless
 
 # Measured rows that the performance model is held against. Without its dependencies: only its data file is read.
 $(VENV)/.oracles: $(VENV)/.installed
@@ -105,7 +105,7 @@ $(VLLM)/.installed: integrations/vllm/requirements.txt integrations/vllm/pyproje
 test: lint types layers test-fast
 
 docs: install
-	$(BIN)/python -m rollart.spec.reference > docs/spec.md
+	$(BIN)/python -m rollart.settings.reference > docs/spec.md
 
 benchmarks: install
 	$(BIN)/python benchmarks/engine.py

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollart.runtime.trajectory import WaitLimits
+from rollart.control.trajectory import WaitLimits
 from rollart.sim import loop as virtual
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 SIGMAS = (1.0, 2.5, 5.0, 10.0)
 PUBLISHED = {1.0: 1.23, 10.0: 2.27}
@@ -77,9 +77,9 @@ def latency(scale: float) -> list[dict[str, float]]:
 
 def learning(steps: int, episodes: int) -> dict[str, Any]:
     """The quickstart in both schedules, one after the other."""
-    from rollart.compose.launch import launch
+    from rollart.launch.launch import launch
     from rollart.ports import RunEvent
-    from rollart.spec.resolve import resolve_files
+    from rollart.settings.resolve import resolve_files
 
     results: dict[str, Any] = {}
     for schedule in ("sync", "async"):

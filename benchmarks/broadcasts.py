@@ -30,10 +30,10 @@ from typing import Any
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.compose.broadcasts import WeightBroadcaster
-from rollart.ledger.memory import MemoryRecorder
+from rollart.launch.broadcasts import WeightBroadcaster
+from rollart.leases import Leases
 from rollart.model import EngineId, GenerateRequest, PauseMode, Sampling, WeightsRef
-from rollart.runtime.leases import Leases
+from rollart.testing.ledger import MemoryRecorder
 
 MB = 10**6
 HIDDEN, BLOCKS = 512, 4

@@ -25,10 +25,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollart.control.domain import Domain
 from rollart.ledger.store import Ledger
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
-from rollart.runtime.domain import Domain
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 
 def cpu() -> float:

@@ -29,8 +29,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from rollart.policy.samplers import Balanced, Balancing, Fifo, WholeGroups, partition
-from rollart.policy.table import SampleRow, SampleTable
+from rollart.policy.sample_table import Balanced, Balancing, Fifo, SampleRow, SampleTable, WholeGroups, partition
 
 COLUMNS = ("responses", "reward", "ref_logprobs", "advantage")
 GROUP, MICRO, BATCH, CONSUMERS = 8, 32, 512, 8

@@ -26,16 +26,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serverless.backends.base import Backend
-from serverless.backends.front import FunctionHttpServer
-from serverless.backends.hosted import HostedBackend, WorkerHosts
-from serverless.backends.local import LocalBackend, Runtime
-from serverless.backends.worker_host import TOKEN
 from serverless.deploy.package import Package, build
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
+from serverless.providers.base import Backend
+from serverless.providers.http_server import FunctionHttpServer
 from serverless.spec import FunctionSpec
 from serverless.types import Item, Scored
 from serverless.wire import encode
+from serverless.workers.host import FUNCTION_HOST_TOKEN
+from serverless.workers.local import LocalBackend, Runtime
+from serverless.workers.remote import HostedBackend, WorkerHosts
 
 SOURCE = """
 from serverless.declare import reward
@@ -244,8 +244,8 @@ async def opened(package: Package, runtime: Runtime) -> AsyncIterator[LocalBacke
 @contextlib.asynccontextmanager
 async def hosted(package: Package) -> AsyncIterator[Backend]:
     """Its workers in a host's program on this machine."""
-    program = [sys.executable, "-m", "serverless.backends.worker_host"]
-    environment = {**os.environ, TOKEN: "benchmark"}
+    program = [sys.executable, "-m", "serverless.workers.host"]
+    environment = {**os.environ, FUNCTION_HOST_TOKEN: "benchmark"}
     process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE, env=environment)
     assert process.stdout is not None
     hosts = WorkerHosts()

@@ -15,9 +15,8 @@ import torch
 
 from placement.architecture import DecoderShape, shape_of
 from placement.calibrate import FREE, FREE_EFFECTIVE, Row, fit, predict
-from placement.constants import Constants
 from placement.hardware import device
-from placement.roofline import Roofline
+from placement.roofline import Constants, Roofline
 from placement.types import Device
 from rollart.architecture import Architecture
 from rollart.engine.jobs import EngineJob

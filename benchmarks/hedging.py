@@ -25,14 +25,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from serverless.backends.base import Reply
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package, build
-from serverless.pipeline import Offload
-from serverless.pipeline_stats import OffloadStage
-from serverless.settings import PipelineSpec
+from serverless.pipeline.offload import Offload
+from serverless.pipeline.settings import PipelineSpec
+from serverless.pipeline.stages import OffloadStage
+from serverless.providers.base import Reply
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation, Item, Scored
+from serverless.workers.local import LocalBackend
 
 NO_HEDGE = PipelineSpec.model_validate({"hedge": {"enabled": False}})
 

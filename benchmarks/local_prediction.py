@@ -26,14 +26,13 @@ from typing import Any
 
 import yaml
 
-from placement.workload import DomainProfile
+from placement.problem import DomainProfile
 from rollart.adapters.envs.frozen_lake import FrozenLakeText
-from rollart.compose.calibrate import Machine, SteadyStateMeasurement, calibrate, measure
-from rollart.compose.play import profile_by_play
-from rollart.compose.predict import predict
 from rollart.model import Step
-from rollart.spec.load import builtin
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.settings.load import builtin
+from rollart.settings.resolve import Resolved, resolve_files
+from rollart.tools.calibrate import Machine, SteadyStateMeasurement, calibrate, measure
+from rollart.tools.predict import predict, profile_by_play
 
 STEP_S = 0.15
 

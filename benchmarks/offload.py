@@ -28,14 +28,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.spec.load import load_prices
-from serverless.backends.local import LocalBackend
+from rollart.settings.load import load_prices
 from serverless.deploy.package import build
 from serverless.meter import Meter, WorkerState
-from serverless.pipeline import Offload
-from serverless.replay import CallReplay, ReplayedCall, replay_dedicated, replay_elastic
+from serverless.pipeline.offload import Offload
+from serverless.scaling.replay import CallReplay, ReplayedCall, replay_dedicated, replay_elastic
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import Item, Scored
+from serverless.workers.local import LocalBackend
 
 JOBS, WORKERS = 3, 4
 STEP_S, ROLLOUT_S = 5.0, 2.0

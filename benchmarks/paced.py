@@ -36,9 +36,9 @@ RUN, CLUSTER = "configs/runs/agentic-math-32b.yaml", "configs/clusters/rollart-9
 
 CHILD = """
 import asyncio, json, sys
-from rollart.compose.launch import launch
+from rollart.launch.launch import launch
 from rollart.errors import RollartError
-from rollart.spec.resolve import resolve_files
+from rollart.settings.resolve import resolve_files
 began, seen, found = None, [], None
 class Reached(BaseException): pass
 def watch(event):
@@ -74,9 +74,9 @@ def null(asked: Sequence[float], groups: int, size: int, draws: int = 20) -> flo
 def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = "") -> dict[str, Any]:
     """One simulation: samples per second, and trained against drawn trajectories per domain. `plan`: the schedule for
     which the engines are planned; '': `policy` itself."""
-    from rollart.compose.simulate import simulate, workload
     from rollart.ledger.reader import LedgerReader
-    from rollart.spec.resolve import forecast, read_specs
+    from rollart.settings.resolve import forecast, read_specs
+    from rollart.tools.simulate import simulate, workload
 
     keys = [f"schedule={plan or policy}", f"staleness={staleness}"]
     resolved = forecast(read_specs(ROOT / RUN, ROOT / CLUSTER, keys))
@@ -148,8 +148,8 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def recommendation() -> int:
     """The staleness that the plan recommends."""
-    from rollart.compose.window import recommended_staleness
-    from rollart.spec.resolve import forecast, read_specs
+    from rollart.settings.resolve import forecast, read_specs
+    from rollart.tools.window import recommended_staleness
 
     found = recommended_staleness(forecast(read_specs(ROOT / RUN, ROOT / CLUSTER, [])))
     assert found is not None, "the example has a window of groups"

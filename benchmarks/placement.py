@@ -37,13 +37,12 @@ if __name__ == "placement":  # another benchmark meant the package and found thi
     sys.path[:] = _PATH
 
 from placement.architecture import shape_of
-from placement.baselines import baselines, best_baseline, gain
+from placement.explain import baselines, best_baseline, gain
 from placement.hardware import device
-from placement.problem import Problem
+from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity
 from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import Link, Placement, Pool
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3_32B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -143,8 +142,8 @@ RUN, CLUSTER = "configs/runs/agentic-math-32b.yaml", "configs/clusters/rollart-9
 
 
 def command() -> dict[str, object]:
-    from rollart.spec.planning import problem_of
-    from rollart.spec.resolve import read_specs
+    from rollart.settings.planning import problem_of
+    from rollart.settings.resolve import read_specs
 
     found: dict[str, object] = {}
     for name in ("3:1", "1:1", "1:3"):

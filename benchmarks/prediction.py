@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_prediction import quota, variant
-from rollart.compose.launch import launch
-from rollart.compose.replay import check_replay, prepare_from_run
-from rollart.report.check import SimulationCheck
+from rollart.launch.launch import launch
+from rollart.report.simulation import SimulationCheck
+from rollart.tools.replay import check_replay, prepare_from_run
 
 
 def games(run: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 CHILD = """
 import json, sys
-from rollart.compose.launch import launch
-from rollart.spec.resolve import resolve_files
+from rollart.launch.launch import launch
+from rollart.settings.resolve import resolve_files
 success = {}
 def watch(event):
     if event.kind == "evaluated":

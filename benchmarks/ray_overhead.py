@@ -36,8 +36,8 @@ from typing import Any
 
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
-from rollart.ports import ActorSpec, Node
-from rollart.sim.run import make_simulated_run
+from rollart.fleet import ActorSpec, Node
+from rollart.testing.run import make_simulated_run
 
 LIVE, STEPS, NODES = 500, 2, 4
 

@@ -40,12 +40,13 @@ from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environme
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.architecture import read_architecture
-from rollart.compose.stored import SharedWeightStore
 from rollart.engine.network import Network
-from rollart.ledger.memory import MemoryRecorder
+from rollart.fleet import ActorSpec, Node
+from rollart.launch.weight_store import SharedWeightStore
+from rollart.leases import Leases
 from rollart.model import EngineId, GenerateRequest, PauseMode, Sampling, WeightsRef
-from rollart.ports import ActorSpec, Handle, Node
-from rollart.runtime.leases import Leases
+from rollart.ports import Handle
+from rollart.testing.ledger import MemoryRecorder
 
 MB = 10**6
 NODES, ENGINES_PER_NODE = 2, 2

@@ -30,8 +30,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from rollart.control.domain import training_seed
 from rollart.model import Observation, Step
-from rollart.runtime.domain import training_seed
 
 ROOT = Path(__file__).parents[1]
 

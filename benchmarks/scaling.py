@@ -15,7 +15,8 @@ both, 60 s the same with the default keep-alive of a function
 rental     the same with ski rental below these 60 s (a waiting trajectory costs ten times a worker; $ / 1k is the cost
            of both for a thousand rewards)
 
-Predicted before the first measurement, from `serverless.replay` of this load and the arithmetic of a cold start:
+Predicted before the first measurement, from `serverless.scaling.replay` of this load and the arithmetic of a cold
+start:
 on demand waits 5 s at the p99, since every step starts cold; reactive ways start their workers after the same calls, so
 4 to 5 s, and keep them through the quiet, so 1.2 to 2 times the worker-seconds; forecast has workers up before the
 calls but for those in a step's first seconds, so at most half of reactive's p99 for no more worker-seconds; both is as
@@ -42,16 +43,16 @@ from pathlib import Path
 from typing import Any
 
 from rollart.sim import loop as virtual
-from serverless.backends.local import LocalBackend
-from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy.package import Package, build
 from serverless.meter import Meter
-from serverless.pipeline import Offload
-from serverless.scaling import Scaler, ScalerContext, ScalingPrices
-from serverless.scaling_seen import StatisticsMeter
-from serverless.scaling_spec import ScalingSpec
+from serverless.pipeline.offload import Offload
+from serverless.providers.simulated import Profile, SimulatedBackend
+from serverless.scaling.decisions import StatisticsMeter
+from serverless.scaling.scaler import Scaler, ScalerContext, ScalingPrices
+from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import Item, Scored
+from serverless.workers.local import LocalBackend
 
 BATCH, ROLLOUT_S, SIGMA, TRAIN_S = 64, 30.0, 0.5, 20.0
 WORK_S, COLD_S, KEEP_S = 2.0, 5.0, 5.0

@@ -30,23 +30,21 @@ from pathlib import Path
 from placement import hardware
 from placement.architecture import shape_of
 from placement.roofline import Roofline, RooflinePerformance
+from rollart.control.control_plane import ControlSettings
+from rollart.control.domain import Domain
+from rollart.control.scheduler import SchedulerSettings
+from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement
 from rollart.policy.schedules import resolve
-from rollart.runtime.control import ControlSettings
-from rollart.runtime.domain import Domain
-from rollart.runtime.gateway import GatewayLimits
-from rollart.runtime.scheduler import SchedulerSettings
-from rollart.runtime.trajectory import WaitLimits
+from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop as virtual
-from rollart.sim.draws import Constant, LogNormal
-from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.sim.environments import SimulatedDomain
-from rollart.sim.mass import mass_of
 from rollart.sim.modelled import BilledDevices, ModelledRun, PlacedEngine, TracedLedger
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
-from rollart.sim.workload import AnswerLengths, GeneratedWorkload, WorkloadShape
-from rollart.sim.world import SimulatedRewarder
+from rollart.sim.workload import AnswerLengths, Constant, GeneratedWorkload, LogNormal, WorkloadShape, mass_of
+from rollart.testing.parts import SimulatedRewarder
 
 QWEN3_32B = {
     "model_type": "qwen3",

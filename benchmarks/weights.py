@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore, PullResult, PushResult
 from rollart.adapters.weights.objects import FileObjectStore, ObjectStore
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 
 MB = 10**6
 

@@ -14,8 +14,18 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.constants import SHARES, Calibration, Constants, Precision, band_of, finite_number, prior
-from placement.roofline import Roofline, RooflineShape, is_moe
+from placement.roofline import (
+    SHARES,
+    Calibration,
+    Constants,
+    Precision,
+    Roofline,
+    RooflineShape,
+    band_of,
+    finite_number,
+    is_moe,
+    prior,
+)
 from placement.types import Device
 
 __all__ = ["FREE", "FREE_EFFECTIVE", "Fit", "MeasurementKind", "Row", "errors", "fit", "predict"]

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost
+from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
 
 __all__ = ["MIN_SHARE", "ObservedTrajectory", "ProfileEstimator", "workload_drift"]
 

@@ -3,26 +3,30 @@
 The lines give the distance to the bound, the gain of one more device, the binding constraints, the device preference of
 each domain's phases, and the utilisation at which a dedicated device beats functions. Preferences are computed for this
 model, workload and prices; the name of a device decides nothing.
+
+Baselines for a plan: simple mappings, solved on the same model with the same hardware.
+
+Each baseline is a restriction of the problem: one device type, the same mix everywhere, a pool per domain, no
+prefill/decode split, or nothing but the split. No baseline can therefore beat the full plan by more than the solver's
+gap, and the difference is the value of the plan. The user's constraints (affinity, budget, a running plan) hold for
+baselines too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from placement import binding, phases
-from placement.performance import InstanceModel
-from placement.problem import Problem
+from placement import paths, result
+from placement.paths import kv_channels
+from placement.problem import Problem, Restriction
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
-from placement.solve import best_objective_value
-from placement.tableau import kv_channels
-from placement.types import ROLLOUT_ROLES, Device, Link, Objective, Placement, Pool, Role
-
-__all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
+from placement.solve import best_objective_value, solve
+from placement.types import ROLLOUT_ROLES, Device, Infeasible, InstanceModel, Link, Objective, Placement, Pool, Role
 
 DEVICES = "devices"
 
@@ -167,7 +171,7 @@ def _confirmed_constraints(problem: Problem, placement: Placement, found: tuple[
     """The plan's binding constraints. Of the devices that were solved again, only those with a gain are listed."""
     gains = {m.pool: m.gain for m in found if m.solved and m.pool is not None}
     used = {g: sum(d.devices for d in placement.deployments if d.pool == g) for g in gains}
-    words = {p.name: binding.devices_text(p, used[p.name]) for p in problem.pools if p.name in gains}
+    words = {p.name: result.devices_text(p, used[p.name]) for p in problem.pools if p.name in gains}
     kept = tuple(text for text in placement.binds if all(text != words[g] or gains[g] > 0 for g in words))
     more = sorted((g for g in words if gains[g] > 0 and words[g] not in kept), key=lambda g: (-gains[g], g))
     return (*kept, *(words[g] for g in more))
@@ -185,13 +189,13 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
     prices = usd if all(price > 0 for price in usd.values()) else None
     found = []
     for domain in problem.domains:
-        turns = phases.representative_turns(domain, problem.performance.shape)
+        turns = paths.representative_turns(domain, problem.performance.shape)
         prefill: dict[str, float] = {}
         decode: dict[str, float] = {}
         for name, device in types.items():
             options = list(_instance_options(problem, device, turns.kv_longest, placement))
             if options:
-                prefill[name] = min(tp * phases.prefill_cost(model, turns).load for tp, model in options)
+                prefill[name] = min(tp * paths.prefill_cost(model, turns).load for tp, model in options)
                 decode[name] = min(tp * _decode_s(problem, model, tp, turns) for tp, model in options)
         for phase, seconds in (("prefill", prefill), ("decode", decode)):
             if seconds:
@@ -334,7 +338,7 @@ def _instance_options(
                 yield tp, model
 
 
-def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.RepresentativeTurns) -> float:
+def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: paths.RepresentativeTurns) -> float:
     """Instance-seconds of decode per trajectory, at the largest possible batch."""
     instances = sum(p.count // tp for p in _serving_pools(problem)) or 1
     batch = min(
@@ -342,7 +346,7 @@ def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.Rep
         model.kv_capacity_bytes / 1e9 / turns.kv_running,
         problem.trajectories_in_flight / instances,
     )
-    return float(phases.decode_cost(model, turns, np.array([max(batch, 1.0)])).load[0])
+    return float(paths.decode_cost(model, turns, np.array([max(batch, 1.0)])).load[0])
 
 
 def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:
@@ -373,3 +377,58 @@ def _rewards(placement: Placement) -> tuple[str, ...]:
             text += f"; a dedicated device {wins}{here}"
         lines.append(text + (f"; {choice.note}" if choice.note else ""))
     return tuple(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A restricted problem and its best plan, or the reason that it has none. `name` is its label in tables: "only
+    H20"."""
+
+    name: str
+    answer: Placement | Infeasible
+    device_type: str | None = None
+    """Set for the single-type baselines."""
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.answer if isinstance(self.answer, Placement) else None
+
+
+def baselines(problem: Problem) -> tuple[Baseline, ...]:
+    """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
+    found = []
+    types = single_device_types(problem)
+    if len(types) > 1:
+        for name in types:
+            only = replace(problem, device_types=frozenset({name}))
+            found.append(Baseline(f"only {name}", solve(only), device_type=name))
+    for restriction in Restriction:
+        if restriction is not Restriction.FULL:
+            found.append(Baseline(str(restriction), solve(replace(problem, restriction=restriction))))
+    return tuple(found)
+
+
+def single_device_types(problem: Problem) -> tuple[str, ...]:
+    """The device types that rollout may use, by name: GPUs where there are any, else CPUs."""
+    allowed = [
+        pool.device
+        for pool in problem.pools
+        if problem.device_types is None or pool.device.name in problem.device_types
+    ]
+    gpus = [device for device in allowed if not device.is_cpu]
+    return tuple(sorted({device.name for device in gpus or allowed}))
+
+
+def gain(placement: Placement, baseline: Placement) -> float:
+    """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate (before
+    some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
+    ours, theirs = placement.worth, baseline.worth
+    if theirs <= 0:
+        return 1.0 if ours <= 0 else float("inf")
+    return ours / theirs
+
+
+def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
+    """The best feasible baseline (ties: the first)."""
+    feasible = [b for b in found if b.placement is not None]
+    return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)

@@ -1,4 +1,9 @@
-"""The input of the solver, as one frozen value: the same problem always has the same solution."""
+"""The input of the solver, as one frozen value: the same problem always has the same solution.
+
+The workload: one trajectory of each task domain, training, and the prices of functions.
+
+Units as in `placement.types`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,180 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from placement.performance import Performance
 from placement.publish import Publishing, PublishPath
-from placement.types import Deployment, Link, Objective, Pool, Role
-from placement.workload import DomainProfile, FunctionPrice, TrainingWork
+from placement.roofline import TrainingConstants
+from placement.types import Deployment, Link, Objective, Performance, Pool, Role
 
-__all__ = ["Problem", "Restriction", "RunningPlan", "InFlightWindow"]
+Z90 = 1.2816
+"""Standard deviations from the median of a normal distribution to its 90th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A figure that varies between trajectories: its mean and, where known, its median and 90th percentile."""
+
+    mean: float
+    p50: float | None = None
+    p90: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "p50", "p90"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")
+
+
+def log_normal(quantity: Quantity) -> tuple[float, float]:
+    """A quantity as a log-normal: median and sigma. Of mean and 90th percentile alone: the smaller sigma that has both;
+    none if there is none."""
+    mean, p50, p90 = quantity.mean, quantity.p50, quantity.p90
+    if p50 is not None and p50 > 0:
+        if p90 is not None and p90 > p50:
+            return p50, math.log(p90 / p50) / Z90
+        return p50, math.sqrt(max(0.0, 2.0 * math.log(mean / p50))) if mean > 0 else 0.0
+    if p90 is not None and p90 > mean > 0:
+        spread = Z90**2 - 2.0 * math.log(p90 / mean)
+        sigma = Z90 - math.sqrt(spread) if spread > 0 else Z90
+        return mean * math.exp(-(sigma**2) / 2.0), sigma
+    return mean, 0.0
+
+
+def kept_for_next_turn(turn: int, max_turns: int) -> bool:
+    """Whether an engine that prefilled a turn (the first is 1) keeps its KV once it has been handed over: until the
+    next turn, unless none can follow. Plans count it by this rule, and runs keep to it."""
+    return turn < max_turns
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCost:
+    """The cost of scoring one trajectory: seconds of `cores` CPU cores and `memory_gb`, or seconds of one GPU that
+    reads `memory_gb` of weights (`on_gpu`). Stateless rewards may run in functions at `FunctionPrice`."""
+
+    seconds: float
+    cores: float = 1.0
+    memory_gb: float = 0.5
+    on_gpu: bool = False
+    stateless: bool = True
+    latency_s: float | None = None
+    """Longest acceptable wait for the score; None if any will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentCost:
+    """`wait_s` a turn takes in the environment; `core_s` of CPU it burns there; `reset_s` before the first turn."""
+
+    wait_s: float = 0.0
+    core_s: float = 0.0
+    reset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DomainProfile:
+    """The work of one trajectory of a task domain.
+
+    `first_tokens` of prompt at the first turn, of which the share `shared_prefix` is cached already (a system prompt
+    that trajectories share); `new_tokens` of observation at every later turn; `output_tokens` generated per turn.
+    `weight` is the domain's share of the trajectories, relative to the other domains.
+    """
+
+    name: str
+    turns: Quantity
+    new_tokens: Quantity
+    output_tokens: Quantity
+    weight: float = 1.0
+    first_tokens: Quantity | None = None
+    """None: as `new_tokens`."""
+    shared_prefix: float = 0.0
+    environment: EnvironmentCost = field(default_factory=EnvironmentCost)
+    reward: RewardCost | None = None
+    max_turns: int | None = None
+    """Turns after which an episode ends in any case; None: not known, unless it has one turn."""
+    source: str = "given"
+    """The origin of the profile: `given`, `assumed` (bounds of the spec), or the run it was measured in."""
+
+    def __post_init__(self) -> None:
+        if not self.turns.mean >= 1:
+            raise ValueError(f"domain {self.name}: turns is {self.turns.mean} (rule: at least 1)")
+        if not self.output_tokens.mean >= 1:
+            raise ValueError(f"domain {self.name}: output_tokens is {self.output_tokens.mean} (rule: at least 1)")
+        if self.prompt.mean <= 0:
+            raise ValueError(f"domain {self.name}: first_tokens is {self.prompt.mean} (rule: above 0)")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"domain {self.name}: weight is {self.weight} (rule: a finite number, at least 0)")
+        if not 0 <= self.shared_prefix < 1:
+            raise ValueError(f"domain {self.name}: shared_prefix is {self.shared_prefix} (rule: in [0, 1))")
+
+    @property
+    def prompt(self) -> Quantity:
+        """Tokens of the first prompt."""
+        return self.new_tokens if self.first_tokens is None else self.first_tokens
+
+    @property
+    def last_turn_known(self) -> bool:
+        """Whether every episode ends with its largest number of turns, so that its last turn is known beforehand."""
+        if self.max_turns is None:
+            return self.turns.mean == 1
+        return not kept_for_next_turn(math.floor(self.turns.mean), self.max_turns)
+
+    @property
+    def total_tokens(self) -> float:
+        """Mean length of a finished trajectory, tokens."""
+        return (
+            self.prompt.mean + (self.turns.mean - 1) * self.new_tokens.mean + self.turns.mean * self.output_tokens.mean
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWork:
+    """The work of training. `batch` trajectories per step, `staleness` α: (α+1) × batch are in flight at most (I4).
+
+    Fixed to `devices` devices of pool `pool` where these are given; else the solver chooses.
+    """
+
+    batch: int
+    staleness: int = 1
+    epochs: int = 1
+    pool: str | None = None
+    devices: int | None = None
+    bytes_per_parameter: float = 16.0
+    """Weights, gradients and optimizer state: bf16 + fp32 master + AdamW in mixed precision."""
+    trained_parameters: float | None = None
+    """Parameters of low-rank adapters, where only they are trained; None: all of the model's."""
+    frozen_bytes_per_parameter: float = 4.0
+    """Weights that are not trained: float32, as the embedded trainer keeps them."""
+    sequence: int = 0
+    """Longest sequence, tokens: activations and logits of it must fit. 0: they are not counted."""
+    microbatch_tokens: int = 16_384
+    """Tokens of a micro-batch of shorter sequences."""
+    minibatches: int = 1
+    """Optimizer steps per pass over the batch."""
+    recompute: bool | None = None
+    """Whether activations are computed again in the backward pass; None: where it takes fewer device-seconds in all."""
+    split: int | None = None
+    """Devices that share a sequence; None: as many as the memory asks for."""
+    constants: TrainingConstants = field(default_factory=TrainingConstants)
+    seconds_per_token: float | None = None
+    """Measured device-seconds per trained token, instead of FLOPs and `mfu`."""
+    seconds_per_step: float = 0.0
+    """Measured seconds per step that do not depend on the tokens: publish, optimizer, hand-over."""
+
+    @property
+    def in_flight(self) -> int:
+        return (self.staleness + 1) * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPrice:
+    """The prices of a serverless provider: per GB-second, per core-second, per GPU-second and per million requests."""
+
+    provider: str
+    usd_per_gb_s: float = 0.0
+    usd_per_core_s: float = 0.0
+    usd_per_million_requests: float = 0.0
+    usd_per_gpu_s: float | None = None
+    """None: it has no GPUs."""
+    overhead_s: float = 0.05
+    """Latency that a call adds to the work itself, warm."""
 
 
 class Restriction(enum.StrEnum):

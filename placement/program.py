@@ -1,25 +1,355 @@
 """A placement problem as one mixed-integer program: its columns, the rows that bind them, and its hourly cost.
 
 Rates are columns in units of `scale` trajectories/s, so that all activities are near 1 whatever the problem's size.
+
+The parts of the program around rollout: the trainer that takes the trajectories, the rewards that score them and the
+environments that run beside them.
+
+Program rows for an in-flight window whose slots are held until a publish (`placement.window`).
+
+A slot is held for `a × seconds + b × (training + publish)`, where `a` and `b` are the slopes at the plan's own figures.
+The holding time is homogeneous of degree one in both, so that the tangent is exact there. Training takes `batch × work
+/ devices` seconds with the number of devices as a variable, so that the row is a product of variables and not linear.
+At a given step time it is linear: it fixes the holding time and the fewest devices of the trainer.
+
+Column generation: selection of the useful paths by their prices.
+
+A large cluster has 100,000 paths and a plan uses a few dozen. A linear program over some paths prices all of them.
+Paths with a positive gain are added until none is left, which is the optimum over all paths (Gilmore and Gomory, 1961).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement import holding, sides
 from placement.milp import ConstraintMatrix, Floats, MilpSolution, RowKey
-from placement.problem import Problem, Restriction, RunningPlan
-from placement.sides import RewardOption, TrainerOption
-from placement.tableau import Ints, Paths, Tableau
+from placement.paths import Ints, Paths, Tableau
+from placement.problem import FunctionPrice, Problem, Restriction, RewardCost, RunningPlan, TrainingWork
+from placement.training import training_layout
 from placement.types import ROLLOUT_ROLES, Deployment, Role
+from placement.window import HoldingSlopes, holding_slopes
 
-__all__ = ["PlacementProgram", "build_program"]
+
+@dataclass(frozen=True, slots=True)
+class TrainerOption:
+    """A pool that can train: columns of its `devices`, of its choice (`chosen`), and of the `rate` it takes.
+
+    `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten. At least `least` devices
+    hold the state, and more than `most` shorten no step.
+    """
+
+    pool: int
+    devices: int
+    chosen: int
+    rate: int
+    work: float
+    fixed: float
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOption:
+    """An option to score a domain: `pool` (-1: functions) by unit `unit`, at `usd` per trajectory for functions."""
+
+    domain: int
+    pool: int
+    column: int
+    unit: tuple[int, int, int] | None = None
+    usd: float = 0.0
+
+
+def add_training(p: PlacementProgram) -> None:
+    """Add the trainer: one pool trains, on at least the devices that hold the state, and the trainer's rate bounds the
+    rate. A step's fixed seconds make the trainer's rate concave in the devices: chords at whole numbers bound it."""
+    problem, m, train = p.problem, p.matrix, p.problem.train
+    if train is None or Role.TRAINER not in problem.roles:
+        return
+    for g, pool in enumerate(problem.pools):
+        found = training_layout(problem, pool, train)
+        if isinstance(found, str):
+            p.refused.append(found)
+            continue
+        least = found.least
+        if train.devices is not None:
+            if not least <= train.devices <= pool.count:
+                p.refused.append(
+                    f"training does not fit on {pool.name}: it is given {train.devices} devices, needs at least "
+                    f"{least}, and the pool has {pool.count}"
+                )
+                continue
+        elif least > pool.count:
+            p.refused.append(f"training needs {least} devices of {pool.name} to hold its state, which has {pool.count}")
+            continue
+        if pool.device.is_cpu and pool.memory_gb is None:
+            p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
+        devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
+        option = TrainerOption(
+            g,
+            devices,
+            chosen,
+            m.column(),
+            found.work,
+            train.seconds_per_step / train.batch,
+            least,
+            min(found.most, pool.count),
+        )
+        p.trainers.append(option)
+        _add_trainer_rows(p, option, train)
+    m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
+    m.row(("one trainer",), [(t.chosen, 1.0) for t in p.trainers], low=1.0, high=1.0)
+
+
+def _add_trainer_rows(p: PlacementProgram, option: TrainerOption, train: TrainingWork) -> None:
+    m, g = p.matrix, option.pool
+    if train.devices is not None:
+        m.row(("train size", g), [(option.devices, 1.0), (option.chosen, -float(train.devices))], low=0.0, high=0.0)
+    else:
+        m.row(("train most", g), [(option.devices, 1.0), (option.chosen, -float(option.most))], high=0.0)
+        m.row(("train least", g), [(option.devices, 1.0), (option.chosen, -float(option.least))], low=0.0)
+    points = [train.devices - 1, train.devices] if train.devices else _chord_points(option.most, option.fixed)
+
+    def rate(devices: int) -> float:
+        return devices / (option.work + option.fixed * devices)
+
+    for a, b in itertools.pairwise(points):
+        slope = (rate(b) - rate(a)) / (b - a)
+        base = rate(a) - slope * a
+        terms = [(option.rate, 1.0), (option.devices, -slope / p.scale), (option.chosen, -base / p.scale)]
+        m.row(("train", g, a), terms, high=0.0)
+
+
+def _chord_points(count: int, fixed: float) -> list[int]:
+    """The points where the chords meet: every whole number to 32, then every 5 %. The rate is exact there and slightly
+    low in between."""
+    if fixed == 0:
+        return [0, count]
+    points = list(range(min(count, 32) + 1))
+    while points[-1] < count:
+        points.append(min(count, math.ceil(points[-1] * 1.05)))
+    return points
+
+
+def max_training_rate(problem: Problem) -> float:
+    """Trajectories/s of the best pool if it only trained; infinite without training."""
+    train, rates = problem.train, []
+    if train is None:
+        return math.inf
+    for pool in problem.pools:
+        found = training_layout(problem, pool, train)
+        if not isinstance(found, str):
+            devices = train.devices or min(found.most, pool.count)
+            rates.append(devices / max(found.work + devices * train.seconds_per_step / train.batch, 1e-300))
+    return max(rates, default=math.inf)
+
+
+def add_rewards(p: PlacementProgram) -> None:
+    """Add rewards: every scored domain divides its rate over functions and dedicated devices. A domain without either
+    is left out with a note: rewards without a price or a pool do not make a plan infeasible."""
+    problem, m = p.problem, p.matrix
+    if Role.REWARD not in problem.roles:
+        return
+    for j, domain in enumerate(problem.domains):
+        if domain.reward is None:
+            continue
+        options = list(_reward_options(p, j, domain.reward))
+        if not options:
+            why = _unplaced_reason(problem, domain.name, domain.reward)
+            if domain.reward.latency_s is not None and domain.reward.seconds > domain.reward.latency_s:
+                m.row(("latency", j), low=1.0, high=1.0)  # infeasible on purpose
+                p.late.append(why)
+            else:
+                p.notes.append(why)
+            continue
+        p.rewards += options
+        share = float(p.tableau.weights[j])
+        m.row(("reward", j), [(p.rate, -share), *((q.column, 1.0) for q in options)], low=0.0, high=0.0)
+        for option in options:
+            if option.unit is not None:
+                m.add(("scoring", *option.unit), [option.column], [domain.reward.seconds * p.scale])
+            elif m.has(("in flight",)) and problem.functions is not None:
+                waiting = problem.functions.overhead_s * p.scale / problem.trajectories_in_flight
+                m.add(("in flight",), [option.column], [waiting])
+
+
+def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:
+    problem, m = p.problem, p.matrix
+    usd = function_usd(problem.functions, reward)
+    if usd is not None:
+        yield RewardOption(j, -1, m.column(), None, usd)
+    if reward.latency_s is not None and reward.seconds > reward.latency_s:
+        return
+    devices = 1 if reward.on_gpu else max(1, math.ceil(reward.cores))
+    for g, pool in enumerate(problem.pools):
+        if pool.device.is_cpu == reward.on_gpu or devices > pool.count:
+            continue
+        if reward.on_gpu and (pool.device.memory_gb is None or pool.device.memory_gb < reward.memory_gb):
+            continue
+        # Reward models of different domains do not share a GPU: each holds its own weights.
+        unit = (g, devices, j if reward.on_gpu else -1)
+        if unit not in p.reward_units:
+            column = m.column(high=float(pool.count // devices), whole=True)
+            p.reward_units[unit] = column
+            m.row(("scoring", *unit), [(column, -problem.utilisation)], high=0.0)
+        yield RewardOption(j, g, m.column(), unit)
+
+
+def function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
+    """Dollars of one call; None if functions cannot run it: not stateless, no GPU on offer, or too slow."""
+    if price is None or not reward.stateless or (reward.on_gpu and price.usd_per_gpu_s is None):
+        return None
+    if reward.latency_s is not None and reward.seconds + price.overhead_s > reward.latency_s:
+        return None
+    per_second = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
+    if reward.on_gpu:
+        per_second = price.usd_per_gpu_s or 0.0
+    return reward.seconds * per_second + price.usd_per_million_requests / 1e6
+
+
+def _unplaced_reason(problem: Problem, name: str, reward: RewardCost) -> str:
+    what = f"the reward of {name} is not placed"
+    if reward.latency_s is not None and reward.seconds > reward.latency_s:
+        return f"the reward of {name} takes {reward.seconds:g} s, more than its bound of {reward.latency_s:g} s"
+    kind = "GPU" if reward.on_gpu else "CPU"
+    if problem.functions is None:
+        return f"{what}: no functions are priced and no {kind} pool fits it"
+    return f"{what}: functions cannot run it (state, latency or no GPU on offer) and no {kind} pool fits it"
+
+
+def add_environments(p: PlacementProgram) -> None:
+    """Add the CPU cores of environments, where CPU pools exist to run them."""
+    problem, m = p.problem, p.matrix
+    shares = zip(problem.domains, p.tableau.weights, strict=True)
+    cores = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in shares)
+    if Role.ENVIRONMENT not in problem.roles or cores <= 0:
+        return
+    for g, pool in enumerate(problem.pools):
+        if pool.device.is_cpu:
+            p.environments[g] = m.column(high=float(pool.count), whole=True)
+    if not p.environments:
+        p.notes.append("environments are not placed: there is no CPU pool")
+        return
+    terms = [(p.rate, cores * p.scale), *((c, -problem.utilisation) for c in p.environments.values())]
+    m.row(("environments",), terms, high=0.0)
+
+
+MIN_SLOPE = 1e-2
+"""Least slope in a trajectory's seconds: the exact slope is 0 where training alone takes longer than any group."""
+
+
+MAX_LOSS = 1e-3
+"""Share of started but untrained trajectories below which a plan need not account for them."""
+
+
+def add_window_rows(p: PlacementProgram) -> None:
+    """Add a row per domain, which binds nothing before `set_holding_times`. No rows without a window or a trainer."""
+    problem, m = p.problem, p.matrix
+    p.started = (1.0,) * len(p.tableau.weights)
+    if problem.window is None or not p.trainers or not math.isfinite(problem.trajectories_in_flight):
+        return
+    for j in range(len(p.tableau.weights)):
+        m.row(("window", j))
+    for option in p.rewards:
+        if option.unit is None and problem.functions is not None:
+            waiting = problem.functions.overhead_s * p.scale / _slots_by_domain(p)[option.domain]
+            m.add(("window", option.domain), [option.column], [waiting])
+
+
+def _slots_by_domain(p: PlacementProgram) -> Floats:
+    return p.problem.trajectories_in_flight * p.tableau.weights
+
+
+def fixed_trainer_size(p: PlacementProgram, option: TrainerOption) -> float | None:
+    """The given number of devices of a trainer; None if it is free."""
+    train, low, high = p.problem.train, p.matrix.low[option.devices], p.matrix.high[option.devices]
+    if low == high:
+        return low
+    return None if train is None or train.devices is None else float(train.devices)
+
+
+def training_step_s(p: PlacementProgram, option: TrainerOption, devices: float) -> float:
+    """Seconds of a training step on `devices` devices."""
+    assert p.problem.train is not None, "there is a place to train"
+    return p.problem.train.batch * (option.work / devices + option.fixed)
+
+
+def mean_seconds_in_flight(p: PlacementProgram, x: Floats) -> Floats:
+    """Mean seconds in flight, by domain."""
+    flow, paths = np.maximum(x[p.first_path :], 0.0), p.active
+    count, total = np.zeros(len(p.tableau.weights)), np.zeros(len(p.tableau.weights))
+    np.add.at(count, paths.domain, flow)
+    np.add.at(total, paths.domain, flow * paths.seconds)
+    return total / np.maximum(count, 1e-300)
+
+
+def domain_slopes(p: PlacementProgram, seconds: Floats, rest_s: float) -> tuple[HoldingSlopes, ...]:
+    """The slopes of the holding time by domain, near these seconds in flight and of training and publish."""
+    return tuple(
+        holding_slopes(p.problem, domain, float(s), rest_s)
+        for domain, s in zip(p.problem.domains, seconds, strict=True)
+    )
+
+
+def set_holding_times(
+    p: PlacementProgram, at: Sequence[HoldingSlopes], train_s: float, publish_s: float, *, least_s: float | None = None
+) -> None:
+    """Set the rows to holding times with a training step of `train_s` seconds, and the trainer to at least the devices
+    that such a step takes (or a step of `least_s`, if longer steps are allowed). If the trainer's size is given, its
+    own step time counts instead."""
+    assert p.problem.train is not None, "there is a place to train"
+    m, each = p.matrix, p.scale / p.problem.trajectories_in_flight
+    owns = [max(slope.own, MIN_SLOPE) / slope.started for slope in at]  # flows count trajectories that start
+    for option in p.trainers:
+        size = fixed_trainer_size(p, option)
+        if size == 0:
+            continue
+        rest_s, least = train_s + publish_s, float(option.least)
+        if size is not None:
+            rest_s = training_step_s(p, option, size) + publish_s
+        else:
+            left = (least_s or train_s) / p.problem.train.batch - option.fixed
+            least = max(least, option.work / left) if left > 0 else p.problem.pools[option.pool].count + 1.0
+        terms = [slope.rest / own * rest_s * each for slope, own in zip(at, owns, strict=True)]
+        before, fewest = p.held.get(option.pool, ([0.0] * len(terms), float(option.least)))
+        for j, term in enumerate(terms):
+            m.add(("window", j), [option.rate], [term - before[j]])
+        if size is None:
+            m.add(("train least", option.pool), [option.chosen], [fewest - least])
+        p.held[option.pool] = (terms, least)
+    for j, (own, slope) in enumerate(zip(owns, at, strict=True)):
+        m.limit(("window", j), high=1.0 / own)
+        more = float(p.tableau.weights[j]) * (p.started[j] - slope.started)
+        m.add(("domain", j), [p.rate], [more])
+        for g, column in p.mixed.items():
+            m.add(("mix", j, g), [column], [more])
+    p.slopes, p.started = tuple(owns), tuple(slope.started for slope in at)
+
+
+def fits_window(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> bool:
+    """True if a solution's flows fit the window at these seconds. A plan that was made without the window fits only if
+    no started trajectory is lost."""
+    used, started = _occupancy(p, x, train_s + publish_s)
+    return max(started) <= 1 + MAX_LOSS and used <= 1 + 1e-9
+
+
+def window_occupancy(p: PlacementProgram, x: Floats, train_s: float, publish_s: float) -> float:
+    """The share of its slots that a solution's flows hold at these seconds, of the domain with the largest share."""
+    return _occupancy(p, x, train_s + publish_s)[0]
+
+
+def _occupancy(p: PlacementProgram, x: Floats, rest_s: float) -> tuple[float, list[float]]:
+    seconds = mean_seconds_in_flight(p, x)
+    at = domain_slopes(p, seconds, rest_s)
+    rate = float(x[p.rate]) * p.scale * p.tableau.weights
+    held = np.array([slope.own * s + slope.rest * rest_s for slope, s in zip(at, seconds.tolist(), strict=True)])
+    return float((rate * held / _slots_by_domain(p)).max()), [slope.started for slope in at]
 
 
 @dataclass(slots=True)
@@ -176,10 +506,10 @@ def build_program(problem: Problem, tableau: Tableau, scale: float | None = None
         path_at=np.zeros(0, dtype=np.int64),
     )
     _add_resource_rows(p)
-    sides.add_training(p)
-    sides.add_rewards(p)
-    sides.add_environments(p)
-    holding.add_window_rows(p)
+    add_training(p)
+    add_rewards(p)
+    add_environments(p)
+    add_window_rows(p)
     _add_inventory_rows(p)
     _add_restriction_rows(p)
     for role, least in sorted(problem.min_replicas.items()):
@@ -211,7 +541,7 @@ def _scale(problem: Problem, tableau: Tableau) -> float:
     if problem.rate is not None:
         best = min(best, problem.rate)
     if Role.TRAINER in problem.roles:
-        best = min(best, sides.max_training_rate(problem))
+        best = min(best, max_training_rate(problem))
     return float(best) if math.isfinite(best) and best > 0 else 1.0
 
 
@@ -341,3 +671,98 @@ def _running_devices(running: RunningPlan) -> dict[tuple[str, str, int], int]:
             key = (d.pool, "rollout", d.tp) if d.role in ROLLOUT_ROLES else (d.pool, "trainer", 1)
             before[key] = before.get(key, 0) + d.devices
     return before
+
+
+MAX_DENSE_PATHS = 4000
+"""Up to this number, every path has a column: HiGHS' bound then holds for the whole problem, and its cuts for all
+paths."""
+COLUMNS_PER_ROUND = 200
+"""Columns added at a time: a compromise between rounds and the time of each."""
+GAIN_TOLERANCE = 1e-7
+"""Gains below this are the noise of dual prices, whose activities are near 1."""
+BOUND_TOLERANCE = 1e-4
+"""Relative distance to the bound at which adding columns ends."""
+STALLED_ROUNDS = 3
+"""Without a demand for a tight bound, this many rounds that together gain less than `near` end the generation too."""
+MAX_ROUNDS = 60
+"""Not reached in any known problem; if it is, the bound gives the error of the value."""
+
+
+def seed_columns(p: PlacementProgram) -> None:
+    """Add every path if they are few; otherwise, by domain and pool, the paths with the fewest device-seconds."""
+    t = p.tableau
+    if len(t.paths) <= MAX_DENSE_PATHS:
+        p.extend(np.arange(len(t.paths)))
+        return
+    tp = np.array([float(u.tp) for u in t.units])
+    pool = np.array([u.pool for u in t.units])
+    cost = t.paths.load * tp[t.paths.unit] + np.where(t.paths.first >= 0, t.paths.first_load * tp[t.paths.first], 0.0)
+    p.extend(_best_by_group(-cost, t.paths.domain * len(p.problem.pools) + pool[t.paths.unit], np.arange(len(cost))))
+
+
+def solve_relaxation(
+    p: PlacementProgram,
+    objective: Mapping[int, float],
+    *,
+    fix: Mapping[int, float] | None = None,
+    near: float = BOUND_TOLERANCE,
+) -> MilpSolution | None:
+    """The optimum with fractional instances over all paths; adds the columns that it needs. Its bound is within `near`
+    of its value, and above that of any solution (Farley, 1990)."""
+    values: list[float] = []
+    unusable = p.unusable_paths(fix)
+    for _ in range(MAX_ROUNDS):
+        answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed_columns(fix), **(fix or {})})
+        if answer is None or len(p.path_at) == len(p.tableau.paths):
+            return answer
+        gain = p.reduced_gains(answer.duals if fix else _raised_duals(p, answer))
+        gain[p.path_at] = 0.0
+        gain[unusable] = 0.0
+        better = np.nonzero(gain > GAIN_TOLERANCE)[0]
+        most = np.zeros(len(p.tableau.weights))
+        np.maximum.at(most, p.tableau.paths.domain, gain)
+        answer = dataclasses.replace(answer, bound=_bound(p, answer, objective, float(most @ p.tableau.weights)))
+        values.append(answer.value)
+        stalled = (
+            near > BOUND_TOLERANCE
+            and len(values) > STALLED_ROUNDS
+            and values[-1] - values[-1 - STALLED_ROUNDS] <= near * abs(answer.value)
+        )
+        if stalled or not len(better) or answer.bound - answer.value <= near * abs(answer.value):
+            return answer
+        p.extend(_select_columns(p, gain, better))
+    return answer
+
+
+def _bound(p: PlacementProgram, answer: MilpSolution, objective: Mapping[int, float], missed: float) -> float:
+    """An upper bound on the value if a trajectory of the mix can gain `missed` over the existing columns."""
+    if objective.get(p.rate) == 1.0:
+        return answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
+    return answer.value + missed * float(answer.x[p.rate])
+
+
+def _select_columns(p: PlacementProgram, gain: Floats, better: Ints) -> Ints:
+    paths = p.tableau.paths
+    best = _best_by_group(gain, paths.domain * len(p.tableau.units) + paths.unit, better)
+    return best[np.argsort(-gain[best], kind="stable")[:COLUMNS_PER_ROUND]]
+
+
+def _best_by_group(gain: Floats, group: Ints, among: Ints) -> Ints:
+    """The highest of every group."""
+    order = among[np.lexsort((among, -gain[among], group[among]))]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = group[order][1:] != group[order][:-1]
+    return order[first]
+
+
+def _raised_duals(p: PlacementProgram, answer: MilpSolution) -> dict[RowKey, float]:
+    """Dual prices raised to the price of the devices behind each unit. A unit that no column uses yet has a price of 0,
+    which would make every path through it look free; its load price is raised by the difference to the price of its
+    devices."""
+    duals = dict(answer.duals)
+    for u, unit in enumerate(p.tableau.units):
+        full = duals["pool", unit.pool] * unit.tp
+        missing = full - p.problem.utilisation * duals["load", u] - duals["kv", u]
+        if missing > 0:
+            duals["load", u] += missing / p.problem.utilisation
+    return duals

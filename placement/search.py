@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement import columns
+from placement import program
 from placement.milp import MilpSolution
 from placement.program import PlacementProgram
 
@@ -40,7 +40,7 @@ def search_best(
     `start` is a fallback solution whose units are searched too; `relaxed` is the relaxed solution, if known.
     """
     gap = p.problem.gap if gap is None else gap
-    relaxed = relaxed or columns.solve_relaxation(p, objective, near=gap)
+    relaxed = relaxed or program.solve_relaxation(p, objective, near=gap)
     if relaxed is None:
         return start
     goal = p.vector(objective)
@@ -50,7 +50,7 @@ def search_best(
         return _better(found, start, objective, p, relaxed.bound)
     found, bounds = start, []
     for fixed in _trainer_cases(p, relaxed):
-        near = columns.solve_relaxation(p, objective, fix=fixed, near=gap) if fixed else relaxed
+        near = program.solve_relaxation(p, objective, fix=fixed, near=gap) if fixed else relaxed
         if near is None:
             continue
         bounds.append(near.bound)

@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from placement.constants import TrainingConstants
-from placement.roofline import ACTIVATION_BYTES, RING_SHARE
+from placement.problem import TrainingWork
+from placement.roofline import ACTIVATION_BYTES, RING_SHARE, TrainingConstants
 from placement.types import Device, Pool
-from placement.workload import TrainingWork
 
 if TYPE_CHECKING:
     from placement.problem import Problem

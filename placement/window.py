@@ -18,9 +18,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from placement.problem import InFlightWindow, Problem
+from placement.problem import DomainProfile, InFlightWindow, Problem, log_normal
 from placement.types import ROLLOUT_ROLES, Placement, Role
-from placement.workload import DomainProfile, log_normal
 
 __all__ = [
     "TAIL_QUANTILE",

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rollart.errors import one_line
-from rollart.foreign import HeldTooLong, abandon_task, guard_of, in_user_code, isolate_user_code
+from rollart.user_code import HeldTooLong, abandon_task, guard_of, in_user_code, isolate_user_code
 
 __all__ = ["ControllerLoop", "LoopWatchdog", "run", "running_s"]
 

@@ -1,9 +1,20 @@
-"""Termination of a process with its parent: Linux's parent-death signal. For programs and for their starters."""
+"""Termination of a process with its parent: Linux's parent-death signal. For programs and for their starters.
+
+A child that never outlives its parent.
+
+`python -m rollart.lifeline PARENT_PID MODULE ARGS...` runs a module under the parent-death signal of
+`rollart.lifeline`. The signal is requested before the module is imported: a program that requests it itself becomes an
+orphan for ever if its parent dies during the seconds of its imports.
+
+Termination of a child process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -19,3 +30,22 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL, *, code: int = 1)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(code)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL after `grace_s`; returns when the process is reaped, at once if it already was."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(grace_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 try:
-    from rollart import packed as packing
+    from rollart.adapters.service import packed as packing
 except ImportError:  # this file was copied alone: numbers are sent as JSON then
     packing = None  # type: ignore[assignment]
 

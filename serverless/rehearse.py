@@ -18,13 +18,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serverless import wire
-from serverless.backends.base import Backend, Reply
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
 from serverless.errors import SpecInvalid
 from serverless.meter import billed_seconds
+from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.workers.local import LocalBackend
 
 __all__ = [
     "RehearsalCase",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rollart.foreign import UserCodeGuard, isolate_user_code
+from rollart.user_code import UserCodeGuard, isolate_user_code
 
 
 def test_an_exit_is_the_callers_failure() -> None:

@@ -39,7 +39,7 @@ def loaded(code: str) -> set[str]:
         "import io, contextlib\nfrom rollart.cli.main import run\n"
         "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])",
         "import placement.assign",
-        "import rollart.adapters.envs.host",
+        "import rollart.adapters.env_hosts.host",
     ],
     ids=["rollart", "serverless-placement", "help", "placement", "environment-host"],
 )

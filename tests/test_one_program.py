@@ -1,6 +1,6 @@
 """One program at every scale: what decides does not know whether it is simulated.
 
-Simulated parts are chosen in `compose` and nowhere else. Below it nothing imports them, and nothing asks.
+Simulated parts are chosen in `launch` and `tools` and nowhere else. Below it nothing imports them, and nothing asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "rollart"
-KNOW = {"sim", "compose", "cli"}
+KNOW = {"sim", "tools", "launch", "testing", "cli"}
 """Packages that may name simulations: they are them, choose them, or are commands about them."""
 
 ASKS = re.compile(r"(is_|in_|not_)?(simulat(ed|ion|ing)|sim|virtual(_time|_loop|ly)?)", re.IGNORECASE)
@@ -50,7 +50,7 @@ def questions(text: str) -> Iterator[str]:
 
 
 def _of_simulations(module: str) -> bool:
-    return module == "rollart.sim" or module.startswith("rollart.sim.")
+    return f"{module}.".startswith(("rollart.sim.", "rollart.testing."))
 
 
 def _names(condition: ast.expr) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _names(condition: ast.expr) -> Iterator[str]:
         "import rollart.sim.loop",
         "from rollart import sim",
         "from rollart.sim import loop",
-        "importlib.import_module('rollart.sim.world')",
+        "importlib.import_module('rollart.testing.parts')",
         "def f(*, simulated: bool) -> None: ...",
         "y = [p for p in parts if p.kind == 'simulated']",
         "while not virtual_time: pass",
@@ -90,10 +90,10 @@ def test_what_is_no_question_is_left_alone(text: str) -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nobody_asks(path: Path) -> None:
-    assert not list(questions(path.read_text())), "what decides does not know: give it another part in compose/"
+    assert not list(questions(path.read_text())), "what decides does not know: give it another part in launch/"
 
 
-DECIDES = ("rollart.runtime", "rollart.policy", "rollart.ledger")
+DECIDES = tuple(f"rollart.{name}" for name in ("control", "serving", "supervise", "strategies", "policy", "ledger"))
 
 LOADED = """
 import sys
@@ -111,7 +111,7 @@ def test_real_runs_and_simulations_load_the_same_files() -> None:
             subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
         )
 
-    simulated = loaded("import rollart.compose.simulate, rollart.sim.modelled")
-    real = loaded("import rollart.compose.launch")
-    assert "rollart.runtime.scheduler" in simulated
+    simulated = loaded("import rollart.tools.simulate, rollart.sim.modelled")
+    real = loaded("import rollart.launch.launch")
+    assert "rollart.control.scheduler" in simulated
     assert simulated <= real, "a simulation has no scheduler, policy or ledger of its own"

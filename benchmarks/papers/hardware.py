@@ -8,7 +8,7 @@ from benchmarks.papers.models import steps
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from rollart.model import GenerateRequest, Sampling, WeightsRef
 from rollart.sim import loop as virtual
-from rollart.sim.engines import ModelledEngine
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.links import PUSH, RDMA, TCP, SharedLink
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import PRESETS, GeneratedWorkload

@@ -7,7 +7,7 @@ import math
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
 from rollart.sim.workload import PRESETS, cap_answers
-from serverless.replay import ReplayedCall, replay_dedicated, replay_elastic
+from serverless.scaling.replay import ReplayedCall, replay_dedicated, replay_elastic
 
 __all__ = ["ROWS"]
 

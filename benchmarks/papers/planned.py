@@ -26,14 +26,13 @@ from typing import Any
 import yaml
 
 from benchmarks.papers.models import CONFIGS, shape
-from placement.constants import Calibration, prior
 from placement.problem import Problem, Restriction
-from placement.roofline import is_moe
+from placement.roofline import Calibration, is_moe, prior
 from placement.solve import solve
 from placement.types import Deployment, Placement, Role
+from rollart.settings.planning import planning_problem, solve_placement
+from rollart.settings.resolve import Specs, forecast, read_specs
 from rollart.sim.workload import PRESETS, GeneratedWorkload
-from rollart.spec.planning import planning_problem, solve_placement
-from rollart.spec.resolve import Specs, forecast, read_specs
 
 __all__ = ["SIGN", "Ratio", "Term", "mixed", "needed", "split", "splits_own"]
 

@@ -16,8 +16,7 @@ from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, mean, play
 from rollart.model import Trajectory
 from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
-from rollart.sim.draws import entity_generator
-from rollart.sim.workload import PRESETS, cap_answers
+from rollart.sim.workload import PRESETS, cap_answers, entity_generator
 
 __all__ = ["ROWS"]
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.tuned import SWE, SWE_BODY
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
-from rollart.sim.draws import Constant, Normal, ParetoTailed, entity_generator
-from rollart.sim.workload import PRESETS, AnswerLengths, WorkloadShape
+from rollart.sim.workload import PRESETS, AnswerLengths, Constant, Normal, ParetoTailed, WorkloadShape, entity_generator
 
 __all__ = ["ROWS"]
 

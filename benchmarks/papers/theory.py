@@ -7,15 +7,14 @@ import random
 import statistics
 from dataclasses import replace
 
+from benchmarks.papers.bounds import makespan_bound, sample_bound
 from benchmarks.papers.models import USD
+from benchmarks.papers.pipelining import planned, replayed
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, play
-from rollart.policy.bounds import makespan_bound, sample_bound
-from rollart.policy.dispatch import lpt, makespan
 from rollart.policy.pipeline import Pipeline, PipelineStage, adapted_quotas
-from rollart.policy.pipelining import planned, replayed
-from rollart.sim.draws import LogNormal, entity_generator
-from rollart.sim.workload import PRESETS, GeneratedWorkload
+from rollart.sim.workload import PRESETS, GeneratedWorkload, LogNormal, entity_generator
+from rollart.strategies.skew_aware import lpt, makespan
 
 __all__ = ["ROWS"]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollart.sim.draws import LogNormal, ParetoTailed
-from rollart.sim.workload import PRESETS, AnswerLengths
+from rollart.sim.workload import PRESETS, AnswerLengths, LogNormal, ParetoTailed
 
 __all__ = ["SWE", "SWE_BODY", "TRAIN_FIXED_S", "TRAIN_MFU"]
 

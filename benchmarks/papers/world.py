@@ -16,32 +16,29 @@ from dataclasses import dataclass, field, replace
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
 from placement.hardware import device
+from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
+from rollart.control.domain import Domain
+from rollart.control.scheduler import SchedulerSettings
+from rollart.control.training import StepDone
+from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement, EngineRole
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import Charge, MemoryRecorder
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
-from rollart.policy.pricing import PREFILL_RULES
-from rollart.policy.routing import RoutingPolicy
+from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.policy.schedules import resolve
-from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
-from rollart.runtime.domain import Domain
-from rollart.runtime.gateway import GatewayLimits
-from rollart.runtime.leases import Leases
-from rollart.runtime.scheduler import SchedulerSettings
-from rollart.runtime.training import StepDone
-from rollart.runtime.trajectory import WaitLimits
+from rollart.ports import Charge
+from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop as virtual
-from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
-from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine, SimulatedJob
 from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
-from rollart.sim.jobs import SimulatedJob
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
-from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.modelled import MemoryWeights
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import GeneratedWorkload, WorkloadShape
+from rollart.sim.workload import GeneratedWorkload, MassTokenizer, WorkloadShape, mass_of
+from rollart.strategies.tail_batching import TailSettings
+from rollart.testing.ledger import MemoryRecorder
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
 

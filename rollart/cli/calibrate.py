@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option, split_arguments
-from rollart.cli.profiles import measured_profiles
-from rollart.compose.calibrate import calibrate as run_calibration
-from rollart.compose.engine_fit import fit_engines, fit_publish, fit_training
 from rollart.errors import StorageFailed, UsageError
-from rollart.spec.planning import PUBLISH
-from rollart.spec.resolve import Resolved, resolve_files, resolve_saved
-from rollart.spec.rules import quotas
-from rollart.spec.run import RunSpec
+from rollart.report.profile import measured_profiles
+from rollart.settings.planning import PUBLISH
+from rollart.settings.resolve import Resolved, resolve_files, resolve_saved
+from rollart.settings.rules import quotas
+from rollart.settings.run import RunSpec
+from rollart.tools.calibrate import calibrate as run_calibration
+from rollart.tools.calibrate import fit_engines, fit_publish, fit_training
 
 STEPS = 16
 """Training steps of a reference run: the first few and the last few do not count."""

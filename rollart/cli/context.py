@@ -14,10 +14,9 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from rollart.errors import UsageError
-from rollart.spec.cluster import ClusterFunctions
-from rollart.spec.load import load_cluster
-from rollart.spec.suggest import did_you_mean
+from rollart.errors import UsageError, did_you_mean
+from rollart.settings.cluster import ClusterFunctions
+from rollart.settings.load import load_cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import colour, output_option, runs_option, split_arguments, width
-from rollart.compose.extras import requirements
-from rollart.compose.vllm_home import PYTHON_VARIABLE, vllm_home
 from rollart.errors import RunFailed, UsageError
+from rollart.launch.requirements import requirements
+from rollart.launch.vllm import PYTHON_VARIABLE, vllm_home
 from rollart.report.render import render
 from rollart.report.tables import Report, Table, TableColumn
-from rollart.spec.resolve import resolve_files
+from rollart.settings.resolve import resolve_files
 from serverless.sandbox import detect, required
 
 EXTRAS = {

@@ -25,26 +25,23 @@ from rollart.cli.context import (
     runs_option,
     split_arguments,
 )
-from rollart.cli.logs import LAUNCH
-from rollart.cli.pidfile import age_s, hold_run, live_controller
+from rollart.cli.controller import age_s, hold_run, live_controller
 from rollart.cli.process import crash_directory, own_process
-from rollart.cli.profiles import measured_profiles
 from rollart.cli.progress import ProgressLines
 from rollart.cli.reports import show_reports
-from rollart.compose.cautions import launch_warnings
-from rollart.compose.dry import dry_run_lines
-from rollart.compose.launch import launch as start
-from rollart.compose.preflight import launchable, unchecked_remotes
-from rollart.compose.resumed import refuse_changed
+from rollart.cli.runs import LAUNCH
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
+from rollart.launch.launch import launch as start
+from rollart.launch.preflight import dry_run_lines, launch_warnings, launchable, unchecked_remotes
+from rollart.launch.resume import refuse_changed
 from rollart.ledger.database import FILE
+from rollart.report.cost import cost
 from rollart.report.curve import curve
+from rollart.report.profile import measured_profiles
 from rollart.report.rows import RunRows
-from rollart.report.summarize import cost
 from rollart.report.tables import Report
 from rollart.report.utilization import utilization
-from rollart.spec.resolve import Resolved, Specs, read_specs, resolve_saved
-from rollart.spec.where import SpecSources
+from rollart.settings.resolve import Resolved, Specs, SpecSources, read_specs, resolve_saved
 
 
 @click.command()

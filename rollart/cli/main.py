@@ -72,12 +72,12 @@ COMMANDS = (
     LazyCommand("rewards", "rollart.cli.rewards:rewards", "Write, test, deploy and operate reward functions."),
     LazyCommand(
         "proxy",
-        "rollart.cli.proxy:proxy",
+        "rollart.cli.servers:proxy",
         "Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.",
     ),
     LazyCommand(
         "service",
-        "rollart.cli.service:service",
+        "rollart.cli.servers:service",
         "Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.",
     ),
     LazyCommand("prices", "rollart.cli.prices:prices", "Show prices, and renew them in a price file of your own."),
@@ -85,10 +85,10 @@ COMMANDS = (
     LazyCommand("schema", "rollart.cli.specs:schema", "Print the JSON Schema of a spec, for editors."),
     LazyCommand("report", "rollart.cli.reports:report", "Show cost, utilization and learning of a run."),
     LazyCommand("status", "rollart.cli.runs:status", "Show the status of a run."),
-    LazyCommand("logs", "rollart.cli.logs:logs", "Show the logs of a run's parts."),
+    LazyCommand("logs", "rollart.cli.runs:logs", "Show the logs of a run's parts."),
     LazyCommand("stop", "rollart.cli.runs:stop", "Stop a run and wait until it has ended."),
     LazyCommand("doctor", "rollart.cli.doctor:doctor", "Check this machine and the installed extras."),
-    LazyCommand("infra", "rollart.cli.infra:infra", "Render the deployment files of a cluster from its spec."),
+    LazyCommand("infra", "rollart.cli.specs:infra", "Render the deployment files of a cluster from its spec."),
 )
 
 

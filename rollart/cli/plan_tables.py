@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from placement.baselines import Baseline, baselines, gain
 from placement.diff import MoveCosts, diff
-from placement.explain import NEGLIGIBLE_GAIN, Explanation, Marginal, explain
+from placement.explain import NEGLIGIBLE_GAIN, Baseline, Explanation, Marginal, baselines, explain, gain
 from placement.problem import Problem
 from placement.solve import solve
 from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import DomainWindow
-from rollart.compose.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
 from rollart.report.tables import Cell, Report, Table, TableColumn
-from rollart.spec.fleet import pools_of
-from rollart.spec.resolve import Resolved
+from rollart.settings.planning import pools_of
+from rollart.settings.resolve import Resolved
+from rollart.tools.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
 
 Row = tuple[Cell, ...]
 

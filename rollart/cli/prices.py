@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import click
 
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, output_option, width
-from rollart.compose.price_files import PriceChange, base_list, effective_prices, merge_into, read_prices
-from rollart.compose.price_refresh import SOURCES
-from rollart.compose.price_refresh import refresh_prices as ask
-from rollart.compose.providers import canonical_provider
 from rollart.errors import UsageError
+from rollart.launch.functions import canonical_provider
 from rollart.report.render import render
 from rollart.report.tables import Report, Table, TableColumn
-from rollart.spec.load import load_prices
-from rollart.spec.prices import STALE_DAYS
+from rollart.settings.load import load_prices
+from rollart.settings.prices import STALE_DAYS
+from rollart.tools.prices import SOURCES, PriceChange, base_list, effective_prices, merge_into, read_prices
+from rollart.tools.prices import refresh_prices as ask
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import click
 
 from rollart.cli.context import print_stderr
-from rollart.compose.simulations import TaskProgress
 from rollart.ports import RunEvent
+from rollart.tools.simulations import TaskProgress
 
 EVERY_S = 10.0
 """Seconds between two progress lines of simulations in a log."""

@@ -11,14 +11,14 @@ import click
 from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
+from rollart.report import cost as costs
 from rollart.report import curve as curves
 from rollart.report import offload as offloads
-from rollart.report import summarize as costs
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
+from rollart.report.pages import cost_page, timeline_page
 from rollart.report.render import render
 from rollart.report.rows import RunRows, collect
-from rollart.report.run_page import cost_page, timeline_page
 from rollart.report.tables import Report
 
 T = TypeVar("T")

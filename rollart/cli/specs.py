@@ -1,23 +1,27 @@
-"""`rollart validate` and `schema`: specs without running them."""
+"""`rollart validate` and `schema`: specs without running them.
+
+`rollart infra`: deployment files of a cluster, rendered from its spec.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 
 import click
 
-from rollart.cli.context import native_output_to_stderr
-from rollart.cli.profiles import measured_profiles
-from rollart.compose.cautions import launch_warnings
-from rollart.compose.preflight import is_plan_only, launchable, refuse_files, unchecked_remotes
+from rollart.cli.context import native_output_to_stderr, split_arguments
 from rollart.errors import RollartError, SpecError
-from rollart.spec.cluster import ClusterSpec
-from rollart.spec.load import load_file
-from rollart.spec.resolve import read_specs
-from rollart.spec.run import RunSpec
-from rollart.spec.schema import json_schema
-from rollart.spec.where import SpecSources
+from rollart.infra.files import write
+from rollart.launch.preflight import is_plan_only, launch_warnings, launchable, refuse_files, unchecked_remotes
+from rollart.report.profile import measured_profiles
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.load import json_schema, load_file
+from rollart.settings.resolve import SpecSources, read_specs
+from rollart.settings.run import RunSpec
+from rollart.tools.infra import NAMESPACE
+from rollart.tools.infra import render as rendered
 
 
 @click.command()
@@ -80,3 +84,49 @@ def _check_run(run: str, clusters: list[str]) -> None:
 def schema(kind: str) -> None:
     """Print the JSON Schema of a spec, for editors."""
     click.echo(json.dumps(json_schema(kind), indent=2))
+
+
+TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
+
+
+@click.group()
+def infra() -> None:
+    """Render the deployment files of a cluster from its spec."""
+
+
+@infra.command()
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="Kind of deployment.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="Where the files go; those of the same name are replaced.",
+)
+@click.option(
+    "--image",
+    multiple=True,
+    metavar="[POOL=]IMAGE",
+    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
+    "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
+)
+@click.option("--namespace", help="Kubernetes namespace. Default: default.")
+def render(
+    arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
+) -> None:
+    """Write the files that deploy a cluster; nothing is deployed.
+
+    kuberay: a RayCluster, with RUN.yaml also a RayJob. ray: a `ray start` per pool, and `ray up` where pools say their
+    instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
+    functions as Modal apps. Same specs, same bytes.
+    """
+    run, overrides = split_arguments(arguments)
+    with native_output_to_stderr():
+        files = rendered(target, run, cluster, overrides, images=image, namespace=namespace or NAMESPACE)
+    for path in write(files, output):
+        click.echo(str(path))
+    for step in files.steps:
+        click.echo(f"next: {step}", err=True)

@@ -18,14 +18,13 @@ import torch
 from aiohttp import web
 
 from rollart.architecture import read_architecture, stamp_of
-from rollart.engine.checkpoint import published_version, read_tensors
 from rollart.engine.driver import Driver
-from rollart.engine.handoff import HandoffSettings
+from rollart.engine.handoff import DTYPES, HandoffSettings
 from rollart.engine.network import Network
 from rollart.engine.runner import STEP_TOKENS, Runner
 from rollart.engine.server import EngineServer
 from rollart.engine.shm import SHM_BASE
-from rollart.engine.transfer import DTYPES
+from rollart.engine.weights import published_version, read_tensors
 from rollart.errors import RollartError, UsageError
 from rollart.lifeline import die_with_parent
 

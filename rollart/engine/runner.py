@@ -18,11 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollart.engine.batch import pack_batch
 from rollart.engine.cache import KvBlock, KvCache
 from rollart.engine.decoding import GraphDecoder
 from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
-from rollart.engine.network import Network
+from rollart.engine.network import Network, pack_batch
 from rollart.engine.sampling import SamplingRows, sample, to_device
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed

@@ -1,25 +1,220 @@
-"""The HTTP server: the subset of vLLM's API that reinforcement learning needs, and a few routes under `/rollart`."""
+"""The HTTP server: the subset of vLLM's API that reinforcement learning needs, and a few routes under `/rollart`.
+
+A generation as server-sent events, in the format of vLLM's `stream: true`: tokens as they are sampled.
+
+The low-latency transport: many requests over one connection, answered as they end (`rollart.generation`).
+
+The engine's counters in Prometheus' text format, under vLLM's names where vLLM has one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 from torch import Tensor
 
 from rollart.engine.driver import Driver
-from rollart.engine.events import stream_response
 from rollart.engine.handoff import HandoffSettings, KvHandoffs
-from rollart.engine.jobs import parse_job
-from rollart.engine.metrics import render_metrics
-from rollart.engine.staging import WeightStaging
-from rollart.engine.stream import StreamConnection
+from rollart.engine.jobs import EngineJob, FinishedJob, parse_job
+from rollart.engine.runner import Runner
+from rollart.engine.weights import WeightStaging
 from rollart.errors import EngineError, HandoffFailed
-from rollart.generation import completion_body, error_body, strip_prefix
-from rollart.model import PauseMode
+from rollart.framing import MessageConnection
+from rollart.generation import (
+    body_of_message,
+    chunk_body,
+    chunk_message,
+    completion_body,
+    completion_message,
+    error_body,
+    error_message,
+    strip_prefix,
+    usage,
+)
+from rollart.model import CompletionChunk, PauseMode
+
+
+async def stream_response(
+    request: web.Request, job: EngineJob, serve: Callable[[EngineJob], Awaitable[FinishedJob]]
+) -> web.StreamResponse:
+    """Stream the answer to `request`. EngineError if nothing was sent yet; later errors are sent as events."""
+    name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    pieces: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+    job.on_chunk = pieces.put_nowait
+    finished: FinishedJob | None = None
+    failed: EngineError | None = None
+
+    async def send(event: dict[str, Any] | str) -> None:
+        if not answer.prepared:
+            await answer.prepare(request)
+        await answer.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+
+    async def forward() -> None:
+        with contextlib.suppress(ConnectionError):  # a disconnect also cancels this handler
+            while (piece := await pieces.get()) is not None:
+                await send(chunk_body(name, piece))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(forward(), name=f"pieces of {name}")
+        try:
+            finished = await serve(job)
+        except EngineError as error:
+            failed = error
+        pieces.put_nowait(None)
+    if failed is not None:
+        if not answer.prepared:
+            raise failed
+        await send(error_body(failed, 503 if failed.retryable else 400))
+    if finished is not None:
+        c = finished.completion
+        version, stamp = (c.spans[-1].version, c.spans[-1].stamp) if c.spans else (0, None)
+        await send(
+            chunk_body(name, CompletionChunk(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c)
+        )
+        await send({"request_id": name, "choices": [], "usage": usage(c)})
+    await send("[DONE]")
+    await answer.write_eof()
+    return answer
+
+
+MAX_FRAME = 64 * 2**20
+"""Longest frame of requests, bytes."""
+
+
+class StreamConnection(MessageConnection):
+    """One connection, on the driver's loop."""
+
+    def __init__(self, driver: Driver, handoffs: KvHandoffs, next_id: Callable[[], str]) -> None:
+        super().__init__(max_frame=MAX_FRAME)
+        self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
+        self._requests: dict[int, EngineJob | asyncio.Task[None]] = {}
+
+    def on_lost(self, error: Exception | None) -> None:
+        requests, self._requests = self._requests, {}
+        for one in requests.values():
+            self._discard(one)
+
+    def on_invalid(self, problem: str) -> None:
+        self.close()
+
+    def on_message(self, message: Sequence[Any]) -> None:
+        kind = message[0]
+        if kind in ("g", "G"):
+            self._generate(message)
+        elif kind == "a":
+            names = [strip_prefix(str(name)) for name in message[1]]
+            self._handoffs.abort(names)
+            self._driver.abort_soon(names)
+        elif kind == "x":
+            one = self._requests.pop(message[1], None)
+            if one is not None:
+                self._discard(one)
+        elif kind == "r":
+            self._handoffs.exports.drop_session(str(message[1]))
+            self._driver.release_soon(str(message[1]))
+        else:
+            raise ValueError(f"unknown message kind {kind!r}")
+
+    def _generate(self, message: Sequence[Any]) -> None:
+        number, session, body = body_of_message(message)
+        try:
+            job = parse_job(body, session=session, fallback_id=self._next_id())
+            if message[0] == "G":
+                job.on_chunk = lambda piece: self._send_piece(number, piece)
+            if job.request.kv_transfer:  # the request waits for other engines, before or after its steps
+                self._requests[number] = self._handoffs.start(self._serve(number, job))
+                return
+            self._requests[number] = job
+            self._driver.submit(job, lambda result: self._deliver(number, result))
+        except EngineError as error:
+            self._deliver(number, error)
+
+    async def _serve(self, number: int, job: EngineJob) -> None:
+        """Run a request with a hand-off."""
+        try:
+            result: FinishedJob | EngineError = await self._handoffs.serve(job)
+        except EngineError as error:
+            result = error
+        if number in self._requests:
+            self._deliver(number, result)
+
+    def _discard(self, one: EngineJob | asyncio.Task[None]) -> None:
+        """Abort a request whose client is gone."""
+        if isinstance(one, EngineJob):
+            self._driver.discard(one.request.request_id)
+        else:
+            one.cancel()
+
+    def _send_piece(self, number: int, piece: CompletionChunk) -> None:
+        if number in self._requests:
+            self.send(chunk_message(number, piece))
+
+    def _deliver(self, number: int, result: FinishedJob | EngineError) -> None:
+        self._requests.pop(number, None)
+        if isinstance(result, EngineError):
+            self.send(error_message(number, result))
+        else:
+            self.send(completion_message(number, result.completion))
+
+
+def render_metrics(runner: Runner, handoffs: KvHandoffs, *, held: int, paused: bool) -> str:
+    """One line per metric. `held`: number of requests that wait for `resume`."""
+    s, exports = runner.stats(), handoffs.exports
+    computed = s.prompt_tokens - s.cached_tokens
+    gauges = {
+        "vllm:num_requests_running": s.running,
+        "vllm:num_requests_waiting": s.waiting + held + handoffs.pulling,
+        "vllm:kv_cache_usage_perc": s.kv_used,
+        "vllm:engine_sleep_state": 0,
+        f'vllm:cache_config_info{{block_size="{runner.context}",num_gpu_blocks="{runner.table.slots}"}}': 1,
+        "rollart:paused": int(paused),
+        "rollart:weight_version": runner.version,
+        "rollart:idle_sessions": runner.table.idle_sessions(),
+        "rollart:kept_tokens": runner.table.used_tokens(),
+        "rollart:slots": runner.table.slots,
+        "rollart:pending_kv_exports": len(exports),
+        "rollart:pending_kv_export_bytes": exports.bytes,
+    }
+    counters = {
+        "vllm:prompt_tokens_total": s.prompt_tokens,
+        "vllm:generation_tokens_total": s.generated_tokens,
+        "vllm:prefix_cache_queries_total": s.prompt_tokens,
+        "vllm:prefix_cache_hits_total": s.cached_tokens - runner.imported_tokens,
+        "vllm:external_prefix_cache_hits_total": runner.imported_tokens,
+        'vllm:prompt_tokens_by_source_total{source="local_compute"}': computed,
+        'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': s.cached_tokens - runner.imported_tokens,
+        'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': runner.imported_tokens,
+        "vllm:num_preemptions_total": s.preemptions,
+        "vllm:iteration_tokens_total_count": s.steps,
+        "vllm:request_prefill_time_seconds_sum": s.prefill_seconds,
+        "vllm:request_decode_time_seconds_sum": s.decode_seconds,
+        "rollart:kv_exported_bytes_total": exports.exported_bytes,
+        "rollart:kv_exports_taken_total": exports.taken,
+        "rollart:kv_exports_expired_total": exports.expired,
+        "rollart:kv_exports_dropped_total": exports.dropped,
+        "rollart:kv_pull_failures_total": handoffs.failed,
+        "rollart:kv_imports_dropped_total": runner.dropped_imports,
+        **{f'rollart:kv_pulls_total{{transport="{t}"}}': p.pulls for t, p in handoffs.pulled.items()},
+        **{f'rollart:kv_pulled_bytes_total{{transport="{t}"}}': p.bytes for t, p in handoffs.pulled.items()},
+        **{f'rollart:kv_pull_seconds_sum{{transport="{t}"}}': p.seconds for t, p in handoffs.pulled.items()},
+        **{f'vllm:request_success_total{{finished_reason="{r.value}"}}': n for r, n in runner.ended.items()},
+    }
+    lines = []
+    for kind, values in (("gauge", gauges), ("counter", counters)):
+        seen = set()
+        for name, value in values.items():
+            family = name.partition("{")[0]
+            if family not in seen:
+                lines.append(f"# TYPE {family} {kind}")
+                seen.add(family)
+            lines.append(f"{name} {value}")
+    return "\n".join(lines) + "\n"
+
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

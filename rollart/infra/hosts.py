@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from placement.types import Plan, Pool
 from rollart.errors import SpecError
-from rollart.spec.cluster import ClusterSpec, PoolSpec
-from rollart.spec.environments import UNLESS_QUICK
-from rollart.spec.fleet import pool_labels, pools_of
-from rollart.spec.prices import PriceList
+from rollart.settings.cluster import UNLESS_QUICK, ClusterSpec, PoolSpec
+from rollart.settings.planning import pool_labels, pools_of
+from rollart.settings.prices import PriceList
 
 __all__ = ["HostGroup", "host_groups", "hosts_engines", "shared_label"]
 

@@ -12,7 +12,7 @@ from rollart.errors import SpecError
 from rollart.infra.files import RenderedFiles, yaml_text
 from rollart.infra.hosts import HostGroup, hosts_engines
 from rollart.infra.needs import ClusterNeeds, PodSettings
-from rollart.infra.ray_settings import PORT, health_environment
+from rollart.infra.ray import PORT, health_environment
 
 __all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
 

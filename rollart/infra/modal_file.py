@@ -9,9 +9,9 @@ from typing import Any
 
 from rollart.errors import SpecError
 from rollart.infra.files import RenderedFiles, json_text
-from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import check_pinned, container_files, container_options, python_version
 from serverless.deploy.package import Package
+from serverless.providers.modal_client import ModalSettings
 
 __all__ = ["modal"]
 

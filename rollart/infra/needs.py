@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rollart.addresses import host_and_port, is_loopback
 from rollart.errors import SpecError
-from rollart.spec.cluster import ClusterSpec
-from rollart.spec.run import RunSpec
+from rollart.settings.base import host_and_port, is_loopback
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.run import RunSpec
 
 __all__ = ["ClusterNeeds", "PodSettings", "cluster_needs", "spec_files"]
 

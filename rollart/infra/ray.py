@@ -1,5 +1,8 @@
 """A Ray cluster on the user's own hosts (`ray start`, a script per pool), or on EC2 (`ray up`, for pools with an
-instance type)."""
+instance type).
+
+Environment variables of every process in a rendered Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,25 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.errors import SpecError
 from rollart.infra.files import RenderedFiles, script_text, yaml_text
 from rollart.infra.hosts import HostGroup, shared_label
 from rollart.infra.needs import PodSettings
-from rollart.infra.ray_settings import PORT, TOKEN, health_environment
-from rollart.spec.runtime import RuntimeSpec
+from rollart.settings.cluster import RuntimeSpec
 
-__all__ = ["ray"]
+PORT = 6379
+"""Port of the head's control store (Ray's default)."""
+
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Only processes with the token can connect to the cluster, since any connection can run code on it."""
+
+
+def health_environment(health_s: float) -> dict[str, str]:
+    """Ray reads each of its settings from its own variable; these affect the head. A node is lost after `health_s` of
+    silence; with Ray's defaults after 18 s."""
+    return {f"RAY_{name}": str(value) for name, value in health_settings(health_s).items()}
+
 
 HEAD_INSTANCE = "m7i.2xlarge"
 """8 cores and 32 GB: the controller, its environments, local function workers and Ray's own services."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rollart.errors import SpecError
-from rollart.spec.load import builtin, load_prices
-from rollart.spec.prices import PriceEntry, PriceList
-from rollart.spec.suggest import did_you_mean
+from rollart.errors import SpecError, did_you_mean
+from rollart.settings.load import builtin, load_prices
+from rollart.settings.prices import PriceEntry, PriceList
 
 __all__ = ["ON_OWN_CORES", "PriceBook"]
 

@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from rollart.errors import StorageFailed, UsageError
-from rollart.ledger.database import FILE
+from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION
 from rollart.ledger.intervals import IntervalSum
-from rollart.ledger.tables import CONSUMED, DROPPED, OLDER, SCHEMA_VERSION
 from rollart.ports import FINISHED, Interval, RunEvent
 
 __all__ = [

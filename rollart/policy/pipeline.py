@@ -1,8 +1,8 @@
 """Look-ahead for work that crosses a slow link (Adaptra, arXiv 2504.19232): the number of items that must be in flight.
 
 A static order absorbs a delay only up to its slack. Two forms of that rule are here: the quotas of a pipeline of F/B/W
-stages (its schedules are in `policy.pipelining`), and `in_flight` for any hop between a producer and a consumer.
-Docstrings give times in seconds; every function works in any unit.
+stages (its schedules are in `benchmarks.papers.pipelining`), and `in_flight` for any hop between a producer and a
+consumer. Docstrings give times in seconds; every function works in any unit.
 """
 
 from __future__ import annotations

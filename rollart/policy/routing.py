@@ -15,20 +15,216 @@ The prefill engine is one that holds the trajectory's KV, or else the engine wit
 then the fewest trajectories whose KV it keeps (a prefill takes almost no time: without the last criterion all
 trajectories would gather on the first engine and exceed its memory); a priced router weighs the two by their price. A
 rule (`pricing.PREFILL_RULES`) decides between remote prefill and prefill on the sticky engine.
+
+Hardware affinity: the pool in which a domain's trajectories decode, and the fallback order when that pool is down.
+
+RollArt's `hw_affinity={"FrozenLake": "H800", "default": "H20"}` (RollArt §1.3): a tag names a pool or a device type. A
+domain without an entry follows `default`; without a default it may decode anywhere.
+
+Prices of turn paths, and the rules that choose between local and remote prefill.
+
+The price of a path is Σ λ·(1 + backlog/target)·seconds over the engines it uses, plus the resources it holds (KV, a
+slot in flight) and its link transfers: λ are the plan's dual prices; the backlog is measured by the gateway (drift plus
+penalty).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
-from rollart.fleet import EnginePlacement, EngineRole, Routes
-from rollart.policy.affinity import HardwareAffinity
-from rollart.policy.pricing import MARGIN, PREFILL_RULES, EngineLoad, PathPricing, PrefillChoice, PrefillRule
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes, TurnModel
 
-__all__ = ["EngineView", "TurnPath", "RoutingPolicy", "TurnView", "choose_engine", "route"]
+
+@dataclass(frozen=True, slots=True)
+class HardwareAffinity:
+    """`preferred` maps a domain to a pool or device type; `default` applies to the other domains. `order` lists
+    compatible pools or device types to fall back to, best first. Pools that `order` does not name come last, in any
+    order: a fallback is worse than the plan, and a stall is worst."""
+
+    preferred: Mapping[str, str] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    default: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.preferred) or self.default is not None
+
+    def wants(self, domain: str) -> str | None:
+        """The pool or device type that the domain prefers; None if it has no preference."""
+        return self.preferred.get(domain, self.default)
+
+    def rank(self, domain: str, placement: EnginePlacement) -> int:
+        """0 for the domain's preferred hardware, then 1, 2, … down the fallback order; always 0 without a
+        preference."""
+        wanted = self.wants(domain)
+        if wanted is None or wanted in (placement.pool, placement.device):
+            return 0
+        for position, name in enumerate(self.order, start=1):
+            if name in (placement.pool, placement.device):
+                return position
+        return len(self.order) + 1
+
+    def best(self, domain: str, placements: Sequence[EnginePlacement]) -> int:
+        """The lowest rank among the engines; the choice is made among engines of this rank."""
+        return min((self.rank(domain, placement) for placement in placements), default=0)
+
+
+MARGIN = 0.10
+"""Relative gain above which a trajectory changes between local and remote prefill, and the price difference up to which
+two engines tie. Calibrated predictions of a turn are off by 5-15 %: a smaller gain is noise, and a change leaves warm
+KV behind."""
+
+IDLE_SHARE = 0.05
+"""An engine with slack in the plan has λ = 0, so no backlog would ever raise its price. Its backlog is priced as if λ
+were this share of the highest λ; without a backlog the engine stays free."""
+
+DYNAMO_TOKENS, DYNAMO_RATIO = 2048, 0.7
+"""NVIDIA Dynamo 1.x, `isl_bounding`: local while fewer tokens than this are uncached and they are less than this share
+of the prompt."""
+
+UNCACHED_TOKENS = 256
+"""vllm-router 0.1.17: local up to this many uncached tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine to price: its kind, its backlog in seconds of work, and the tokens of this trajectory's KV that it
+    holds."""
+
+    kind: EngineKind
+    backlog_s: float = 0.0
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PathCost:
+    """`price` in the plan's units; `seconds` is the trajectory's latency for the turn."""
+
+    price: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathPricing:
+    """Prices applied to turns. Where nothing is scarce (every price 0), the price of a turn is its duration. A path
+    without a KV connection has an infinite price."""
+
+    prices: RoutePrices
+    model: TurnModel
+    scarce: bool = field(init=False)
+    """True if any price is positive."""
+    floor: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        prices = self.prices
+        scarce = prices.in_flight or any(any(p.values()) for p in (prices.engines, prices.kv, prices.links))
+        object.__setattr__(self, "scarce", bool(scarce))
+        object.__setattr__(self, "floor", IDLE_SHARE * max(prices.engines.values(), default=0.0))
+
+    def local(self, target: EngineLoad, tokens: int, output: float) -> PathCost:
+        """Cost of the whole turn on `target`."""
+        prefill = self.model.prefill_s(target.kind, max(tokens - target.cached, 0), min(target.cached, tokens))
+        decode = self.model.decode_s(target.kind, tokens, output)
+        seconds = target.backlog_s + prefill + decode * self.model.batch(target.kind)
+        return self._cost(self.second(target) * (prefill + decode), 0.0, target, tokens, seconds)
+
+    def remote(self, prefill: EngineLoad, target: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
+        """Cost of prefill on `prefill` and decode on `target`. `returns`: the decode engine returns its KV to the
+        prefill engine, so only tokens that neither holds are computed. In both directions only missing KV is
+        transferred."""
+        back = max(target.cached - prefill.cached, 0) if returns else 0
+        known = min(prefill.cached + back, tokens)
+        compute = self.model.prefill_s(prefill.kind, max(tokens - known, 1), known)
+        there = max(tokens - target.cached, 0)
+        decode = self.model.decode_s(target.kind, tokens, output)
+        seconds = prefill.backlog_s + compute + self.model.handoff_s(prefill.kind, target.kind, there)
+        if back:
+            seconds += self.model.handoff_s(target.kind, prefill.kind, back)
+        seconds += target.backlog_s + decode * self.model.batch(target.kind)
+        a, b = sorted((prefill.kind.pool, target.kind.pool))
+        sent = self.prices.links.get((a, b), 0.0) * self.model.kv_gb(there + back)
+        return self._cost(self.second(prefill) * compute + self.second(target) * decode, sent, target, tokens, seconds)
+
+    def second(self, load: EngineLoad) -> float:
+        """Price of an engine-second: λ ← λ·(1 + backlog/target), with the floor of `IDLE_SHARE` on the growth."""
+        own = self.prices.engines.get(load.kind)
+        if own is None:
+            own = self._alike(load.kind)
+        return own + max(own, self.floor) * load.backlog_s / self.prices.target_s
+
+    def _alike(self, kind: EngineKind) -> float:
+        """A role that the plan does not have (an engine was flipped) costs as much as the same devices in another role:
+        the highest such price, lest every turn go there. Devices that the plan does not use at all are free."""
+        return max((p for k, p in self.prices.engines.items() if (k.pool, k.tp) == (kind.pool, kind.tp)), default=0.0)
+
+    def _cost(self, work: float, sent: float, target: EngineLoad, tokens: int, seconds: float) -> PathCost:
+        if not self.scarce or math.isinf(seconds):
+            return PathCost(seconds, seconds)
+        held = self.prices.kv.get(target.kind, 0.0) * tokens + self.prices.in_flight
+        return PathCost(work + sent + held * seconds, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """A turn at its decode engine, and the best prefill engine for it. `local` and `remote` are prices, None without
+    prices; `was_remote` describes the trajectory's last turn (None: there was none)."""
+
+    tokens: int
+    uncached: int
+    local: float | None = None
+    remote: float | None = None
+    was_remote: bool | None = None
+
+
+PrefillRule = Callable[[PrefillChoice], bool]
+"""True: prefill on the other engine."""
+
+
+def prefill_rule(name: str) -> PrefillRule:
+    """The rule of that name. ValueError for an unknown name."""
+    try:
+        return PREFILL_RULES[name]
+    except KeyError:
+        raise ValueError(
+            f"routing rule '{name}' is unknown (rule: one of {', '.join(sorted(PREFILL_RULES))})"
+        ) from None
+
+
+def _priced(offer: PrefillChoice) -> bool:
+    """The cheaper side; a trajectory that had a turn changes sides only for a gain above `MARGIN`. Ties are local,
+    which needs one engine less. Without prices: vllm-router's threshold."""
+    if offer.local is None or offer.remote is None:
+        return _vllm_router(offer)
+    if offer.was_remote is None:
+        return offer.remote < offer.local
+    if offer.was_remote:
+        return not offer.local < (1 - MARGIN) * offer.remote
+    return offer.remote < (1 - MARGIN) * offer.local
+
+
+def _dynamo(offer: PrefillChoice) -> bool:
+    return not (offer.uncached < DYNAMO_TOKENS and offer.uncached < DYNAMO_RATIO * offer.tokens)
+
+
+def _vllm_router(offer: PrefillChoice) -> bool:
+    return offer.uncached > UNCACHED_TOKENS
+
+
+def _local(_: PrefillChoice) -> bool:
+    return False
+
+
+def _remote(_: PrefillChoice) -> bool:
+    return True
+
+
+PREFILL_RULES: Mapping[str, PrefillRule] = MappingProxyType(
+    {"priced": _priced, "dynamo": _dynamo, "vllm_router": _vllm_router, "local": _local, "remote": _remote}
+)
+
 
 _NOWHERE: Mapping[str, float] = {}
 _NO_SEAT = EnginePlacement()

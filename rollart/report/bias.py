@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rollart.ledger.database import CONSUMED, DROPPED, LIVE
 from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
-from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
 from rollart.report.tables import Cell, Report, Table, TableColumn
-from rollart.runtime.rounds import RELAUNCH_MARK
+from rollart.strategies.tail_batching import RELAUNCH_MARK
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
 """Sets besides the reasons of loss: prompts with a final outcome, the trained ones, drawn prompts that the schedule did

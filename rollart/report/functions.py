@@ -13,7 +13,7 @@ from rollart.ports import RunEvent
 from rollart.report.rows import CostLine, RunRows
 from rollart.report.tables import Cell, Table, TableColumn
 from serverless.meter import WorkerState
-from serverless.pipeline_stats import OffloadStage, StageCounts
+from serverless.pipeline.stages import OffloadStage, StageCounts
 from serverless.types import Cause
 
 REWARD = "reward"

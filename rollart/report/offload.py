@@ -1,6 +1,7 @@
 """Functions against dedicated workers: the billed calls of a run, and replays of the same calls on other deployments.
 
-Pure except for `read_trace`: the replays are those of `serverless.replay`. A call is replayed with its seconds of work.
+Pure except for `read_trace`: the replays are those of `serverless.scaling.replay`. A call is replayed with its
+seconds of work.
 Only calls that any deployment would have to serve are replayed, without hedges, calls to a second provider, starts
 without a call, and trials of a deployment.
 """
@@ -17,7 +18,7 @@ from rollart.report import functions
 from rollart.report.rows import RunRows
 from rollart.report.tables import Cell, Report, Table, TableColumn
 from serverless.meter import WorkerState
-from serverless.replay import (
+from serverless.scaling.replay import (
     CallReplay,
     ForecastScaling,
     ReactiveScaling,

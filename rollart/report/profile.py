@@ -1,4 +1,7 @@
-"""Workload profiles of a run, finished or live, from its ledger: input for planning the next run."""
+"""Workload profiles of a run, finished or live, from its ledger: input for planning the next run.
+
+Domain profiles measured in a finished run, which `placement.profile` names.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from placement.estimate import ObservedTrajectory, ProfileEstimator
-from placement.workload import DomainProfile, RewardCost
-from rollart.errors import UsageError
+from placement.problem import DomainProfile, RewardCost
+from rollart.errors import SpecError, UsageError
 from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
 
 MIB_GB = 2**20 / 1e9
@@ -74,3 +77,10 @@ def _rewards(config: Mapping[str, Any], calls: Sequence[InvocationSum]) -> dict[
                 sum(seconds[name] for name in used), memory_gb=max(memory[name] for name in used) * MIB_GB
             )
     return out
+
+
+def measured_profiles(directory: Path) -> Sequence[DomainProfile]:
+    """Profiles of the run in a directory. SpecError if there is none."""
+    if not directory.is_dir():
+        raise SpecError(f"placement.profile: {directory} is no run's directory", remedy="give the directory of a run")
+    return profiles_of(directory)

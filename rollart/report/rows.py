@@ -1,19 +1,23 @@
-"""Input of reports: a run's sums, read once from its ledger."""
+"""Input of reports: a run's sums, read once from its ledger.
+
+Estimates of unmetered worker time, from the calls. Pure.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.hosted import ENVIRONMENTS_MADE, PLACES
-from rollart.ledger.clock import ENGINE_DID
-from rollart.ledger.intervals import IntervalSum
+from rollart.ledger.intervals import ENGINE_DID, IntervalSum
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
     FUNCTION_HEALTH,
     OFFLOAD_STAGE,
+    CallRow,
     ChargeSum,
     InvocationSum,
     LedgerReader,
@@ -22,16 +26,60 @@ from rollart.ledger.reader import (
     VersionRow,
     WorkerSum,
 )
-from rollart.policy.concurrency import CONCURRENCY
-from rollart.policy.fairness import DOMAIN_SHARE
-from rollart.policy.handing import HANDOFFS
-from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
-from rollart.policy.replication import FILTERED_AGAINST_KEPT
-from rollart.policy.updates import ENGINE_UPDATED
 from rollart.ports import RunEvent
-from rollart.report.idle import ESTIMATED, estimated_workers
-from rollart.spec.fleet import device_name
-from rollart.spec.prices import PriceList
+from rollart.serving.handoff import HANDOFFS
+from rollart.serving.kv_admission import CONCURRENCY
+from rollart.settings.planning import device_name
+from rollart.settings.prices import PriceList
+from rollart.strategies.fairness import DOMAIN_SHARE
+from rollart.strategies.filtering import FILTERED_AGAINST_KEPT
+from rollart.strategies.redundancy import CANCELLED_AGAINST_KEPT
+from rollart.strategies.rolling_update import ENGINE_UPDATED
+from serverless.meter import WorkerState
+from serverless.spec import FunctionSpec
+
+ESTIMATED = frozenset({"modal"})
+"""Providers that bill a container while it waits, but do not report that time to the client."""
+
+KEEP_ALIVE_S = float(FunctionSpec.model_fields["keep_alive_s"].default)
+
+Key = tuple[str, str, int]
+
+
+def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> list[WorkerSum]:
+    """Worker-seconds by (function, provider, memory, state).
+
+    A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
+    (`keep_s`; the default of functions where it is unknown): then it scales down, so longer waits are not counted even
+    if a minimum of containers kept it. Start-up and work are as billed. Calls of an unknown container (`worker` is
+    empty) have no idle time. At most calls x keep-alive seconds are idle.
+    """
+    seconds: dict[Key, dict[WorkerState, float]] = defaultdict(lambda: dict.fromkeys(WorkerState, 0.0))
+    until: dict[tuple[Key, str], float] = {}
+    for call in sorted(calls, key=lambda c: c.t0):
+        key = (call.function, call.provider, call.memory_mb)
+        states = seconds[key]
+        states[WorkerState.COLD] += call.cold_billed_s
+        states[WorkerState.BUSY] += call.billed_s - call.cold_billed_s
+        if not call.worker:
+            continue
+        before = until.get((key, call.worker))
+        if before is not None:
+            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), _keep(keep_s, key))
+        until[key, call.worker] = max(call.t1, before or 0.0)
+    for key, _ in until:
+        seconds[key][WorkerState.IDLE] += _keep(keep_s, key)
+    return [
+        WorkerSum(*key, str(state), total, True)
+        for key, states in sorted(seconds.items())
+        for state, total in states.items()
+        if total > 0
+    ]
+
+
+def _keep(keep_s: Mapping[str, float], key: Key) -> float:
+    return keep_s.get(key[0], KEEP_ALIVE_S)
+
 
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""

@@ -1,19 +1,115 @@
-"""Results of simulations: schedules beside each other, with confidence intervals over seeds. Pure."""
+"""Results of simulations: schedules beside each other, with confidence intervals over seeds. Pure.
+
+The cost of a simulation's faults. Pure.
+
+A recorded run beside its simulation. Pure.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.ledger.intervals import ResourceState
-from rollart.report.faults import FaultCost, faults_table
+from rollart.ports import RunEvent
+from rollart.report.cost import cost_lines, waste
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.shares import DomainShareSummary, compared_shares, domain_shares
-from rollart.report.summarize import cost_lines, waste
 from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.report.timeline import Timeline
+from rollart.report.utilization import DomainShareSummary, compared_shares, domain_shares
+
+INFRA_FAULT = "infra_fault"
+"""Outcome of trajectories that an infrastructure fault ended, and the event that records the fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedFaults:
+    """Outages and their seconds by kind of part, added up over parts; tokens of answers and of KV that engines had in
+    memory when they died."""
+
+    outages: Mapping[str, int]
+    down_s: Mapping[str, float]
+    lost_tokens: int
+    lost_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCost:
+    """Cost of faults: device-seconds and dollars of devices that were known to be down, aborted trajectories by cause,
+    the engine-seconds and sampled tokens lost with them, failed function calls by kind."""
+
+    observed: ObservedFaults
+    down_device_s: float = 0.0
+    down_usd: float = 0.0
+    aborted: Mapping[str, int] = field(default_factory=dict)
+    aborted_engine_s: float = 0.0
+    aborted_tokens: int = 0
+    failed_calls: Mapping[str, int] = field(default_factory=dict)
+
+
+def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:
+    """From a simulation's ledger; `events` are the events of infrastructure faults."""
+    down = [i for i in rows.intervals if i.state == ResourceState.DOWN]
+    lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
+    calls: Counter[str] = Counter()
+    for call in rows.invocations:
+        if call.status not in ("ok", "cancelled"):
+            calls[call.status] += call.calls
+    return FaultCost(
+        observed,
+        math.fsum(i.unit_seconds for i in down),
+        math.fsum(i.usd for i in down),
+        dict(Counter(_cause(str(e.fields.get("detail", ""))) for e in events).most_common()),
+        math.fsum(c.engine_seconds for c in lost),
+        sum(c.action_tokens for c in lost),
+        dict(calls.most_common()),
+    )
+
+
+def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
+    """One column per schedule, means over seeds."""
+    rows: list[tuple[Cell, ...]] = []
+
+    def add(label: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
+        rows.append((label, unit, *(math.fsum(own) / len(own) for own in values.values())))
+
+    def each(of: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
+        for key in _keys(part for own in parts.values() for part in own):
+            add(of.format(key), unit, {n: [p.get(key, 0.0) * scale for p in own] for n, own in parts.items()})
+
+    each("{} outages", "count", {n: [c.observed.outages for c in own] for n, own in by.items()})
+    each("{} down", "part-hours", {n: [c.observed.down_s for c in own] for n, own in by.items()}, 1 / 3600)
+    add("devices known to be down", "device-hours", {n: [c.down_device_s / 3600 for c in own] for n, own in by.items()})
+    add("and paid", "USD", {n: [c.down_usd for c in own] for n, own in by.items()})
+    add("answers lost with engines", "tokens", {n: [c.observed.lost_tokens for c in own] for n, own in by.items()})
+    add("KV lost with engines", "tokens", {n: [c.observed.lost_kv_tokens for c in own] for n, own in by.items()})
+    each("aborted: {}", "trajectories", {n: [c.aborted for c in own] for n, own in by.items()})
+    add("sampled for the aborted", "tokens", {n: [c.aborted_tokens for c in own] for n, own in by.items()})
+    add(
+        "engines for the aborted",
+        "engine-hours",
+        {n: [c.aborted_engine_s / 3600 for c in own] for n, own in by.items()},
+    )
+    each("calls failed: {}", "count", {n: [c.failed_calls for c in own] for n, own in by.items()})
+    columns = (TableColumn("what"), TableColumn("unit"), *(TableColumn(name, "number") for name in by))
+    return Table("faults", "What faults cost", columns, tuple(rows))
+
+
+def _keys(parts: Iterable[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(key for part in parts for key in part))
+
+
+def _cause(detail: str) -> str:
+    """The cause without the names and numbers of a single case: `environment step`, `reward throttled`, else the first
+    words."""
+    words = detail.replace(":", "").split()
+    if not words:
+        return "unknown"
+    if words[0] in ("environment", "reward"):
+        return " ".join(words[:2])
+    return " ".join(w for w in words[:6] if not any(c.isdigit() for c in w))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +344,92 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def _mean(values: Iterable[float]) -> float:
     given = list(values)
     return math.fsum(given) / len(given)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTotals:
+    """Seconds and dollars of a run from start to end (`wall_s`, `usd`), and of its training loop: from the start of the
+    first step's rollouts to the publish of the last step's version. `waited_s` to `publish_s` are the trainer's parts
+    of the loop, `engine_busy_s` adds up over engines."""
+
+    steps: int
+    wall_s: float
+    loop_s: float
+    usd: float
+    loop_usd: float
+    waited_s: float
+    train_s: float
+    publish_s: float
+    engine_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationCheck:
+    """A recorded run, and its simulated training loop. The time outside the loop (starts, warm start, evaluations) is
+    no part of a simulation and is taken as recorded."""
+
+    recorded: RunTotals
+    simulated: RunTotals
+
+    @property
+    def wall_s(self) -> float:
+        """Predicted seconds of the run."""
+        return self.recorded.wall_s - self.recorded.loop_s + self.simulated.loop_s
+
+    @property
+    def usd(self) -> float:
+        """Predicted dollars of the run."""
+        return self.recorded.usd - self.recorded.loop_usd + self.simulated.loop_usd
+
+    @property
+    def loop_error(self) -> float:
+        """Relative deviation of the loop's time."""
+        return self.simulated.loop_s / self.recorded.loop_s - 1.0
+
+    @property
+    def loop_usd_error(self) -> float:
+        """Relative deviation of the loop's dollars; 0 if the loop costs nothing."""
+        return self.simulated.loop_usd / self.recorded.loop_usd - 1.0 if self.recorded.loop_usd else 0.0
+
+    @property
+    def wall_error(self) -> float:
+        return self.wall_s / self.recorded.wall_s - 1.0
+
+    @property
+    def usd_error(self) -> float:
+        return self.usd / self.recorded.usd - 1.0 if self.recorded.usd else 0.0
+
+
+def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) -> Report:
+    """The report: recorded against predicted."""
+    a, b = check.recorded, check.simulated
+    per: tuple[tuple[str, Callable[[RunTotals], float]], ...] = (
+        ("step", lambda o: o.loop_s / o.steps),
+        ("waiting for samples, a step", lambda o: o.waited_s / o.steps),
+        ("training, a step", lambda o: o.train_s / o.steps),
+        ("publish, a step", lambda o: o.publish_s / o.steps),
+        ("engines busy, a step", lambda o: o.engine_busy_s / o.steps),
+    )
+    outside_s, outside_usd = a.wall_s - a.loop_s, a.usd - a.loop_usd
+    rows: list[tuple[Cell, ...]] = [_row(what, "s", of(a), of(b)) for what, of in per]
+    rows += [
+        _row("training loop", "s", a.loop_s, b.loop_s),
+        _row("training loop", "USD", a.loop_usd, b.loop_usd),
+        ("before and after it", "s", outside_s, outside_s, None),
+        ("before and after it", "USD", outside_usd, outside_usd, None),
+        _row("wall time", "s", a.wall_s, check.wall_s),
+        _row("dollars", "USD", a.usd, check.usd),
+    ]
+    columns = (
+        TableColumn("what"),
+        TableColumn("unit"),
+        TableColumn("recorded", "number"),
+        TableColumn("predicted", "number"),
+        TableColumn("deviation", "share"),
+    )
+    table = Table("check", f"Recorded against simulated, {a.steps} steps", columns, tuple(rows))
+    return Report("check", run, (table,), ("before and after the loop: as recorded", *notes))
+
+
+def _row(label: str, unit: str, recorded: float, predicted: float) -> tuple[Cell, ...]:
+    return label, unit, recorded, predicted, predicted / recorded - 1.0 if recorded else None

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollart.ports import Engine
-from rollart.sim.draws import entity_generator
 from rollart.sim.environments import SimulatedHost
 from rollart.sim.links import SharedLink
 from rollart.sim.trainers import ModelledTrainer
+from rollart.sim.workload import entity_generator
 
 __all__ = [
     "FailableEngine",

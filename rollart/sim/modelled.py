@@ -1,7 +1,7 @@
 """A whole run over modelled parts: the product's control plane and ledger, with parts that take virtual time.
 
-No decision is made here: scheduling, routing, rewards and publishing are `rollart.runtime`'s, so that the shipped code
-is simulated. `compose` builds the modelled parts from a plan.
+No decision is made here: scheduling, routing, rewards and publishing are those of the control plane, so that the
+shipped code is simulated. `tools.simulate` builds the modelled parts from a plan.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
+from rollart.control.domain import Domain
+from rollart.control.training import StepDone
 from rollart.fleet import EnginePlacement
-from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
-from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Planner, Rewarder
-from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
-from rollart.runtime.crews import HostAutoscaler
-from rollart.runtime.domain import Domain
-from rollart.runtime.fleet import EngineFleet
-from rollart.runtime.hosting import EnvironmentHostSupervisor
-from rollart.runtime.leases import Leases
-from rollart.runtime.nodes import NodeTracker
-from rollart.runtime.supervise import EngineSupervisor
-from rollart.runtime.training import StepDone
-from rollart.sim.elastic import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
-from rollart.sim.hosts import ModelledHosts, run_autoscaled_hosts
-from rollart.sim.mass import MassTokenizer, mass_of
+from rollart.sim.environments import ModelledHosts, run_autoscaled_hosts
+from rollart.sim.site import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
 from rollart.sim.trainers import ModelledTrainer
+from rollart.sim.workload import MassTokenizer, mass_of
+from rollart.supervise.autoscaling import HostAutoscaler
+from rollart.supervise.engines import EngineSupervisor
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
+from rollart.supervise.fleet import EngineFleet
+from rollart.supervise.nodes import NodeTracker
 
 __all__ = ["BilledDevices", "MemoryWeights", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
 

@@ -1,6 +1,6 @@
 """A trainer on virtual time: seconds from the tokens it is given and the devices it has.
 
-Arithmetic as in the placer's training (`placement.workload.TrainingWork`): forward and backward FLOPs of the
+Arithmetic as in the placer's training (`placement.problem.TrainingWork`): forward and backward FLOPs of the
 architecture at a share of the devices' peak, and a part of every step that does not depend on the tokens.
 """
 
@@ -16,8 +16,8 @@ from placement.architecture import DecoderShape
 from placement.types import Device
 from rollart.errors import TrainerError
 from rollart.model import TrainReport, TrainSample, WeightsRef
-from rollart.sim.mass import mass_of, sampled_mass
 from rollart.sim.weights import WeightTransfer
+from rollart.sim.workload import mass_of, sampled_mass
 
 __all__ = ["MeasuredSpeed", "ModelledTrainer", "TrainingSpeed", "TrainerSpeed", "group_mean_advantages"]
 

@@ -8,31 +8,113 @@ a pure function of (seed, prompt, member).
 Lengths of answers are log-normal, the logarithm split between prompt and member, so that answers to one prompt resemble
 each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap, which is the cause of long
 rollout tails (RollPacker §2, RA-25).
+
+Distributions of trajectory properties, and the generators that draw from them.
+
+Every entity has its own generator, made from a 64-bit hash of the run's seed and the entity's id, so that a draw is a
+pure function of the two: other entities and their order change nothing.
+
+Token mass: in the simulated world a token id is the number of real tokens that it stands for.
+
+The memory and time per turn of a simulated trajectory are then independent of its token counts: an observation of 512
+tokens is the text "512" and one id, an answer of 8,000 tokens is one id too. The context of a request is the sum of its
+ids. Counts that engines report (prompt and cached tokens) are real tokens; counts that the product makes itself
+(`len(token_ids)`) are pieces.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import NamedTuple, Protocol
 
 from rollart.ledger.reader import FinishedRow
-from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, ParetoTailed, entity_generator
+from rollart.model import SegmentKind, TrainSample, Trajectory
 
-__all__ = [
-    "PRESETS",
-    "AnswerLengths",
-    "GeneratedWorkload",
-    "ReplayedWorkload",
-    "Script",
-    "WorkloadShape",
-    "Workload",
-    "cap_answers",
-    "scripts_by_group",
-    "recorded_script",
-    "replayed_workloads",
-]
+
+class Distribution(Protocol):
+    """A number at least 0. `draw` uses the generator alone."""
+
+    def draw(self, rng: Random) -> float: ...
+
+
+def entity_generator(*parts: str | int) -> Random:
+    """The generator of an entity."""
+    text = ":".join(map(str, parts)).encode()
+    return Random(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big"))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    value: float
+
+    def draw(self, rng: Random) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normal, clipped at 0, as RollArt's experiment with N(10, σ) seconds of environment needs (RA-12)."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, rng: Random) -> float:
+        return max(0.0, rng.gauss(self.mean, self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Log-normal by its median and the standard deviation of its logarithm, clipped to [low, high]."""
+
+    median: float
+    sigma: float
+    low: float = 0.0
+    high: float = math.inf
+
+    def draw(self, rng: Random) -> float:
+        drawn = self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
+        if drawn < self.low:
+            return self.low
+        return drawn if drawn < self.high else self.high
+
+    @staticmethod
+    def of_quartiles(median: float, p75: float, *, high: float = math.inf) -> LogNormal:
+        """0.6745 is the normal distribution's third quartile."""
+        return LogNormal(median, math.log(p75 / median) / 0.6745, high=high)
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoTailed:
+    """A body, and with probability `share` a Pareto tail from `start` with exponent `alpha`, cut at `high` (RA-5)."""
+
+    body: Distribution
+    share: float
+    start: float
+    alpha: float
+    high: float = math.inf
+
+    def draw(self, rng: Random) -> float:
+        if rng.random() >= self.share:
+            return self.body.draw(rng)
+        return min(self.high, self.start * math.pow(1.0 - rng.random(), -1.0 / self.alpha))
+
+
+@dataclass(frozen=True, slots=True)
+class Empirical:
+    """One of the samples, each as likely as the others."""
+
+    samples: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not self.samples or min(self.samples) < 0:
+            raise ValueError(f"{len(self.samples)} samples (rule: at least one, none below 0)")
+
+    def draw(self, rng: Random) -> float:
+        return self.samples[int(rng.random() * len(self.samples))]
 
 
 _NONE = Constant(0.0)
@@ -291,3 +373,46 @@ def cap_answers(shape: WorkloadShape, cap: int) -> WorkloadShape:
     a = shape.answers
     near, far = (x * cap / a.cap for x in a.farthest)
     return replace(shape, answers=replace(a, cap=cap, farthest=(near, far)), context=max(shape.context, 2 * cap))
+
+
+class MassTokenizer:
+    """Implements `ports.Tokenizer`: decimal numbers separated by spaces are masses. ValueError for any other text, and
+    for a mass below 1: a piece without tokens is invalid."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        masses = tuple(map(int, text.split()))
+        if masses and min(masses) < 1:
+            raise ValueError(f"mass {min(masses)} in {text!r} (rule: at least 1 token)")
+        return masses
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def token(self, token_id: int) -> str:
+        return str(token_id)
+
+    def token_id(self, text: str) -> int:
+        masses = self.encode(text)
+        if len(masses) != 1:
+            raise ValueError(f"{text!r} is {len(masses)} pieces (rule: exactly one)")
+        return masses[0]
+
+
+def text_of(*masses: int) -> str:
+    """The text that `MassTokenizer` encodes to these masses."""
+    return " ".join(map(str, masses))
+
+
+def mass_of(token_ids: Iterable[int]) -> int:
+    """Real tokens that the ids stand for."""
+    return sum(token_ids)
+
+
+def sampled_mass(sample: TrainSample) -> int:
+    """Real tokens with loss in a sample."""
+    return sum(m for m, trained in zip(sample.token_ids, sample.loss_mask, strict=True) if trained)
+
+
+def action_mass(trajectory: Trajectory) -> int:
+    """Real tokens that were sampled in a trajectory."""
+    return sum(sum(s.token_ids) for s in trajectory.segments if s.kind is SegmentKind.ACTION)

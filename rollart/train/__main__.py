@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from rollart.lifeline import die_with_parent
 
 if TYPE_CHECKING:  # torch takes seconds to load: a port in use is reported first
-    from rollart.learning import TrainerConfig
-    from rollart.train.followers import LocalRankProcesses
+    from rollart.settings.training import TrainerConfig
+    from rollart.train.ranks import LocalRankProcesses
     from rollart.train.server import TrainerService
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -57,7 +57,7 @@ def main() -> int:
 
     from rollart.errors import UsageError
     from rollart.train.config import load_config
-    from rollart.train.followers import LocalRankProcesses
+    from rollart.train.ranks import LocalRankProcesses
 
     followers = LocalRankProcesses()
     try:
@@ -83,8 +83,7 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Lo
     import torch
 
     from rollart.errors import UsageError
-    from rollart.train.gpus import refuse_shared, select_gpu
-    from rollart.train.ranks import join_ranks, rendezvous
+    from rollart.train.ranks import join_ranks, refuse_shared, rendezvous, select_gpu
     from rollart.train.server import TrainerService
 
     rank, size = arguments.rank, config.parallel.ranks

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from rollart.learning import AdvantageSpec, CreditSpec
+from rollart.settings.training import AdvantageSpec, CreditSpec
 from rollart.train.batch import BoolArray, FloatArray, IntArray, TrainingBatch, select_samples
 
 MIN_STD = 1e-6

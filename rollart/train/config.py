@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rollart.errors import UsageError
-from rollart.learning import TrainerConfig
+from rollart.settings.training import TrainerConfig
 
 
 def load_config(path: str | Path) -> TrainerConfig:

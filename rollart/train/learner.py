@@ -19,20 +19,31 @@ import torch
 from torch import Tensor
 
 from rollart.errors import RollartError, TrainerError
-from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
+from rollart.settings.training import TrainerConfig
+from rollart.train.accumulation import GradientAccumulation
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import FloatArray, IntArray, TrainingBatch
-from rollart.train.lora import inject_adapters
-from rollart.train.losses import GAP_METRICS, gap_shares, kl_estimate, policy_loss, token_statistics, token_weights
-from rollart.train.meter import TrainingMeter
-from rollart.train.microbatch import build_microbatch
-from rollart.train.policy import ActionTensors, TrainedPolicy, load_model, parameter_dtype
+from rollart.train.losses import (
+    GAP_METRICS,
+    TrainingMeter,
+    gap_shares,
+    kl_estimate,
+    policy_loss,
+    token_statistics,
+    token_weights,
+)
+from rollart.train.microbatch import build_microbatch, rank_microbatches
+from rollart.train.policy import (
+    ActionTensors,
+    ReferencePolicy,
+    TrainedPolicy,
+    full,
+    inject_adapters,
+    load_model,
+    parameter_dtype,
+)
 from rollart.train.ranks import Ranks
-from rollart.train.reference import ReferencePolicy
-from rollart.train.shard import full
-from rollart.train.split import rank_microbatches
-from rollart.train.stream import GradientAccumulation
 
 DECAY_MIN_FRACTION = 0.1
 """Share of the learning rate at the end of its decay."""

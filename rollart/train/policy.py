@@ -2,24 +2,112 @@
 
 Logits and the last layer's MLP are computed only at loss tokens: with one layer and one action token in six this saves
 a quarter of a step. Log-probabilities of tokens with a legal set are normalised over it, and only its columns are read.
+
+Prepares a model for several devices: compilation, activation checkpointing, and sharded parameters (FSDP2).
+
+Parameters keep their Hugging Face names, since no module is wrapped: a block's `forward` is replaced, and `fully_shard`
+changes parameters in place.
+
+Low-rank adapters through `peft` (extra `lora`): injected into the model, and merged into published versions.
+
+Engines never see an adapter: a version's weights are W + (alpha / rank) B A, under the names of W.
+
+The reference policy of a KL penalty: the run's first version, which never changes.
+
+Every sample has a separate forward pass. Its log-probabilities therefore do not depend on the rest of the batch, and
+are bit for bit the same when computed on arrival or in the training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from rollart.errors import UsageError
-from rollart.learning import ParallelConfig, PolicyConfig
-from rollart.train.batch import TrainingBatch
-from rollart.train.microbatch import MicroBatch
+from rollart.errors import TrainerError, UsageError
+from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
+from rollart.train.batch import FloatArray, TrainingBatch, select_samples
+from rollart.train.microbatch import MicroBatch, build_microbatch
 from rollart.train.ranks import Ranks
-from rollart.train.shard import prepare_model, release_gathered
+from rollart.train.version_files import MARKER, version_path
+
+
+def prepare_model(
+    scorer: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: ParallelConfig,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Sharded parameters are converted to `dtype`, if given. `blocks`: the modules of `scorer` that are gathered, run
+    and released one after the other; parameters outside all blocks (embeddings, head, norms) stay gathered during a
+    step."""
+    for block in blocks:
+        if config.compile:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if ranks.mesh is not None:
+        _shard(scorer, blocks, config, ranks, dtype)
+
+
+def release_gathered(scorer: nn.Module) -> None:
+    """Release gathered parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A scalar that the ranks share, as a plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows of a parameter on this rank; all rows if it is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(
+    scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
+) -> None:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
+        if dtype is not None:
+            _convert(block, dtype)
+        fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
+    for part in (*blocks, scorer):
+        assert isinstance(part, FSDPModule)
+        # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+
+
+def _convert(block: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in block.parameters():
+        if local_rows(parameter) is parameter:  # not sharded yet
+            parameter.data = parameter.data.to(dtype)
+
 
 ILLEGAL_LOGIT = -1e30
 """Logit of an illegal action. Its probability is exactly 0 and, unlike with −inf, 0 × log 0 is 0 in the entropy."""
@@ -220,3 +308,122 @@ def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, T
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
+
+
+ADAPTER = "default"
+"""The adapters' name in peft's parameter names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTensor:
+    """A tensor of a version: `base`, plus `scale` × `b` @ `a` if it has an adapter. May be sharded by rows."""
+
+    base: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [t for t in (self.base, self.a, self.b) if t is not None]
+
+    @staticmethod
+    def merge(parts: list[Tensor], scale: float) -> Tensor:
+        """The merged tensor of whole parts, in the order of `parts`."""
+        if len(parts) == 1:
+            return parts[0]
+        base, a, b = parts
+        return base + scale * (b.to(base.dtype) @ a.to(base.dtype))
+
+
+def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
+    """Inject adapters into the model and freeze the rest. They start at zero, with no effect on the policy.
+    `UsageError` if peft is missing or finds no such module."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError("training.lora needs peft", remedy="pip install 'rollart[lora]'") from error
+    targets: Any = "all-linear" if config.targets == ["all-linear"] else config.targets
+    setup = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(setup, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise UsageError(f"training.lora.targets {config.targets}: {str(error).splitlines()[0]}") from error
+
+
+def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
+    """Tensors of a version by Hugging Face name. A tied tensor appears once, under its first name, as in
+    `save_pretrained`."""
+    state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    out: dict[str, AdaptedTensor] = {}
+    visited: set[int] = set()
+    for name, tensor in state.items():
+        if ".lora_" in name or id(tensor) in visited:
+            continue
+        visited.add(id(tensor))
+        holder, _, leaf = name.rpartition(".base_layer.")
+        if not holder:
+            out[name] = AdaptedTensor(tensor)
+        elif leaf != "weight":
+            out[f"{holder}.{leaf}"] = AdaptedTensor(tensor)
+        else:
+            a, b = (state[f"{holder}.{which}.{ADAPTER}.weight"] for which in ("lora_A", "lora_B"))
+            out[f"{holder}.weight"] = AdaptedTensor(tensor, a, b, float(model.get_submodule(holder).scaling[ADAPTER]))
+    return out
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' own parameters, by name."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+class ReferencePolicy:
+    """Owns the reference model, which is loaded on first use, after version 0 is published. Thread-safe; calls run one
+    at a time."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._policy: TrainedPolicy | None = None
+        self._lock = threading.Lock()
+
+    def logprobs(self, batch: TrainingBatch) -> FloatArray:
+        """Log-probability of every token [T], 0.0 for tokens without loss. `TrainerError` if version 0 does not
+        exist."""
+        out = np.zeros(len(batch.tokens), np.float64)
+        with self._lock, torch.no_grad():
+            policy = self._loaded()
+            for s in np.flatnonzero(batch.used_lengths > 0):
+                one = select_samples(batch, np.array([s], np.int64))
+                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
+                scored, _ = policy.score(micro, ActionTensors(one, policy.device), entropy_grad=False)
+                at = one.loss.position[micro.pick.cpu().numpy()] + batch.offsets[s]
+                out[at] = scored.double().cpu().numpy()
+        return out
+
+    def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
+        """The same for the loss tokens alone [N], on the policy's device; taken from the batch if it contains them."""
+        column = self.logprobs(batch) if batch.reference is None else batch.reference
+        return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
+
+    def _loaded(self) -> TrainedPolicy:
+        if self._policy is None:
+            path = version_path(Path(self._config.weights_root), 0)
+            if not (path / MARKER).is_file():
+                raise TrainerError(
+                    f"the reference policy is version 0, which is not at {path}",
+                    remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
+                )
+            setup = self._config.model.model_copy(update={"path": str(path), "init": None})
+            self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            if self._config.parallel.dtype == "bfloat16":
+                _halve(self._policy.model)
+        return self._policy
+
+
+def _halve(model: nn.Module) -> None:
+    """Use the policy's compute type, so that equal models give equal log-probabilities. Parameters only: rounded rotary
+    frequencies would be useless."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)

@@ -4,18 +4,28 @@ Rank 0 serves; the others repeat each of its commands at the same time. Every ra
 samples (29 bytes per token), so that all ranks refuse the same input, advantages are computed over the whole batch, and
 only the forward and backward passes are split. A process has three *channels*, one per worker thread: for torch, the
 disk, and broadcasts to engines. They are gloo groups on the CPU, never NCCL: an idle rank may wait in them for hours.
+
+The other ranks of a host, as child processes of the host's first rank, which they die with.
+
+A launcher that starts every rank itself (a job queue, with `--rank` and `--meet`) leaves nothing to start here.
+
+Assigns each rank its own GPU, out of the GPUs visible to its process (`CUDA_VISIBLE_DEVICES`).
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from rollart.errors import TrainerError, UsageError
 
@@ -182,3 +192,96 @@ def _lost_rank_error(error: BaseException) -> TrainerError:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__
+
+
+class LocalRankProcesses:
+    """Owns the processes, each with a thread that waits for its exit. `lost` is called once, from that thread, for the
+    first exit before `stop`, with a text that names the rank and the cause."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._lost: Callable[[str], None] | None = None
+        self._stopping = False
+
+    def start(
+        self, arguments: Sequence[str], *, first: int, here: int, ranks: int, lost: Callable[[str], None]
+    ) -> None:
+        """Start the `here` − 1 ranks after `first`, each with `arguments` and its numbers. Call it from the main
+        thread: the processes die with the thread that started them."""
+        self._lost = lost
+        for local in range(1, here):
+            rank = first + local
+            numbers = ["--rank", str(rank), "--local", str(local)]
+            command = [sys.executable, "-m", "rollart.train", *arguments, *numbers]
+            # stdout is reserved for this process's "ready" line; output of followers goes to the log.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, ranks, process), daemon=True).start()
+
+    def set_callback(self, lost: Callable[[str], None]) -> None:
+        """Replace the callback for lost ranks."""
+        with self._lock:
+            self._lost = lost
+
+    def stop(self) -> None:
+        """Kill and reap all processes: a follower holds no state that must survive."""
+        with self._lock:
+            self._stopping = True
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def _watch(self, rank: int, ranks: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        with self._lock:
+            lost, self._lost = self._lost, None
+            if lost is not None and not self._stopping:
+                lost(f"rank {rank} of {ranks} (process {process.pid}) {how}")
+
+
+def select_gpu(local: int, here: int) -> int:
+    """The number of the GPU of rank `local` out of `here` ranks on this host. `UsageError` if there are too few
+    GPUs."""
+    if not torch.cuda.is_available():
+        raise UsageError("device 'cuda': torch sees no CUDA device")
+    return gpu_index(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_index(local: int, here: int, visible: int, variable: str | None) -> int:
+    """Refuses two ranks on one GPU: each would take its memory, and NCCL refuses them only after minutes."""
+    needed = max(here, local + 1)
+    if needed > visible:
+        why = "is not set" if variable is None else f"is {variable!r}"
+        raise UsageError(
+            f"{needed} ranks on this host need a GPU each, and torch sees {visible} (CUDA_VISIBLE_DEVICES {why})",
+            remedy="lower parallel.ranks (trainer.ranks of the cluster), or make more GPUs visible",
+        )
+    return local
+
+
+def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
+    """Publish this rank's GPU (its UUID) to all ranks. `UsageError`, on every rank, if two ranks have the same GPU.
+    Waits for all."""
+    store.set(f"gpu/{rank}", gpu)
+    gpus = [store.get(f"gpu/{other}").decode() for other in range(size)]
+    pair = shared_gpu(gpus)
+    if pair is not None:
+        a, b = pair
+        raise UsageError(
+            f"ranks {a} and {b} share the GPU {gpus[a]} (rule: one each)",
+            remedy="start each with its own --local, or with a CUDA_VISIBLE_DEVICES of its own",
+        )
+
+
+def shared_gpu(gpus: Sequence[str]) -> tuple[int, int] | None:
+    """The first two ranks with the same GPU."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu in first:
+            return first[gpu], rank
+        first[gpu] = rank
+    return None

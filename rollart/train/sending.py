@@ -28,7 +28,7 @@ from rollart.collective import (
     seconds,
 )
 from rollart.errors import TrainerError
-from rollart.train.snapshot import LearnerSnapshot
+from rollart.train.checkpoint import LearnerSnapshot
 
 MAX_BUCKETS_AHEAD = 2
 """Buckets in memory: one in transfer, one being filled and hashed."""

@@ -20,15 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from serverless.backends.aws_answers import LambdaReport
-from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
-from serverless.deploy.aws_bundle import bundle
 from serverless.deploy.aws_control import ALIAS, DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
+from serverless.deploy.aws_function import AwsSettings, bundle, function_configuration
 from serverless.deploy.aws_session import library
-from serverless.deploy.aws_settings import AwsSettings, function_configuration
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, ServerlessError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
+from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.providers.faults import LambdaReport
 from serverless.types import Cause, Invocation
 
 __all__ = ["LEASE_S", "AwsDeployer", "AwsSettings", "PinnedVersion"]

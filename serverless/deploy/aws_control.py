@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serverless.backends.aws_answers import LambdaReport, function_fault, function_log_tail, parse_report
-from serverless.deploy.aws_bundle import DIRECT_BYTES
+from serverless.deploy.aws_function import DIRECT_BYTES, AwsSettings
 from serverless.deploy.aws_session import Boto3Clients, error_code, translate_errors
-from serverless.deploy.aws_settings import AwsSettings
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
+from serverless.providers.faults import LambdaReport, function_fault, function_log_tail, parse_report
 
 __all__ = ["ALIAS", "LambdaAlias", "LambdaControl", "LambdaVersion"]
 

@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from serverless.backends.aws_answers import NOT_ALLOWED
-from serverless.deploy.aws_settings import AwsSettings
+from serverless.deploy.aws_function import AwsSettings
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, ServerlessError
+from serverless.providers.faults import NOT_ALLOWED
 
 __all__ = ["Boto3Clients", "error_code", "library", "translate_errors", "translate_error"]
 

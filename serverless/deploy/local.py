@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from serverless import keys
-from serverless.backends import logs
-from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink
+from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.spec import FunctionSpec
 from serverless.types import Cause
+from serverless.workers import logs
+from serverless.workers.local import LocalBackend
 
 __all__ = ["KEPT", "LocalDeployer"]
 

@@ -1,7 +1,7 @@
 """Deploys functions to Modal: `Deployer` over the public Modal client.
 
 A function is the app `<prefix><name>` with one Modal function; each package is a deployment of the app. The app's tags
-name the live deployment (`backends.modal_versions`). Callers pin that deployment, so a new one is tried before it
+name the live deployment (`providers.modal_client`). Callers pin that deployment, so a new one is tried before it
 receives calls, and a rollback only moves the tag.
 """
 
@@ -21,14 +21,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from serverless.backends import modal_client
-from serverless.backends.base import DeployedFunction, DeploymentChange, LogLine
-from serverless.backends.modal_calls import ModalReply, PinnedFunction, call_pinned, pin
-from serverless.backends.modal_versions import PROVIDER, DeploymentTags, ModalNamespace, ModalSettings
 from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
 from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.providers import modal_client
+from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.providers.modal_client import (
+    PROVIDER,
+    DeploymentTags,
+    ModalNamespace,
+    ModalReply,
+    ModalSettings,
+    PinnedFunction,
+    call_pinned,
+    pin,
+)
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 

@@ -25,13 +25,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from serverless import keys
+from serverless.analysis.sources import SKIPPED, SourceDefinition, SourceFiles, collect
+from serverless.analysis.stateless import Stateful, inspect_source
 from serverless.declare import declarations
 from serverless.deploy.requirements import RequirementLock, lock
-from serverless.deploy.sources import SKIPPED, SourceDefinition, SourceFiles, collect
 from serverless.errors import NotOffloadable, PackageError, SpecInvalid
 from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
 from serverless.spec import FunctionSpec
-from serverless.stateless import Stateful, inspect_source
 
 __all__ = ["HANDLER", "Package", "build", "settings"]
 

@@ -25,7 +25,7 @@ _PROBE_S = 60.0
 
 
 def order(trust: str, *, allow_unsafe: bool) -> dict[str, Any]:
-    """The addition to a worker's order (`backends._worker`): `wall`, or nothing."""
+    """The addition to a worker's order (`workers._worker`): `wall`, or nothing."""
     if trust != "untrusted" or allow_unsafe or not _works():
         return {}
     return {"wall": True}
@@ -87,8 +87,7 @@ def _works() -> bool:
 
 
 def _probe() -> None:
-    from serverless.sandbox.box import Box
-    from serverless.sandbox.core import SandboxProcess
+    from serverless.sandbox.box import Box, SandboxProcess
     from serverless.sandbox.values import Limits
 
     directory = sys.argv[1]

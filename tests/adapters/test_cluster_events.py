@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rollart.adapters.clusters.events import EventLog
-from rollart.ports import RuntimeEvent
+from rollart.adapters.clusters.runtime import EventLog
+from rollart.fleet import RuntimeEvent
 from rollart.sim import loop
 
 

@@ -11,8 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.engines.stream import EngineStream
+from rollart.adapters.engines.http import EngineStream, HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import WrongAnswer

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from rollart.adapters.engines.stream import EngineStream
+from rollart.adapters.engines.http import EngineStream
 from rollart.errors import EngineError
 from rollart.model import GenerateRequest, Sampling
 

@@ -13,7 +13,7 @@ from rollart.adapters.envs.split import held_out_item
 from rollart.errors import SpecError
 from rollart.model import Step
 from rollart.ports import EVAL_SEEDS_FROM
-from rollart.spec.run_parts import DomainSpec
+from rollart.settings.run import DomainSpec
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -200,7 +200,7 @@ def test_a_step_that_hangs_holds_up_neither_the_loop_nor_its_close() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_factory
+    from rollart.launch.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.gymnasium:GymnasiumText", environment_args=arguments)
     with pytest.raises(SpecError, match=message):

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollart.adapters.envs.front import EnvironmentHostServer
+from rollart.adapters.env_hosts.server import DomainFactory, EnvironmentHostServer
+from rollart.adapters.env_hosts.wire import HostOperation, HostRequest
 from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
-from rollart.adapters.envs.seats import DomainFactory
-from rollart.adapters.envs.wire import HostOperation, HostRequest
 
 
 class Shelf:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, web
 
-from rollart.adapters.envs.openenv import OpenEnv
-from rollart.adapters.envs.openenv_wire import endpoints
-from rollart.adapters.envs.openenv_words import action_encoder, sole_text_field
+from rollart.adapters.envs.openenv import OpenEnv, action_encoder, endpoints, sole_text_field
 from rollart.errors import EnvironmentFault, SpecError
 from rollart.model import Step
-from rollart.spec.run_parts import DomainSpec
+from rollart.settings.run import DomainSpec
 
 SHOWN = {"type": "observation", "data": {"observation": {"text": "go"}, "reward": None, "done": False}}
 
@@ -173,7 +171,7 @@ def test_addresses() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_factory
+    from rollart.launch.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.openenv:OpenEnv", environment_args=arguments)
     with pytest.raises(SpecError, match=message):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.ports import ActorSpec
+from rollart.fleet import ActorSpec
 
 
 def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:

@@ -12,12 +12,11 @@ import pytest
 
 import rollart
 from rollart.adapters.clusters import ray_link
-from rollart.adapters.clusters.ray import RayRuntime
+from rollart.adapters.clusters.ray import RayHandle, RayRuntime, _Incarnation
 from rollart.adapters.clusters.ray_cluster import health_settings
-from rollart.adapters.clusters.ray_handle import RayHandle, _Incarnation
 from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
 from rollart.errors import LeaseExpired, PartDied, ProviderError, RunFailed, UsageError
-from rollart.ports import ActorSpec
+from rollart.fleet import ActorSpec
 
 
 class Thing:

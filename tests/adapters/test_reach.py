@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.reach import ReachabilityCheckedHandle
+from rollart.adapters.clusters.program import ReachabilityCheckedHandle
 from rollart.errors import PartDied, ProviderError
 
 

@@ -32,8 +32,8 @@ from rollart.model import (
     Turn,
 )
 from rollart.sim import loop as virtual
-from serverless.backends.simulated import Profile, SimulatedBackend
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
+from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.types import FaultKind, Item
 from tests.serverless.support import package
 

@@ -15,7 +15,7 @@ from rollart.adapters.envs.verifiers import VerifiersText
 from rollart.errors import SpecError
 from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
 from rollart.ports import EVAL_SEEDS_FROM
-from rollart.spec.run_parts import DomainSpec
+from rollart.settings.run import DomainSpec
 
 pytest.importorskip("verifiers", reason="verifiers is installed by `make test-slow` only")
 pytest.importorskip("datasets")
@@ -139,7 +139,7 @@ def test_signals_stay_ours() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(arguments: dict[str, Any], message: str) -> None:
-    from rollart.compose.prepare import environment_factory
+    from rollart.launch.prepare import environment_factory
 
     spec = DomainSpec(name="x", environment="rollart.adapters.envs.verifiers:VerifiersText", environment_args=arguments)
     with pytest.raises(SpecError, match=message):
@@ -152,7 +152,7 @@ def test_as_a_harness_it_asks_the_capture_proxy(tmp_path: Path) -> None:
     from rollart.adapters.proxy.chat import ChatFormat
     from rollart.adapters.proxy.harness import HarnessRunner
     from rollart.adapters.proxy.server import Proxy
-    from rollart.compose.proxy import serve_app
+    from rollart.launch.servers import serve_app
     from tests.proxy.scripted import spelling
 
     spelling(tmp_path)

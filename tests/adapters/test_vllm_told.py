@@ -16,11 +16,12 @@ from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import EngineError
 from rollart.generation import CompletionAssembler
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import MemoryRecorder
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Completion, CompletionChunk, EngineId, GenerateRequest, Sampling, WeightsRef
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
+from rollart.testing.ledger import MemoryRecorder
 
 PROMPT, MOST = (0,), 6
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_engine
-from placement.constants import Calibration
+from placement.roofline import Calibration
 from placement.types import Device
 from rollart.engine.cache import KvCache
 from rollart.engine.decoding import GraphDecoder

@@ -13,7 +13,7 @@ from tests.e2e.harness import CLUSTER, ZYGOTE, Home, events, sound, tiny, wait
 
 pytestmark = pytest.mark.slow  # real processes: about 10 s
 
-HOST = "rollart.adapters.envs.host"
+HOST = "rollart.adapters.env_hosts.host"
 
 
 def test_a_host_dies_with_its_episodes(home: Home) -> None:

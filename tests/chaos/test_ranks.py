@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from tests.e2e.harness import Home, Process, events, processes, sound, tiny
 
 pytestmark = pytest.mark.slow  # real processes, three of which are started twice: about 30 s

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.clusters.ray_cluster import TOKEN
-from rollart.ports import Node
+from rollart.fleet import Node
 from tests.chaos.test_ray import CLUSTER, LIMIT_S, placed
 from tests.contracts.ray_fixture import client_server_of, ray_cluster_of
 from tests.e2e.harness import Home, processes, sound, tiny, wait

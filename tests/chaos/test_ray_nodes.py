@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.clusters.ray_cluster import TOKEN, add_node, auth_environment, raylet_pid
-from rollart.ports import Node
+from rollart.fleet import Node
 from tests.chaos.test_ray import placed
 from tests.e2e.harness import Home, Launched, events, sound, tiny
 

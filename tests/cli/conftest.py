@@ -35,8 +35,8 @@ class Result:
 
 
 @dataclass
-class FakeCompose:
-    """Stands in for `rollart.compose`: notes the calls, then does as it is told."""
+class FakeLaunch:
+    """Stands in for `rollart.launch`: notes the calls, then does as it is told."""
 
     calls: list[tuple[Any, Path, bool]] = field(default_factory=list)
     action: Callable[[Path], None] = lambda directory: None
@@ -69,7 +69,7 @@ def rollart(
 
 
 @pytest.fixture
-def compose(monkeypatch: pytest.MonkeyPatch) -> FakeCompose:
-    fake = FakeCompose()
+def launch_calls(monkeypatch: pytest.MonkeyPatch) -> FakeLaunch:
+    fake = FakeLaunch()
     monkeypatch.setattr("rollart.cli.launch.start", fake.launch)
     return fake

@@ -12,34 +12,39 @@ from pathlib import Path
 
 import pytest
 
-from rollart.cli import beat, pidfile
+from rollart.cli import controller
 
 LIMIT_S = 60.0
 
 
 def test_the_same_process_id_on_another_machine_is_another_process(tmp_path: Path) -> None:
-    with pidfile.hold_run(tmp_path):
-        mine = pidfile.recorded_controller(tmp_path)
+    with controller.hold_run(tmp_path):
+        mine = controller.recorded_controller(tmp_path)
         assert mine is not None
-        assert (mine.pid, mine.here, mine.alive, pidfile.live_controller(tmp_path)) == (os.getpid(), True, True, mine)
+        assert (mine.pid, mine.here, mine.alive, controller.live_controller(tmp_path)) == (
+            os.getpid(),
+            True,
+            True,
+            mine,
+        )
         assert not replace(mine, started=mine.started - 1).alive, "an id that was given again"
         there = replace(mine, place="another boot")
         assert (there.here, there.alive) == (False, False)
         ours = tmp_path / "again"
         ours.mkdir()
-        with pidfile.hold_run(ours):
-            again = pidfile.recorded_controller(ours)
+        with controller.hold_run(ours):
+            again = controller.recorded_controller(ours)
             assert again is not None
             assert again.life != mine.life
-    assert pidfile.recorded_controller(tmp_path) is None
+    assert controller.recorded_controller(tmp_path) is None
     assert list(tmp_path.iterdir()) == [ours], "nothing of it is left"
 
 
 def test_files_of_older_versions_are_of_this_machine(tmp_path: Path) -> None:
-    (tmp_path / pidfile.FILE).write_text(json.dumps({"pid": os.getpid(), "started": 1}))
-    assert pidfile.live_controller(tmp_path) is None
-    (tmp_path / pidfile.FILE).write_text("{")
-    assert pidfile.recorded_controller(tmp_path) is None
+    (tmp_path / controller.PID_FILE).write_text(json.dumps({"pid": os.getpid(), "started": 1}))
+    assert controller.live_controller(tmp_path) is None
+    (tmp_path / controller.PID_FILE).write_text("{")
+    assert controller.recorded_controller(tmp_path) is None
 
 
 @pytest.fixture
@@ -53,14 +58,18 @@ def signals() -> Iterator[threading.Event]:
 @pytest.mark.slow
 def test_another_machine_sees_it_live_and_stops_it(tmp_path: Path, signals: threading.Event) -> None:
     """Reason for slow: beats are waited for."""
-    with pidfile.hold_run(tmp_path):
-        noted = pidfile.recorded_controller(tmp_path)
+    with controller.hold_run(tmp_path):
+        noted = controller.recorded_controller(tmp_path)
         assert noted is not None
         moved = replace(noted, place="another boot", host="far")
-        (tmp_path / pidfile.FILE).write_text(json.dumps({name: getattr(moved, name) for name in moved.__slots__}))
-        assert pidfile.live_controller(tmp_path) == moved
-        assert not beat.send_request(tmp_path, "of a life before", "stop", lost_s=2 * beat.HEARTBEAT_INTERVAL_S)
+        (tmp_path / controller.PID_FILE).write_text(
+            json.dumps({name: getattr(moved, name) for name in moved.__slots__})
+        )
+        assert controller.live_controller(tmp_path) == moved
+        assert not controller.send_request(
+            tmp_path, "of a life before", "stop", lost_s=2 * controller.HEARTBEAT_INTERVAL_S
+        )
         assert not signals.is_set()
-        assert beat.send_request(tmp_path, moved.life, "stop", lost_s=LIMIT_S)
+        assert controller.send_request(tmp_path, moved.life, "stop", lost_s=LIMIT_S)
         assert signals.wait(LIMIT_S)
-    assert not beat.has_heartbeat(tmp_path, moved.life, lost_s=2 * beat.HEARTBEAT_INTERVAL_S)
+    assert not controller.has_heartbeat(tmp_path, moved.life, lost_s=2 * controller.HEARTBEAT_INTERVAL_S)

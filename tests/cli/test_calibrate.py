@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from placement.constants import Calibration, Constants
+from placement.roofline import Calibration, Constants
 from rollart.cli.calibrate import STEPS, references
 from rollart.errors import UsageError
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.settings.resolve import Resolved, resolve_files
 
 Call = Callable[..., Any]
 
@@ -43,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Resolved]]:
         return FakeMachine(), []
 
     monkeypatch.setattr("rollart.cli.calibrate.run_calibration", calibrate)
-    monkeypatch.setattr("rollart.cli.machine.Machine", FakeMachine)
+    monkeypatch.setattr("rollart.cli.plan.Machine", FakeMachine)
     return asked
 
 

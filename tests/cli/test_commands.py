@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollart.cli import pidfile
-from rollart.cli.logs import _new_lines
+from rollart.cli import controller
+from rollart.cli.runs import _new_lines
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
 from rollart.ledger.reader import LedgerReader
 
@@ -43,21 +43,21 @@ def wrapped(error: BaseException) -> RuntimeError:
 
 
 class TestLaunch:
-    def test_it_resolves_makes_a_directory_and_calls_compose(self, rollart: Call, compose: Any) -> None:
+    def test_it_resolves_makes_a_directory_and_calls_compose(self, rollart: Call, launch_calls: Any) -> None:
         done = rollart("launch", "run.yaml", "steps=5", "cluster.engines.max_slots=8", "--name", "mine")
         assert done.code == 0
         assert f"run directory: {Path('runs/mine')}" in done.out
         assert "step   1/2  lake █████░░░░░░░░░░░░░░░ 0.25" in done.err
-        ((resolved, directory, resume),) = compose.calls
+        ((resolved, directory, resume),) = launch_calls.calls
         assert (resolved.run.steps, resolved.cluster.engines.max_slots, resume) == (5, 8, False)
         assert directory == Path("runs/mine")
         assert yaml.safe_load((directory / "resolved.yaml").read_text()) == resolved.to_dict()
-        assert not (directory / pidfile.FILE).exists()
+        assert not (directory / controller.PID_FILE).exists()
 
-    def test_runs_are_numbered_and_names_are_used_once(self, rollart: Call, compose: Any) -> None:
+    def test_runs_are_numbered_and_names_are_used_once(self, rollart: Call, launch_calls: Any) -> None:
         for _ in range(2):
             assert rollart("launch", "run.yaml").code == 0
-        assert [call[1].name for call in compose.calls] == ["test-1", "test-2"]
+        assert [call[1].name for call in launch_calls.calls] == ["test-1", "test-2"]
         done = rollart("launch", "run.yaml", "--name", "test-1")
         assert done.code == 2
         assert "run 'test-1' exists" in done.err
@@ -67,27 +67,27 @@ class TestLaunch:
             assert (done.code, done.out) == (2, "")
             assert "--name '../x' (rule: one directory name)" in done.err
 
-    def test_a_run_that_never_began_leaves_no_directory(self, rollart: Call, compose: Any) -> None:
+    def test_a_run_that_never_began_leaves_no_directory(self, rollart: Call, launch_calls: Any) -> None:
         def refuse(directory: Path) -> None:
             raise SpecError("no such thing", remedy="mend it")
 
-        compose.action = refuse
+        launch_calls.action = refuse
         assert rollart("launch", "run.yaml", "--name", "mine").code == 2
         assert list(Path("runs").iterdir()) == []
 
-    def test_a_run_whose_environment_changes_the_directory_ends_as_any(self, rollart: Call, compose: Any) -> None:
-        compose.action = lambda directory: os.chdir("/")
+    def test_a_run_whose_environment_changes_the_directory_ends_as_any(self, rollart: Call, launch_calls: Any) -> None:
+        launch_calls.action = lambda directory: os.chdir("/")
         done = rollart("launch", "run.yaml", "--name", "mine")
         assert (done.code, f"run directory: {Path('runs/mine')}" in done.out) == (0, True)
-        assert not (Path("runs/mine") / pidfile.FILE).exists()
+        assert not (Path("runs/mine") / controller.PID_FILE).exists()
 
-    def test_dry_run_prints_what_would_run(self, rollart: Call, compose: Any) -> None:
+    def test_dry_run_prints_what_would_run(self, rollart: Call, launch_calls: Any) -> None:
         done = rollart("launch", "run.yaml", "--dry-run")
-        assert (done.code, done.err, compose.calls) == (0, "", [])
+        assert (done.code, done.err, launch_calls.calls) == (0, "", [])
         assert yaml.safe_load(done.out)["plan"]["assignments"][0]["part"] == "engine-0"
         assert not Path("runs").exists()
 
-    def test_without_a_file_it_is_the_quickstart(self, rollart: Call, compose: Any) -> None:
+    def test_without_a_file_it_is_the_quickstart(self, rollart: Call, launch_calls: Any) -> None:
         assert yaml.safe_load(rollart("launch", "--dry-run").out)["run"]["name"] == "quickstart"
 
     @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ class TestLaunch:
             "training.lora={rank: 2}",
         ],
     )
-    def test_resume_refuses_what_its_records_depend_on(self, rollart: Call, compose: Any, override: str) -> None:
+    def test_resume_refuses_what_its_records_depend_on(self, rollart: Call, launch_calls: Any, override: str) -> None:
         rollart("launch", "run.yaml", "--name", "mine")
         kept = (Path("runs/mine") / "resolved.yaml").read_text()
         done = rollart("launch", "--resume", "mine", override)
         key = override.partition("=")[0]
-        assert (done.code, len(compose.calls)) == (2, 1)
+        assert (done.code, len(launch_calls.calls)) == (2, 1)
         assert f"a resume changes {key}" in done.err
         assert "(rule: as recorded; " in done.err
         assert (Path("runs/mine") / "resolved.yaml").read_text() == kept
 
-    def test_resume_shows_and_records_what_it_changes(self, rollart: Call, compose: Any) -> None:
+    def test_resume_shows_and_records_what_it_changes(self, rollart: Call, launch_calls: Any) -> None:
         rollart("launch", "run.yaml", "--name", "mine")
         again = rollart("launch", "--resume", "mine")
         assert (again.code, "changes" in again.err) == (0, False)
@@ -123,10 +123,10 @@ class TestLaunch:
             rates = [config["run"]["training"]["lr"] for config in reader.configs()]
         assert rates == [1e-5, 1e-3]
 
-    def test_resume_continues_as_it_was_started(self, rollart: Call, compose: Any) -> None:
+    def test_resume_continues_as_it_was_started(self, rollart: Call, launch_calls: Any) -> None:
         rollart("launch", "run.yaml", "steps=5", "--name", "mine")
         assert rollart("launch", "--resume", "mine", "budget.usd=1").code == 0
-        resolved, directory, resume = compose.calls[-1]
+        resolved, directory, resume = launch_calls.calls[-1]
         assert (resolved.run.steps, resolved.run.budget.usd, directory.name, resume) == (5, 1, "mine", True)
         assert "continues a run as it was started" in rollart("launch", "run.yaml", "--resume", "mine").err
         done = rollart("launch", "--resume", "mime")
@@ -146,7 +146,7 @@ class TestLaunch:
         ],
     )
     def test_wrong_uses_are_a_line_and_a_remedy(
-        self, rollart: Call, compose: Any, arguments: list[str], expected: str
+        self, rollart: Call, launch_calls: Any, arguments: list[str], expected: str
     ) -> None:
         done = rollart("launch", *arguments)
         assert done.code == (1 if "cannot be written" in expected else 2)
@@ -168,11 +168,11 @@ class TestLaunch:
             (wrapped(ValueError()), 1),
         ],
     )
-    def test_errors_have_their_codes(self, rollart: Call, compose: Any, error: BaseException, code: int) -> None:
+    def test_errors_have_their_codes(self, rollart: Call, launch_calls: Any, error: BaseException, code: int) -> None:
         def fail(directory: Path) -> None:
             raise error
 
-        compose.action = fail
+        launch_calls.action = fail
         done = rollart("launch", "run.yaml")
         assert done.code == code
         assert "Traceback" not in done.err
@@ -180,20 +180,20 @@ class TestLaunch:
         if isinstance(error, RunFailed):
             assert "rollart: it broke\n  remedy: mend it\n" in done.err
 
-    def test_an_unexpected_error_leaves_its_traceback_in_the_run(self, rollart: Call, compose: Any) -> None:
+    def test_an_unexpected_error_leaves_its_traceback_in_the_run(self, rollart: Call, launch_calls: Any) -> None:
         def fail(directory: Path) -> None:
             raise ZeroDivisionError("by zero\nsecond line")
 
-        compose.action = fail
+        launch_calls.action = fail
         done = rollart("launch", "run.yaml", "--name", "mine")
         assert done.code == 1
         assert "rollart: unexpected ZeroDivisionError: by zero\n" in done.err
         assert "runs/mine/error.log" in done.err
         assert "Traceback" in Path("runs/mine/error.log").read_text()
 
-    def test_a_running_run_is_not_started_again(self, rollart: Call, compose: Any) -> None:
+    def test_a_running_run_is_not_started_again(self, rollart: Call, launch_calls: Any) -> None:
         codes: list[int] = []
-        compose.action = lambda directory: (
+        launch_calls.action = lambda directory: (
             codes.append(rollart("launch", "--resume", "mine").code) if not codes else None
         )
         rollart("launch", "run.yaml", "--name", "mine")
@@ -202,8 +202,8 @@ class TestLaunch:
 
 class TestReports:
     @pytest.fixture
-    def run(self, rollart: Call, compose: Any) -> None:
-        compose.action = ledger_in
+    def run(self, rollart: Call, launch_calls: Any) -> None:
+        launch_calls.action = ledger_in
         assert rollart("launch", "run.yaml", "--name", "mine").code == 0
 
     @pytest.mark.parametrize("what", ["cost", "utilization", "curve"])
@@ -287,7 +287,7 @@ import asyncio, signal, sys, types
 if BACKGROUND:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 from rollart.ports import RunEvent
-module = types.ModuleType("rollart.compose.launch")
+module = types.ModuleType("rollart.launch.launch")
 def launch(resolved, *, run_dir, resume, on_progress, since_s):
     async def main():
         try:
@@ -301,7 +301,7 @@ def launch(resolved, *, run_dir, resume, on_progress, since_s):
                 threading.Event().wait()
     asyncio.run(main())
 module.launch = launch
-sys.modules["rollart.compose.launch"] = module
+sys.modules["rollart.launch.launch"] = module
 from rollart.cli.main import main
 main(["launch", "run.yaml", "--name", "mine"])
 """
@@ -344,7 +344,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 
 class TestLogs:
     @pytest.fixture
-    def logs(self, rollart: Call, compose: Any) -> Path:
+    def logs(self, rollart: Call, launch_calls: Any) -> Path:
         assert rollart("launch", "run.yaml", "--name", "mine").code == 0
         directory = Path("runs/mine/logs")
         directory.mkdir(exist_ok=True)

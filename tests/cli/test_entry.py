@@ -36,8 +36,8 @@ main()
     [
         ("click", ["--help"]),
         ("rollart.cli.runs", ["status"]),
-        ("rollart.spec.run", ["schema", "run"]),
-        ("rollart.compose.simulations", ["simulate"]),
+        ("rollart.settings.run", ["schema", "run"]),
+        ("rollart.tools.simulations", ["simulate"]),
     ],
 )
 def test_it_ends_in_one_line(sent: signal.Signals, code: int, told: str, module: str, arguments: list[str]) -> None:

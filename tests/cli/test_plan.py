@@ -75,8 +75,8 @@ def test_what_if_of_nothing_is_a_usage_error(given: list[str], plan: Call) -> No
 
 
 def test_a_run_of_a_bare_config_is_for_plans(tmp_path: Path) -> None:
-    from rollart.compose.prepare import prepare_tokenizer
-    from rollart.spec.resolve import resolve_files
+    from rollart.launch.prepare import prepare_tokenizer
+    from rollart.settings.resolve import resolve_files
 
     (tmp_path / "r.yaml").write_text(RUN)
     (tmp_path / "c.yaml").write_text("name: c\npools: [{name: p, count: 2}]\nengines: {count: 1}\n")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from placement.types import Deployment, DualPrices, Objective, Placement, Role
-from rollart.cli.plan_simulated import comparison_table
+from rollart.cli.plan import comparison_table
 from tests.cli.conftest import Result
-from tests.compose.test_simulate import CLUSTER, RUN
 from tests.report.test_simulation_page import found
+from tests.tools.test_simulate import CLUSTER, RUN
 
 PLAN = Placement(
     objective=Objective.MAX_THROUGHPUT,

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rollart.compose.price_offers import Product, ec2_prices, modal_prices
-from rollart.spec.load import builtin, load_prices
+from rollart.settings.load import builtin, load_prices
+from rollart.tools.prices import Product, ec2_prices, modal_prices
 
 Call = Callable[..., Any]
 

@@ -14,7 +14,7 @@ import pytest
 
 from rollart.ledger.store import Ledger
 from rollart.ports import Interval, RunEvent
-from rollart.spec.load import builtin, load_prices
+from rollart.settings.load import builtin, load_prices
 from serverless.types import Invocation
 
 Call = Callable[..., Any]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rollart.compose.providers import backend, packages_in
+from rollart.launch.functions import backend, packages_in
 from serverless.deploy import template
 from serverless.types import Item
 from serverless.wire import encode

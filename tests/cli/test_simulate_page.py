@@ -11,7 +11,7 @@ import pytest
 
 from rollart.report.tables import estimate
 from tests.cli.conftest import Result
-from tests.compose.test_simulate import CLUSTER, RUN
+from tests.tools.test_simulate import CLUSTER, RUN
 
 pytestmark = pytest.mark.slow  # plans, and simulates four times
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.spec.load import builtin
+from rollart.settings.load import builtin
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollart.border import checked_observation, checked_step
 from rollart.model import Observation, Step
 from rollart.ports import EVAL_SEEDS_FROM, Environment
+from rollart.user_code import checked_observation, checked_step
 from tests.contracts.environment_contract import Played, play
 
 __all__ = ["CONTRACT", "Case", "Make"]

@@ -12,7 +12,7 @@ import torch
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.collective import BroadcastOrder
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from rollart.errors import EngineError
 from rollart.model import WeightsRef
 from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult

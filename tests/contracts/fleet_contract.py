@@ -12,10 +12,10 @@ import pytest
 
 from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
-from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import Completion, EngineId, Sampling
 from rollart.ports import Fleet, RunEvent
-from rollart.runtime.gateway import Gateway
+from rollart.serving.gateway import Gateway
 
 __all__ = ["HERE", "THERE", "FleetContract", "FleetSubject", "Scenario"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import pool_nodes
-from rollart.compose.environments import environment_fleet
-from rollart.ledger.memory import MemoryRecorder
+from rollart.launch.hosts import environment_fleet
+from rollart.launch.layout import pool_nodes
+from rollart.leases import Leases
 from rollart.ports import Environment, Runtime
-from rollart.runtime.hosting import EnvironmentHostSupervisor
-from rollart.runtime.leases import Leases
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.settings.resolve import Resolved, resolve_files
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
+from rollart.testing.ledger import MemoryRecorder
 from tests.e2e.harness import CLUSTER, tiny
 
 __all__ = ["DOMAINS", "Hosts", "hosts_of", "resolved_with"]

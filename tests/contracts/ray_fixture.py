@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth_environment, raylet_pid, write_cluster_files
-from rollart.ports import Node
+from rollart.fleet import Node
 
 __all__ = ["IMPORTS", "RayCluster", "client_server_of", "ray_cluster_of"]
 
@@ -48,7 +48,7 @@ def ray_cluster_of(nodes: Sequence[Node], directory: Path, env: Mapping[str, str
     """The first node is the head; `env`: of the nodes' processes beside this one's."""
     temporary = tempfile.mkdtemp(prefix="rollart-ray-")
     env = {**os.environ, **env, **write_cluster_files(directory, nodes, health_s=HEALTH_S, temporary=temporary)}
-    watched = "rollart.adapters.clusters.pdeathsig"
+    watched = "rollart.lifeline"
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", watched, str(os.getpid()), MODULE, str(directory)],

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollart.spec.load import builtin, load_run
+from rollart.settings.load import builtin, load_run
 from tests.adapters.openenv_process import PYTHON, served
 from tests.contracts.adapter_contract import CONTRACT, LIMIT_S, Case, Make
 from tests.contracts.host_fixture import Hosts, hosts_of, resolved_with

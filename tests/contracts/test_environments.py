@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rollart.adapters.envs.frozen_lake import FrozenLakeText
-from rollart.compose.environments import HostProgram
 from rollart.errors import EnvironmentFault, SpecError
+from rollart.launch.hosts import HostProgram
 from rollart.ports import Environment
-from rollart.runtime.hosting import HostedEnvironment
+from rollart.supervise.environment_hosts import HostedEnvironment
 from tests.contracts import host_fixture
 from tests.contracts.environment_contract import CONTRACT, Make
 from tests.contracts.host_fixture import Hosts, hosts_of, resolved_with

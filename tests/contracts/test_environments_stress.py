@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from rollart.adapters.envs.hosts import HostConnection
+from rollart.adapters.env_hosts.client import HostConnection
 from rollart.errors import EnvironmentFault
-from rollart.runtime.hosting import HostedEnvironment
+from rollart.supervise.environment_hosts import HostedEnvironment
 from tests.contracts.host_fixture import Hosts, hosts_of, resolved_with
 from tests.contracts.stress_worlds import reward_of
 from tests.e2e.harness import ROOT

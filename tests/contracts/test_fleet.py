@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollart.compose.adopted import RunStart
-from rollart.compose.wiring import RunContext, open_run
-from rollart.ledger.memory import MemoryRecorder
+from rollart.launch.plan import RunStart
+from rollart.launch.wiring import RunContext, open_run
+from rollart.leases import Leases
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import RunEvent
-from rollart.runtime.fleet import EngineFleet
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
-from rollart.runtime.supervise import EngineSupervisor
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
+from rollart.settings.resolve import resolve_files
 from rollart.sim import loop
-from rollart.sim.fleet import SimulatedSite
-from rollart.sim.world import SimulatedEngine
-from rollart.spec.resolve import resolve_files
+from rollart.supervise.engines import EngineSupervisor
+from rollart.supervise.fleet import EngineFleet
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEngine, SimulatedSite
 from tests.contracts.fleet_contract import HERE, FleetContract, FleetSubject, Scenario, setting
 from tests.e2e.harness import CLUSTER, processes, tiny
 
@@ -134,7 +134,7 @@ class TestLocal(FleetContract):
                 kept.append(event)
                 super().event(event)
 
-        monkeypatch.setattr("rollart.compose.wiring.Ledger", Kept)
+        monkeypatch.setattr("rollart.launch.wiring.Ledger", Kept)
 
     def run(self, scenario: Scenario) -> None:
         async def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serverless.errors import UnknownFunction
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
 from serverless.types import FaultKind, InfraFault, ModelFault, Outcome, Scored
 from serverless.wire import encode
 from tests.serverless.support import PROVIDERS, Books, Provider, item, package, until

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import EnvironmentFault
-from rollart.runtime.hosting import HostedEnvironment
-from rollart.runtime.preparing import prepare_environment
+from rollart.supervise.environment_hosts import HostedEnvironment, prepare_environment
 from tests.contracts import host_fixture
 from tests.contracts.host_fixture import hosts_of, resolved_with
 from tests.e2e.harness import ROOT

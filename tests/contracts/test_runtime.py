@@ -17,8 +17,8 @@ import pytest
 
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.errors import NoPlace, PartDied, UsageError
-from rollart.fleet import Bundle, BundleGroup, Strategy
-from rollart.ports import ActorSpec, Node, Runtime
+from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, Strategy
+from rollart.ports import Runtime
 from rollart.sim import loop as virtual
 from tests.contracts.ray_fixture import RayCluster, ray_cluster_of
 

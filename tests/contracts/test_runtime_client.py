@@ -14,7 +14,7 @@ import pytest
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment
 from rollart.errors import PartDied, ProviderError
-from rollart.ports import Node
+from rollart.fleet import Node
 from tests.contracts import test_runtime as suite
 from tests.contracts.ray_fixture import IMPORTS, RayCluster, client_server_of, ray_cluster_of
 from tests.contracts.test_runtime import Run, Scenario, nodes, spec

@@ -42,7 +42,7 @@ async def objects(
     if request.param == "s3":
         import boto3
 
-        from rollart.adapters.weights.s3 import S3ObjectStore
+        from rollart.adapters.weights.objects import S3ObjectStore
 
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -124,7 +124,7 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
     import boto3
     from aiobotocore.session import AioSession
 
-    from rollart.adapters.weights.s3 import S3ObjectStore
+    from rollart.adapters.weights.objects import S3ObjectStore
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

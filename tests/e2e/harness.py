@@ -360,7 +360,7 @@ def environment() -> dict[str, str]:
 
 
 ROLLART = [sys.executable, "-m", "rollart.cli.main"]
-ZYGOTE = "serverless.backends._zygote"
+ZYGOTE = "serverless.workers._zygote"
 
 
 def _set(spec: Spec, keys: list[str], value: Any) -> None:

@@ -17,17 +17,21 @@ import pytest
 
 from benchmarks.local_prediction import REFERENCES, lake_only, variant
 from placement.calibrate import Fit, Row
-from placement.constants import Calibration, Constants
-from placement.roofline import Roofline
+from placement.problem import DomainProfile, EnvironmentCost, Quantity
+from placement.roofline import Calibration, Constants, Roofline
 from placement.types import Device
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
-from rollart.compose.calibrate import Machine, SteadyStateMeasurement, calibrate, fit_machine, measure
-from rollart.compose.play import profile_by_play
-from rollart.compose.predict import predict
-from rollart.compose.probe import TrainingMeasurement
 from rollart.errors import UsageError
-from rollart.spec.planning import run_shape
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.settings.planning import run_shape
+from rollart.settings.resolve import Resolved, resolve_files
+from rollart.tools.calibrate import (
+    Machine,
+    SteadyStateMeasurement,
+    TrainingMeasurement,
+    calibrate,
+    fit_machine,
+    measure,
+)
+from rollart.tools.predict import predict, profile_by_play
 
 CONSTANTS = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.02, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5

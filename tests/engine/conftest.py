@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollart.engine.matrix import BlockedLinear
+from rollart.engine.network import BlockedLinear
 from tests.engine import models
 
 

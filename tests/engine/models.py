@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollart.architecture import Architecture, read_architecture
-from rollart.engine.checkpoint import read_tensors
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
+from rollart.engine.weights import read_tensors
 from rollart.model import GenerateRequest, Sampling
 
 VOCAB = 61

@@ -16,7 +16,7 @@ from rollart.engine.handoff import HandoffSettings
 from rollart.engine.server import EngineServer
 from rollart.model import Completion, EngineId, GenerateRequest, Sampling
 from rollart.ports import Engine
-from rollart.runtime.handoff import decode_params, prefill_request
+from rollart.serving.handoff import decode_params, prefill_request
 from tests.engine.hosting import hosted
 
 Params = Mapping[str, object] | None

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import save_file
 
 from rollart.architecture import read_architecture
-from rollart.engine.checkpoint import published_version, read_tensors, require_complete
+from rollart.engine.weights import published_version, read_tensors, require_complete
 from rollart.errors import UsageError
 from tests.engine.models import LLAMA, QWEN, publish, random_tensors
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
-from rollart.engine.checkpoint import read_tensors
 from rollart.engine.decoding import GraphDecoder, _step_inputs, captured_sizes
 from rollart.engine.network import Network
 from rollart.engine.operations import TorchOperations, operation_differences, select_operations
 from rollart.engine.runner import Runner
 from rollart.engine.sampling import invert_blocks
+from rollart.engine.weights import read_tensors
 from tests.engine.graphs import play
 from tests.engine.models import finish, job, publish, run_one, runner
 

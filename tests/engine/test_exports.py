@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.engine.exports import MAX_REMEMBERED_REASONS, KvExport, KvExports
+from rollart.engine.handoff import MAX_REMEMBERED_REASONS, KvExport, KvExports
 from rollart.engine.shm import SharedKvFiles
 
 

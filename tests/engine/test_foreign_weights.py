@@ -14,7 +14,7 @@ import pytest
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.architecture import stamp_of
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from rollart.errors import ForeignWeights
 from rollart.model import CompletionChunk, EngineId, GenerateRequest, PauseMode, Sampling, VersionSpan, WeightsRef
 from tests.engine.hosting import served

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.engine.cache import KvBlock
-from rollart.engine.checkpoint import read_tensors
 from rollart.engine.jobs import FinishedJob
 from rollart.engine.runner import Runner
+from rollart.engine.weights import read_tensors
 from rollart.errors import HandoffFailed
 from rollart.model import Completion, PauseMode, WeightsRef
 from tests.engine.models import finish, greedy, job, runner

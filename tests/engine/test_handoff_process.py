@@ -17,13 +17,13 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.engine.shm import SharedKvFiles
 from rollart.errors import HandoffFailed
 from rollart.fleet import EnginePlacement, EngineRole
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import MemoryRecorder
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import prefill_rule
-from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
+from rollart.policy.routing import RoutingPolicy, prefill_rule
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
+from rollart.testing.ledger import MemoryRecorder
 from tests.engine.hosting import process
 from tests.engine.models import QWEN, publish
 from tests.engine.pd import Params, ask, conversation, prefilled, split

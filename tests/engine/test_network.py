@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rollart.architecture import read_architecture
-from rollart.engine.checkpoint import read_tensors
-from rollart.engine.matrix import BlockedLinear
-from rollart.engine.network import Network
+from rollart.engine.network import BlockedLinear, Network
+from rollart.engine.weights import read_tensors
 from tests.engine.models import finish, greedy, job, reference, runner
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.handoff import decode_block, encode_block
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.runner import Runner
-from rollart.engine.transfer import decode_block, encode_block
+from rollart.engine.weights import read_tensors
 from rollart.errors import EngineError
 from rollart.model import FinishReason, GenerateRequest, Sampling
 from tests.engine.models import finish, greedy, job, run_one, runner

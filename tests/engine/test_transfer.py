@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.engine.cache import KvBlock
-from rollart.engine.transfer import DTYPES, KvSource, decode_block, encode_block, parse_kv_source
+from rollart.engine.handoff import DTYPES, KvSource, decode_block, encode_block, parse_kv_source
 from rollart.errors import EngineError, HandoffFailed
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from rollart.compose.infra import render
-from rollart.spec.load import builtin
+from rollart.settings.load import builtin
+from rollart.tools.infra import render
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"

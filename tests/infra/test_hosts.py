@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from placement.types import Plan
 from rollart.infra.hosts import HOST_CORES, host_groups
-from rollart.spec.cluster import ClusterSpec
-from rollart.spec.load import builtin, load_prices
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.load import builtin, load_prices
 
 PRICES = load_prices(builtin("prices.yaml"))
 COUNTS = st.integers(1, 3000)

@@ -6,7 +6,10 @@ import re
 import tomllib
 from pathlib import Path
 
-from rollart.compose.infra import (
+from rollart.infra.kuberay import FILES_OWNER
+from rollart.launch.vllm import PYTHON_VARIABLE
+from rollart.settings.load import builtin
+from rollart.tools.infra import (
     ENGINE_IMAGES,
     ENVIRONMENT_IMAGE,
     ENVIRONMENT_PYTHON_PREFIX,
@@ -14,9 +17,6 @@ from rollart.compose.infra import (
     VLLM_PYTHON,
     render,
 )
-from rollart.compose.vllm_home import PYTHON_VARIABLE
-from rollart.infra.kuberay import FILES_OWNER
-from rollart.spec.load import builtin
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "infra/Dockerfile").read_text()

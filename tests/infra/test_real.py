@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from placement.types import Role
-from rollart.compose.infra import render
 from rollart.infra.files import write
-from rollart.spec.load import builtin
-from rollart.spec.resolve import resolve_files
-from serverless.backends.aws_lambda import AwsLambdaBackend
+from rollart.settings.load import builtin
+from rollart.settings.resolve import resolve_files
+from rollart.tools.infra import render
 from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.package import build
+from serverless.providers.aws import AwsLambdaBackend
 from serverless.spec import FunctionSpec
 from tests.infra.goldens import FLEET, GOLDEN, MODAL, RUN, cluster
 from tests.serverless.aws.provider import AwsLambda, client, plane, settings

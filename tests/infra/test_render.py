@@ -13,12 +13,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from rollart.cli.infra import TARGETS as OFFERED
 from rollart.cli.main import run as rollart
-from rollart.compose.actors import pool_nodes
-from rollart.compose.infra import TARGETS, render
+from rollart.cli.specs import TARGETS as OFFERED
 from rollart.errors import SpecError, UsageError
-from rollart.spec.resolve import read_specs, resolve_files
+from rollart.launch.layout import pool_nodes
+from rollart.settings.resolve import read_specs, resolve_files
+from rollart.tools.infra import TARGETS, render
 from tests.infra import goldens
 from tests.infra.goldens import AWS, CLUSTERS, FLEET, GOLDEN, RUN, cluster
 

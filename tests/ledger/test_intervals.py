@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED, EngineShares, ResourceClock
-from rollart.ledger.intervals import ResourceState, TilingError, find_tiling_errors, sum_intervals, totals
-from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.intervals import (
+    RESOURCE_CLOSED,
+    RESOURCE_OPENED,
+    EngineShares,
+    ResourceClock,
+    ResourceState,
+    TilingError,
+    find_tiling_errors,
+    sum_intervals,
+    totals,
+)
 from rollart.ports import Interval
+from rollart.testing.ledger import MemoryRecorder
 
 
 class FakeClock:

@@ -17,19 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.errors import LeaseExpired, RollartError, RunFailed, StorageFailed, UsageError
-from rollart.ledger.clock import ResourceClock
-from rollart.ledger.codec import decode_sample, encode_sample
+from rollart.leases import Expiry, Leases
 from rollart.ledger.database import FILE
-from rollart.ledger.intervals import ResourceState, find_tiling_errors, sum_intervals, totals
-from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.intervals import ResourceClock, ResourceState, find_tiling_errors, sum_intervals, totals
+from rollart.ledger.payloads import PayloadFiles, decode_sample, encode_sample
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import LedgerReader, SavingSum
-from rollart.ledger.segments import PayloadFiles
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
-from rollart.policy.lease import Expiry
 from rollart.ports import Charge, Interval, RunEvent
-from rollart.runtime.leases import Leases
+from rollart.testing.ledger import MemoryRecorder
 from serverless.meter import Saving
 from serverless.types import Cause, Invocation
 
@@ -661,7 +658,7 @@ def test_segment_files_go_once_their_samples_are_trained(
     tmp_path: Path, sample: MakeSample, group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A live run does not accumulate trained payloads: a closed file without live samples is deleted."""
-    monkeypatch.setattr("rollart.ledger.segments.ROLL_BYTES", 100_000)
+    monkeypatch.setattr("rollart.ledger.payloads.ROLL_BYTES", 100_000)
 
     async def main() -> None:
         with Ledger(tmp_path, clock=zero, inline=True) as ledger:

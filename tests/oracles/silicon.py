@@ -16,9 +16,8 @@ from pathlib import Path
 
 from placement.architecture import DecoderShape, shape_of
 from placement.calibrate import MeasurementKind, Row
-from placement.constants import Constants, Precision
 from placement.hardware import device
-from placement.roofline import Roofline
+from placement.roofline import Constants, Precision, Roofline
 from placement.types import Device
 
 PACKAGE = "aiconfigurator_core"

@@ -1,7 +1,7 @@
 """Prints how far the roofline is from measured runs: `python -m tests.oracles.table`.
 
 TPOT: the six constants fitted to H200 rows only. TTFT: prefill share and cost per request fitted to H200 rows only, the
-rest as for TPOT. "priors": as `placement.constants` has them; two of Hopper's (row_s, alpha_s) come from the same H200
+rest as for TPOT. "priors": as `placement.roofline` has them; two of Hopper's (row_s, alpha_s) come from the same H200
 rows of Llama-3.1-70B. "band": what a plan would say of its error there; it is not meant for times to first token.
 """
 
@@ -11,8 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from placement.calibrate import FREE, Fit, MeasurementKind, errors, fit
-from placement.constants import Constants
-from placement.roofline import Roofline, RooflinePerformance
+from placement.roofline import Constants, Roofline, RooflinePerformance
 from tests.oracles.silicon import CASES, DEVICES, LLAMA, Case, package, rows, shape
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from placement.calibrate import errors
-from placement.constants import PRIORS
+from placement.roofline import PRIORS
 from tests.oracles.silicon import CASES, DEVICES, LLAMA, Case, package, rows, shape
 from tests.oracles.table import Line, fit_h200, lines, main
 

@@ -13,7 +13,7 @@ import rollart
 from benchmarks.papers import planned
 from benchmarks.papers.planned import Term, mixed, needed, split
 from rollart.cli.main import cli
-from rollart.spec.resolve import forecast, read_specs
+from rollart.settings.resolve import forecast, read_specs
 
 DOCS = Path(rollart.__file__).parent.parent / "docs" / "placement.md"
 

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from placement.problem import Problem
+from placement.problem import DomainProfile, Problem
 from placement.roofline import Roofline
 from placement.types import Flow, KvMode, Placement, Role
-from placement.workload import DomainProfile
 
 __all__ = ["Measured", "simulate"]
 

@@ -1,4 +1,4 @@
-"""A performance model with plain coefficients, for tests of code that uses `placement.performance`."""
+"""A performance model with plain coefficients, for tests of code that uses `placement.types`."""
 
 from __future__ import annotations
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from placement.architecture import shape_of
 from placement.hardware import device
-from placement.problem import Problem
+from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity
 from placement.roofline import RooflinePerformance
 from placement.types import Link, Pool
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3_8B: Mapping[str, object] = {
     "model_type": "qwen3",

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.architecture import DecoderShape, shape_of
-from placement.modelconfig import FAMILIES
-from placement.performance import ShapeModel
+from placement.architecture import FAMILIES, DecoderShape, shape_of
+from placement.types import ShapeModel
 from rollart.quickstart.policy_config import policy_config
 
 Config = dict[str, Any]

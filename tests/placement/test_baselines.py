@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from placement.baselines import Baseline, baselines, best_baseline, gain, single_device_types
+from placement.explain import Baseline, baselines, best_baseline, gain, single_device_types
 from placement.problem import Problem, Restriction
 from placement.solve import solve
 from placement.types import Infeasible, Objective, Placement, Role

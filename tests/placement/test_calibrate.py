@@ -13,9 +13,8 @@ import pytest
 
 from placement.architecture import shape_of
 from placement.calibrate import FREE_EFFECTIVE, Fit, Row, errors, fit, predict
-from placement.constants import PRIORS, Calibration, Constants
 from placement.hardware import device
-from placement.roofline import Roofline, RooflinePerformance
+from placement.roofline import PRIORS, Calibration, Constants, Roofline, RooflinePerformance
 
 SHAPE = shape_of(
     {

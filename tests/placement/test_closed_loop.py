@@ -11,11 +11,10 @@ import pytest
 
 from placement.architecture import shape_of
 from placement.hardware import device
-from placement.problem import Problem
+from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity
 from placement.roofline import Roofline, RooflinePerformance
 from placement.solve import solve
 from placement.types import KvMode, Link, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
 from tests.placement.closed_loop import simulate
 from tests.placement.fleet import PERFORMANCE
 from tests.placement.test_rollart_bands import MODELS

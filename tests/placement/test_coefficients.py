@@ -11,15 +11,12 @@ from dataclasses import dataclass
 import pytest
 
 from placement.architecture import shape_of
-from placement.constants import TrainingConstants
 from placement.hardware import device
-from placement.performance import InstanceModel, Performance
-from placement.problem import Problem
-from placement.roofline import RooflinePerformance
+from placement.paths import MODES, Tableau, tableau
+from placement.problem import DomainProfile, EnvironmentCost, FunctionPrice, Problem, Quantity, RewardCost, TrainingWork
+from placement.roofline import RooflinePerformance, TrainingConstants
 from placement.solve import solve
-from placement.tableau import MODES, Tableau, tableau
-from placement.types import Device, KvMode, Link, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
+from placement.types import Device, InstanceModel, KvMode, Link, Performance, Placement, Pool, Role
 from tests.placement.fakes import FakePerformance, FakeShape
 from tests.placement.fleet import QWEN3_8B
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.estimate import ObservedTrajectory, ProfileEstimator, workload_drift
-from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost
+from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
 
 LAKE = ObservedTrajectory(
     "lake", 0.0, turns=5, first_tokens=30, new_tokens=40, output_tokens=5, wait_s=0.5, core_s=0.05

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from placement.baselines import gain
-from placement.explain import Affinity, affinities, explain, marginals
-from placement.problem import Problem
+from placement.explain import Affinity, affinities, explain, gain, marginals
+from placement.problem import Problem, TrainingWork
 from placement.solve import solve
 from placement.types import Device, Objective, Placement, Pool, RewardChoice, Role
-from placement.workload import TrainingWork
 from tests.placement.fleet import AGENTIC, MATH, problem
 from tests.placement.test_windowed import GPU, SLOW
 from tests.placement.test_windowed import problem as windowed

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from placement.problem import Problem
+from placement.paths import MODES, tableau
+from placement.problem import EnvironmentCost, Problem
 from placement.solve import solve
-from placement.tableau import MODES, tableau
 from placement.types import Placement, Role
-from placement.workload import EnvironmentCost
 from tests.placement.fleet import AGENTIC, MATH, problem
 
 DeploymentKey = tuple[str, Role, int]

@@ -8,10 +8,18 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from placement.problem import Problem, RunningPlan
+from placement.problem import (
+    DomainProfile,
+    EnvironmentCost,
+    FunctionPrice,
+    Problem,
+    Quantity,
+    RewardCost,
+    RunningPlan,
+    TrainingWork,
+)
 from placement.solve import solve
 from placement.types import Device, Objective, Placement, Pool
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
 from tests.placement.fakes import FakePerformance
 from tests.placement.fleet import problem as fleet
 

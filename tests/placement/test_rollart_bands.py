@@ -21,11 +21,10 @@ import rollart
 from placement.architecture import shape_of
 from placement.assign import assign
 from placement.hardware import device
-from placement.problem import Problem, Restriction
+from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, Restriction
 from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import Demand, Deployment, Link, Placement, Plan, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, object]] = {

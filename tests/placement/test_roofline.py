@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.architecture import DecoderShape, shape_of
-from placement.constants import PRIORS, Calibration, Constants, prior
 from placement.hardware import device
-from placement.roofline import Roofline, RooflinePerformance, transfer_s
+from placement.roofline import PRIORS, Calibration, Constants, Roofline, RooflinePerformance, prior, transfer_s
 from placement.types import Device
 
 LLAMA_8B = shape_of(

@@ -10,14 +10,13 @@ import random
 import numpy as np
 import pytest
 
-from placement.baselines import gain
+from placement.explain import gain
 from placement.hardware import device
-from placement.problem import Problem
-from placement.quiet import suppress_c_stdout
+from placement.milp import suppress_c_stdout
+from placement.problem import DomainProfile, Problem, Quantity, TrainingWork
 from placement.solve import solve
 from placement.training import TrainingLayout, training_layout
 from placement.types import Device, Placement, Pool, Role
-from placement.workload import DomainProfile, Quantity, TrainingWork
 from tests.placement.fakes import FakePerformance
 from tests.placement.fleet import PERFORMANCE
 

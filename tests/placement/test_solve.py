@@ -10,13 +10,22 @@ import sys
 import numpy as np
 import pytest
 
-from placement import phases
-from placement.constants import TrainingConstants
-from placement.problem import Problem, Restriction, RunningPlan
+from placement import paths
+from placement.paths import tableau
+from placement.problem import (
+    DomainProfile,
+    EnvironmentCost,
+    FunctionPrice,
+    Problem,
+    Quantity,
+    Restriction,
+    RewardCost,
+    RunningPlan,
+    TrainingWork,
+)
+from placement.roofline import TrainingConstants
 from placement.solve import solve
-from placement.tableau import tableau
 from placement.types import Deployment, Device, Infeasible, KvMode, Link, Objective, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, FunctionPrice, Quantity, RewardCost, TrainingWork
 from tests.placement.fakes import FakeInstance, FakePerformance, FakeShape
 
 Q = Quantity
@@ -148,7 +157,7 @@ def test_sums_over_turns_are_within_a_per_cent(turns: float, compute_bound: bool
 
     domain = dataclasses.replace(AGENT, turns=Q(turns), first_tokens=Q(1000), shared_prefix=0.5)
     model = Kinked(1e12, 1e-4, 1e-9, 1e-3, 0, 1e-6)
-    sums = phases.representative_turns(domain, FakeShape())
+    sums = paths.representative_turns(domain, FakeShape())
     exact, kv = 0.0, 0.0
     for t in range(1, math.ceil(turns) + 1):
         share = min(1.0, turns - (t - 1))
@@ -156,7 +165,7 @@ def test_sums_over_turns_are_within_a_per_cent(turns: float, compute_bound: bool
         seconds = model.turn_s(16, new, cached, 100)
         exact += share * seconds
         kv += share * 16 * seconds * (cached + new + 50) * 1e5 / 1e9
-    cost = phases.aggregated_cost(model, sums, np.array([16.0]), recompute=False)
+    cost = paths.aggregated_cost(model, sums, np.array([16.0]), recompute=False)
     assert sums.count == pytest.approx(turns)
     assert cost.load[0] == pytest.approx(exact, rel=0.01)
     assert cost.kv_seconds[0] == pytest.approx(kv, rel=0.01)

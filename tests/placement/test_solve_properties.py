@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.problem import Problem, Restriction
+from placement.paths import Tableau, tableau
+from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, Restriction
 from placement.solve import solve
-from placement.tableau import Tableau, tableau
 from placement.types import Device, KvMode, Link, Objective, Placement, Pool, Role
-from placement.workload import DomainProfile, EnvironmentCost, Quantity
 from tests.placement.fakes import FakePerformance, FakeShape
 
 Q = Quantity

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from placement.architecture import DecoderShape, shape_of
-from placement.constants import TrainingConstants
 from placement.hardware import device
-from placement.problem import Problem
-from placement.roofline import RooflinePerformance
+from placement.problem import DomainProfile, Problem, Quantity, TrainingWork
+from placement.roofline import RooflinePerformance, TrainingConstants
 from placement.training import TrainingLayout, adapter_parameters, fit_training_constants, mfu, training_layout
 from placement.types import Link, Pool
-from placement.workload import DomainProfile, Quantity, TrainingWork
 
 QWEN3 = {
     "model_type": "qwen3",

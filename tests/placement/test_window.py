@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.problem import DomainProfile, Quantity, log_normal
 from placement.window import mean_longest_ratio
-from placement.workload import DomainProfile, Quantity, log_normal
 
 
 def domain(*, p90: float | None = None, turns: Quantity | None = None) -> DomainProfile:

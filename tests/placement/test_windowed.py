@@ -9,12 +9,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement.problem import InFlightWindow, Problem, Restriction
+from placement.problem import (
+    DomainProfile,
+    EnvironmentCost,
+    InFlightWindow,
+    Problem,
+    Quantity,
+    Restriction,
+    TrainingWork,
+)
 from placement.publish import Publishing, Transport
 from placement.solve import solve
 from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
 from placement.window import domain_windows, longest_member_ratios, publish_interval
-from placement.workload import DomainProfile, EnvironmentCost, Quantity, TrainingWork
 from tests.placement.fakes import FakePerformance
 
 GPU = Device("big", 400, 80, 2.0, nvlink_gb_per_s=600, devices_per_host=8)

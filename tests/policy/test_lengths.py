@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy import lengths as module
-from rollart.policy.dispatch import longest, makespan
 from rollart.policy.lengths import LengthEstimate, LengthRanker, QuantileWindow, conditional_quantile
+from rollart.strategies.skew_aware import longest, makespan
 
 
 @settings(max_examples=50)

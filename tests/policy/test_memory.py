@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollart.policy.memory import MemoryAction, MemoryRules, MemoryWatch
+from rollart.policy.hosts import MemoryAction, MemoryRules, MemoryWatch
 
 
 @pytest.mark.parametrize(

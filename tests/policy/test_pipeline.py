@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.pipelining import PipelineOp, PipelineSchedule, least_makespan, planned, refined, replayed
 from rollart.policy.pipeline import (
     Pipeline,
     PipelineStage,
@@ -20,7 +21,6 @@ from rollart.policy.pipeline import (
     initial_quotas,
     slackness,
 )
-from rollart.policy.pipelining import PipelineOp, PipelineSchedule, least_makespan, planned, refined, replayed
 
 F, B, W = PipelineOp.F, PipelineOp.B, PipelineOp.W
 

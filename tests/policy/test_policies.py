@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.control.groups import GroupDecision, GroupState
+from rollart.leases import Expiry, LeaseBook
 from rollart.model import AbortReason
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.batching import ReadyGroup, select_batch
 from rollart.policy.collapse import CollapseAlarm
-from rollart.policy.grouping import GroupDecision, GroupState
-from rollart.policy.lease import Expiry, LeaseBook
 from rollart.policy.release import SlotLedger
 from rollart.policy.routing import EngineView, choose_engine
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.syncing import engines_to_update
+from rollart.serving.gateway import engines_to_update
 
 
 @st.composite

@@ -7,18 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
-from rollart.policy.affinity import HardwareAffinity
-from rollart.policy.pricing import (
+from rollart.policy.routing import (
     DYNAMO_TOKENS,
     MARGIN,
     PREFILL_RULES,
     UNCACHED_TOKENS,
     EngineLoad,
+    EngineView,
+    HardwareAffinity,
     PathPricing,
     PrefillChoice,
+    RoutingPolicy,
+    TurnView,
+    choose_engine,
     prefill_rule,
+    route,
 )
-from rollart.policy.routing import EngineView, RoutingPolicy, TurnView, choose_engine, route
 from tests.policy.models import LinearModel
 
 P = EnginePlacement("fast", "H800", EngineRole.PREFILL)

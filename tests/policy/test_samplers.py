@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.samplers import (
+from rollart.policy.sample_table import (
     Balanced,
     Balancing,
     Deadline,
     Fifo,
+    ReadyRows,
+    SampleRow,
     TokenBudget,
     WholeGroups,
     age_weights,
     partition,
 )
-from rollart.policy.table import ReadyRows, SampleRow
 
 groups_of_rows = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), max_size=6)
 

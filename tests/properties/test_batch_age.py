@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from rollart.compose.simulate import simulate
 from rollart.errors import RollartError
 from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.spec.faults import FaultPlanSpec
-from rollart.spec.load import load_run
-from rollart.spec.resolve import Resolved
-from tests.compose.test_simulate import Make, made, specs  # noqa: F401
+from rollart.settings.faults import FaultPlanSpec
+from rollart.settings.load import load_run
+from rollart.settings.resolve import Resolved
+from rollart.tools.simulate import simulate
+from tests.tools.test_simulate import Make, made, specs  # noqa: F401
 
 pytestmark = pytest.mark.slow  # 100 simulations of four steps: about 20 s
 

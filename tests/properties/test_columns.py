@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.control.buffer import MAX_ROWS_PER_CALL, BatchDeadline, SampleColumn
+from rollart.control.training import StepDone
 from rollart.errors import TrainerError
-from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.redundancy import Redundancy
-from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.buffer import MAX_ROWS_PER_CALL, BatchDeadline, SampleColumn
-from rollart.runtime.training import StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.trainers import group_mean_advantages
+from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.tail_batching import TailSettings
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 
 @st.composite

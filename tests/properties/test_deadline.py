@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.memory import MemoryRecorder
+from rollart.control.buffer import BatchDeadline
 from rollart.model import TrainReport, TrainSample
-from rollart.runtime.buffer import BatchDeadline
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.sim.world import SimulatedTrainer
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedTrainer
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds
 
 

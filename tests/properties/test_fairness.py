@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftSettings, bounded_shares
-from rollart.policy.redundancy import Redundancy
-from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.runtime.sharing import FairnessSettings
+from rollart.shares import DomainShare, bounded_shares
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.sim.world import SimulatedEnvironment
+from rollart.strategies.fairness import DOMAIN_SHARE, DriftSettings, FairnessSettings
+from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEnvironment
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
 
 NAMES = ("a", "b", "c")

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from rollart.compose.simulate import simulate
-from rollart.compose.simulations import simulation_finding
 from rollart.errors import RollartError
 from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES
+from rollart.settings.faults import FaultPlanSpec
+from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.sim.loop import Deadlock
-from rollart.spec.faults import FaultPlanSpec
-from rollart.spec.resolve import Resolved, forecast, read_specs
-from tests.compose.test_simulate import CLUSTER, RUN
+from rollart.tools.simulate import simulate
+from rollart.tools.simulations import simulation_finding
+from tests.tools.test_simulate import CLUSTER, RUN
 
 pytestmark = pytest.mark.slow  # a run of three steps for each example: about 15 s
 

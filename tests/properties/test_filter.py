@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.errors import RunFailed
-from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.redundancy import Redundancy
-from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.rounds import RELAUNCH_MARK
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.tail_batching import RELAUNCH_MARK, TailSettings
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed
 
 

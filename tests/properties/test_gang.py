@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.clusters.gang import _PlacementSearch, place_bundles
-from rollart.adapters.clusters.labels import matches
-from rollart.fleet import Bundle, BundleGroup, Strategy
-from rollart.ports import Node
+from rollart.adapters.clusters.runtime import _PlacementSearch, matches, place_bundles
+from rollart.fleet import Bundle, BundleGroup, Node, Strategy
 
 Nodes = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=4)
 Groups = st.lists(

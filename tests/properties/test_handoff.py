@@ -29,17 +29,15 @@ from rollart.fleet import (
     RoutePrices,
     Routes,
 )
-from rollart.policy.affinity import HardwareAffinity
-from rollart.policy.handing import MOST_HANDED
-from rollart.policy.pricing import prefill_rule
-from rollart.policy.routing import RoutingPolicy
-from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
-from rollart.runtime.handing import HandoffQueue
-from rollart.runtime.rebalance import RebalanceSettings
-from rollart.runtime.turns import GatewayLimits, TurnExecutor
+from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.handoff import MOST_HANDED, HandoffQueue
+from rollart.serving.turns import TurnExecutor
 from rollart.sim import loop
-from rollart.sim.handoff import HandoffEngine, HandoffFabric, HandoffTimings
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.strategies.rolling_update import Delayed, Staggered, UpdatePolicy
+from rollart.supervise.rebalance import RebalanceSettings
+from rollart.testing.handoff import HandoffEngine, HandoffFabric, HandoffTimings
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.policy.models import LinearModel
 
 ROLES = list(EngineRole)
@@ -277,10 +275,10 @@ def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.Monkey
         return broken
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.HandoffTracker.take_back", nothing)
+        patched.setattr("rollart.serving.handoff.HandoffTracker.take_back", nothing)
         assert mixed() > 0, "legs that an update meets"
     with monkeypatch.context() as patched:
-        patched.setattr("rollart.runtime.handoff.HandoffTracker.take_back", nothing)
+        patched.setattr("rollart.serving.handoff.HandoffTracker.take_back", nothing)
         patched.setattr(TurnExecutor, "_fenced", lambda *_: None)
         assert mixed() > 0, "and KV sent after it"
 

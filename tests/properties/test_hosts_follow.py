@@ -18,22 +18,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.types import Assignment, Role
-from rollart.compose.crews import host_count_keepers
-from rollart.compose.elastic import fit_to_devices
-from rollart.compose.faults import SimulationFaults
-from rollart.compose.simulate import simulated_nodes
-from rollart.compose.simulated_hosts import simulated_environment_hosts
+from rollart.launch.clusters import fit_to_devices
+from rollart.launch.hosts import host_count_keepers
+from rollart.leases import Leases
 from rollart.ledger.intervals import find_tiling_errors
-from rollart.ledger.memory import MemoryRecorder
-from rollart.runtime.leases import Leases
+from rollart.settings.faults import FaultPlanSpec
+from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop
-from rollart.sim.environments import SimulatedHost
-from rollart.sim.hosts import ModelledHosts, run_autoscaled_hosts
-from rollart.sim.machines import MachineInventory
-from rollart.sim.run import make_simulated_run
-from rollart.sim.world import SimulatedEnvironment
-from rollart.spec.faults import FaultPlanSpec
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.sim.environments import ModelledHosts, SimulatedHost, run_autoscaled_hosts
+from rollart.sim.site import MachineInventory
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEnvironment
+from rollart.testing.run import make_simulated_run
+from rollart.tools.faults import SimulationFaults
+from rollart.tools.simulate import simulated_environment_hosts, simulated_nodes
 from tests.e2e.harness import tiny
 
 CORES, SIZE, SETTLE_S = 6, 2, 2.0

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Observation, Step
-from rollart.runtime.hostwatch import HostLimits
-from rollart.runtime.prefetch import PrefetchSettings
 from rollart.sim import loop
-from rollart.sim.environments import SimulatedHost
+from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
-from rollart.sim.hosts import ModelledHosts
-from rollart.sim.run import make_simulated_run
-from rollart.sim.world import SimulatedEnvironment
+from rollart.strategies.prefetch import PrefetchSettings
+from rollart.supervise.supervisor import HostLimits
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEnvironment
+from rollart.testing.run import make_simulated_run
 
 pytestmark = pytest.mark.slow  # about 5 s of computing
 

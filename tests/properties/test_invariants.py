@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.memory import MemoryRecorder
-from rollart.policy.concurrency import AimdSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.runtime.entrance import ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make_simulated_run
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.run import SimulatedRun as World
+from rollart.testing.run import make_simulated_run
 
 
 @st.composite

@@ -13,20 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.hardware import device
-from rollart.ledger.clock import ResourceClock
-from rollart.ledger.intervals import find_tiling_errors
-from rollart.ledger.memory import MemoryRecorder
+from rollart.control.trajectory import WaitLimits
+from rollart.ledger.intervals import ResourceClock, find_tiling_errors
 from rollart.model import EngineId
-from rollart.runtime.gateway import GatewayLimits
-from rollart.runtime.lending import LendingSettings
-from rollart.runtime.trajectory import WaitLimits
-from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.sim.environments import SimulatedDomain
 from rollart.sim.loop import run
-from rollart.sim.mass import MassTokenizer
-from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
-from rollart.sim.workload import PRESETS, GeneratedWorkload
+from rollart.sim.workload import PRESETS, GeneratedWorkload, MassTokenizer
+from rollart.strategies.lending import LendingSettings
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.sim.models import shape, steps
 
 DEVICES = 4

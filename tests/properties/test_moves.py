@@ -23,18 +23,16 @@ from rollart.fleet import (
     RoutePrices,
     Routes,
 )
-from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-from rollart.ledger.intervals import find_tiling_errors
-from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, find_tiling_errors
 from rollart.model import Completion, GenerateRequest
-from rollart.policy.pricing import prefill_rule
-from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.rebalance import RebalanceSettings
-from rollart.runtime.turns import GatewayLimits
+from rollart.policy.routing import RoutingPolicy, prefill_rule
+from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop
-from rollart.sim.fleet import SimulatedSite
-from rollart.sim.handoff import HandoffEngine, HandoffFabric
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.supervise.rebalance import RebalanceSettings
+from rollart.testing.handoff import HandoffEngine, HandoffFabric
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedSite
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.policy.models import LinearModel
 
 ROLES = list(EngineRole)

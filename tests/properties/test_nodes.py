@@ -14,23 +14,22 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.compose.elastic import FixedCountPlanner
 from rollart.errors import PartDied
 from rollart.fleet import EngineKind, EngineRole, FleetMoveKind, FleetObservation, KindLoad
+from rollart.launch.clusters import FixedCountPlanner
 from rollart.ledger.intervals import find_tiling_errors
-from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
-from rollart.policy.presence import AvailabilitySettings
 from rollart.ports import Engine
-from rollart.runtime.fleet import ReservedEngine
-from rollart.runtime.nodes import NodeTracker
-from rollart.runtime.rebalance import RebalanceSettings
-from rollart.runtime.turns import GatewayLimits
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop
-from rollart.sim.fleet import SimulatedPart, SimulatedSite
-from rollart.sim.handoff import HandoffEngine, HandoffFabric
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.spec.resolve import Resolved, resolve_files
+from rollart.supervise.fleet import ReservedEngine
+from rollart.supervise.nodes import AvailabilitySettings, NodeTracker
+from rollart.supervise.rebalance import RebalanceSettings
+from rollart.testing.handoff import HandoffEngine, HandoffFabric
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedPart, SimulatedSite
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.e2e.harness import tiny
 
 KIND = EngineKind("wide", EngineRole.ENGINE, 1)

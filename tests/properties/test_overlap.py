@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.memory import MemoryRecorder
+from rollart.control.training import StepDone
 from rollart.model import WeightsRef
-from rollart.runtime.training import StepDone
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make_simulated_run
-from rollart.sim.world import SimulatedTrainer
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedTrainer
+from rollart.testing.run import SimulatedRun as World
+from rollart.testing.run import make_simulated_run
 from tests.properties.test_invariants import watch_outstanding, worlds
 
 

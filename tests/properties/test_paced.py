@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.pacing import PacedGroup, groups_to_wait_for, may_join
-from rollart.policy.redundancy import Redundancy
-from rollart.runtime.buffer import BatchDeadline
+from rollart.control.buffer import BatchDeadline
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.strategies.pacing import PacedGroup, groups_to_wait_for, may_join
+from rollart.strategies.redundancy import Redundancy
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds
 
 

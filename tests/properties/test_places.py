@@ -13,20 +13,19 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.control.control_plane import ControlSettings
+from rollart.control.session import EvaluationPlan
 from rollart.model import Observation, Step
-from rollart.policy.places import PlacementPriority
-from rollart.policy.redundancy import Redundancy
+from rollart.policy.host_slots import PlacementPriority
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.runtime.control import ControlSettings
-from rollart.runtime.hostwatch import HostLimits
-from rollart.runtime.prefetch import PrefetchSettings
-from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop
-from rollart.sim.environments import SimulatedHost
+from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
-from rollart.sim.hosts import ModelledHosts
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.sim.world import SimulatedEnvironment
+from rollart.strategies.prefetch import PrefetchSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.supervise.supervisor import HostLimits
+from rollart.testing.parts import SimulatedEnvironment
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 STEP_S = 5.0
 """Longest wait for a call of an environment; each takes a fifth of it at most, and a place may take far longer."""

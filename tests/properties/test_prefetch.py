@@ -9,16 +9,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.memory import MemoryRecorder
+from rollart.control.domain import training_seed
 from rollart.model import Observation, Step, TrajectoryId
-from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.domain import training_seed
-from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.sim.world import SimulatedEnvironment
+from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.tail_batching import TailSettings
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEnvironment
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 LOCKED = tuple(name for name in FIXED_LAG if name in SCHEDULES)
 """Schedules whose batches are fixed by the order of their prompts."""

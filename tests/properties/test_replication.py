@@ -10,13 +10,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.concurrency import AimdSettings
-from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.policy.tailbatch import TailSettings
-from rollart.runtime.entrance import ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun, make_simulated_run
+from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.tail_batching import TailSettings
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
 from tests.properties.test_updating import POLICIES
 

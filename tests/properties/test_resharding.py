@@ -12,17 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.fleet import EngineKind, EngineRole
-from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-from rollart.ledger.intervals import find_tiling_errors
-from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, find_tiling_errors
 from rollart.model import EngineStats, TrainReport, TrainSample
 from rollart.policy.parallelism import TensorParallelRule
-from rollart.runtime.resharding import ReshardSettings
-from rollart.runtime.turns import GatewayLimits
+from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop
-from rollart.sim.fleet import SimulatedSite
-from rollart.sim.run import SimulatedRun, make_simulated_run
-from rollart.sim.world import SimulatedEngine, SimulatedTrainer
+from rollart.strategies.tp_change import ReshardSettings
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.parts import SimulatedEngine, SimulatedSite, SimulatedTrainer
+from rollart.testing.run import SimulatedRun, make_simulated_run
 
 DEVICES = 4
 RULE = TensorParallelRule((1, 2, 4), devices=4, quiet_steps=2)

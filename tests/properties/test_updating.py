@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.model import Completion, GenerateRequest, PauseMode, WeightsRef
-from rollart.policy.updates import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.sim import loop
-from rollart.sim.run import SimulatedRun as World
-from rollart.sim.run import make_simulated_run
-from rollart.sim.world import SimulatedEngine
+from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
+from rollart.testing.parts import SimulatedEngine
+from rollart.testing.run import SimulatedRun as World
+from rollart.testing.run import make_simulated_run
 
 POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
     "delayed": lambda: Delayed(4.0),

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.calling import ToolCallParser, merge_events
 from rollart.adapters.proxy.messages import (
     ArgumentsDelta,
     OutputEvent,
@@ -21,8 +20,7 @@ from rollart.adapters.proxy.messages import (
     ToolCallEnd,
     ToolCallStart,
 )
-from rollart.adapters.proxy.scanning import PartialJsonScanner
-from rollart.adapters.proxy.tools import PARSERS
+from rollart.adapters.proxy.tool_calls import PARSERS, PartialJsonScanner, ToolCallParser, merge_events
 
 json_values = st.recursive(
     st.none()

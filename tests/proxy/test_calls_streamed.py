@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from rollart.adapters.proxy import anthropic as messages
 from rollart.adapters.proxy import openai_chat as chat
 from rollart.adapters.proxy import openai_responses as responses
-from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.chat import ChatFormat, OutputDelta
 from rollart.adapters.proxy.messages import PolicyResponse, ResponseHeader
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.adapters.proxy.unfolding import OutputDelta
 from rollart.model import Completion, FinishReason, VersionSpan
 from tests.proxy.scripted import spelling
 from tests.proxy.test_calling import answers

@@ -14,7 +14,7 @@ from rollart.adapters.proxy.capture import CapturedTurn, SessionCapture, TurnRel
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Message, PromptInput, ToolCall
 from rollart.adapters.proxy.sessions import truncate_at_stops
-from rollart.adapters.proxy.tools import parse_bare_json, parse_hermes
+from rollart.adapters.proxy.tool_calls import parse_bare_json, parse_hermes
 from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.proxy.scripted import CALL, END, TEMPLATE, spelling

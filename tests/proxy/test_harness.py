@@ -13,12 +13,12 @@ import pytest
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.harness import GRACE_S, Agent, HarnessRunner, ProxyEpisode
 from rollart.adapters.proxy.server import Proxy
-from rollart.compose import prepare
-from rollart.compose.proxy import serve_app
 from rollart.errors import SpecError
+from rollart.launch import prepare
+from rollart.launch.servers import serve_app
 from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
+from rollart.settings.run import DomainSpec, HarnessSpec
 from rollart.sim import loop
-from rollart.spec.run_parts import DomainSpec, HarnessSpec
 from tests.proxy.agents import chat, endless
 from tests.proxy.scripted import spelling
 

@@ -12,15 +12,15 @@ import aiohttp
 import pytest
 
 from rollart.adapters.proxy import anthropic, openai_chat
-from rollart.adapters.proxy import streaming as module
+from rollart.adapters.proxy import server as module
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import CompletionRequest as Ask_
 from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput
 from rollart.adapters.proxy.record import READ_BLOCK, SessionRecorder, read_sessions
 from rollart.adapters.proxy.server import Proxy
-from rollart.adapters.proxy.shelf import SessionLimits
-from rollart.compose.proxy import serve_app
+from rollart.adapters.proxy.sessions import SessionLimits
 from rollart.errors import EngineError, StorageFailed, UsageError
+from rollart.launch.servers import serve_app
 from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 from tests.proxy.scripted import spelling
 

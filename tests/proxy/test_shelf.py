@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.shelf import GROWTH_RESERVE, SessionLimits
+from rollart.adapters.proxy.sessions import GROWTH_RESERVE, SessionLimits
 from tests.proxy.scripted import spelling
 from tests.proxy.test_server import CHAT, HI, Ask, Speaker, with_proxy
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.calling import merge_events
-from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder, OutputDelta
 from rollart.adapters.proxy.messages import (
     CompletionRequest,
     Message,
@@ -21,7 +20,7 @@ from rollart.adapters.proxy.messages import (
     ToolCall,
 )
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.adapters.proxy.unfolding import IncrementalDecoder, OutputDelta
+from rollart.adapters.proxy.tool_calls import merge_events
 from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 from tests.proxy.scripted import CALL, spelling
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.preflight import environment_problems
-from rollart.spec.cluster import ClusterSpec
-from rollart.spec.load import load_file
-from rollart.spec.resolve import read_specs
-from rollart.spec.run import RunSpec
+from rollart.launch.preflight import environment_problems
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.load import load_file
+from rollart.settings.resolve import read_specs
+from rollart.settings.run import RunSpec
 from tests.adapters.openenv_process import PYTHON
 from tests.e2e.harness import ROOT, Home, Launched, ledger
 

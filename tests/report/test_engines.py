@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from placement.calibrate import Row
-from rollart.ledger.clock import ENGINE_DID
+from rollart.ledger.intervals import ENGINE_DID
 from rollart.ports import RunEvent
-from rollart.report.engines import engine_rows, engines
 from rollart.report.rows import RunRows
+from rollart.report.utilization import engine_rows, engines
 
 DEVICES = {"engine-0": ("H200", 2), "prefill-0": ("H800", 4)}
 

@@ -6,9 +6,9 @@ import pytest
 
 from rollart.ledger.reader import CallRow, InvocationSum, WorkerSum
 from rollart.ports import RunEvent
-from rollart.report.idle import estimated_workers
+from rollart.report.cost import cost, cost_lines, waste
 from rollart.report.render import render
-from rollart.report.summarize import cost, cost_lines, waste
+from rollart.report.rows import estimated_workers
 from rollart.report.utilization import utilization
 from tests.report.test_report import cells, rows
 

@@ -18,10 +18,10 @@ from rollart.ledger.intervals import IntervalSum, ResourceState
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow, WorkerSum
 from rollart.ports import RunEvent
+from rollart.report.cost import cost, cost_lines, fates, waste
 from rollart.report.curve import curve, curves, sparkline, write_png
 from rollart.report.render import render
 from rollart.report.rows import RunRows
-from rollart.report.summarize import cost, cost_lines, fates, waste
 from rollart.report.tables import Report, Table
 from rollart.report.utilization import utilization
 from serverless.meter import WorkerState

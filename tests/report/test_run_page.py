@@ -8,10 +8,10 @@ import pytest
 
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.reader import RunFacts
+from rollart.report.cost import cost
 from rollart.report.curve import curve
+from rollart.report.pages import cost_page, timeline_page
 from rollart.report.render import render
-from rollart.report.run_page import cost_page, timeline_page
-from rollart.report.summarize import cost
 from rollart.report.timeline import timeline_of
 from rollart.report.utilization import utilization
 from tests.report.test_report import rows

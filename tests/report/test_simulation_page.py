@@ -11,11 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from rollart.report.charts import Bar, BarGroup, BarSegment, bar_chart, nice_ticks
-from rollart.report.markup import element
-from rollart.report.page import page
-from rollart.report.render import render
+from rollart.report.pages import simulation_page
+from rollart.report.render import element, page, render
 from rollart.report.simulation import FIGURES, SimulationFigures, simulation
-from rollart.report.simulation_page import simulation_page
 from rollart.report.tables import DOLLARS, PERCENT, PLAIN, Report, Table, TableColumn, estimate
 from rollart.report.timeline import timeline_of
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.report.charts import duration, timeline_chart
+from rollart.report.pages import timeline_page
 from rollart.report.render import render
-from rollart.report.run_page import timeline_page
 from rollart.report.timeline import MOST_ROWS, Band, Bins, Timeline, timeline_of, timeline_report
-from rollart.report.timeline_chart import duration, timeline_chart
 
 SPAN = 100.0
 stretch = st.tuples(st.floats(0, SPAN), st.floats(0, SPAN)).map(sorted)

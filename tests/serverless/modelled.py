@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from serverless.backends.base import Reply
 from serverless.deploy.package import Package
+from serverless.providers.base import Reply
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 Body = Callable[["Modelled", list[dict[str, Any]], Cause], Awaitable[InfraFault | None]]

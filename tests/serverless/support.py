@@ -12,17 +12,17 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollart.sim import loop as virtual
-from serverless.backends.base import Backend
-from serverless.backends.front import FunctionHttpServer
-from serverless.backends.hosted import HostedBackend, WorkerHosts
-from serverless.backends.http import Endpoint, HttpBackend, Signed
-from serverless.backends.local import LocalBackend
-from serverless.backends.simulated import Profile, SimulatedBackend
-from serverless.backends.worker_host import WorkerHost
 from serverless.deploy.package import Package, build
 from serverless.meter import Meter, MeterSink, WorkerSpan
+from serverless.providers.base import Backend
+from serverless.providers.http import Endpoint, HttpBackend, Signed
+from serverless.providers.http_server import FunctionHttpServer
+from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation, Item
+from serverless.workers.host import WorkerHost
+from serverless.workers.local import LocalBackend
+from serverless.workers.remote import HostedBackend, WorkerHosts
 
 T = TypeVar("T")
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.base import Reply
-from serverless.backends.modal_functions import ModalBackend
-from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package, build
 from serverless.errors import BackendFailed, CredentialsMissing, UnknownFunction
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
+from serverless.providers.base import Reply
+from serverless.providers.modal import ModalBackend
+from serverless.providers.modal_client import ModalSettings
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Outcome, Scored, Throttle
 from serverless.wire import encode

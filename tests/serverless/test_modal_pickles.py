@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from serverless.backends import modal_client
-from serverless.backends.modal_functions import ModalBackend
-from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package, build
 from serverless.errors import BackendFailed
+from serverless.providers import modal_client
+from serverless.providers.modal import ModalBackend
+from serverless.providers.modal_client import ModalSettings
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind
 from serverless.wire import encode

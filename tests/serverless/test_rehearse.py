@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy import template
 from serverless.deploy.package import Package, build
 from serverless.errors import PackageError, SpecInvalid
+from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.rehearse import ExpectedOutcome, Rehearsal, RehearsalCase, cost, read_cases, rehearse
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from serverless import wire
-from serverless.backends.local import LocalBackend
+from serverless.analysis.sources import tree
 from serverless.declare import reward
 from serverless.deploy.handler import adapt, convention_of
 from serverless.deploy.package import build
-from serverless.deploy.sources import tree
 from serverless.errors import PolicyFault, SpecInvalid
 from serverless.inline import inline
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
 from serverless.signatures import Convention, Unknown, of_object, of_source, recognise
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.workers.local import LocalBackend
 from tests.serverless.functions import conventions
 from tests.serverless.support import FUNCTIONS, Simulated, package
 

@@ -12,10 +12,10 @@ import pytest
 
 from rollart.adapters.service import bridge as bridge_module
 from rollart.adapters.service.bridge import TASK, Bridge
-from rollart.adapters.service.terms import ExperienceRequest, RequestRefused
+from rollart.adapters.service.state import ExperienceRequest, RequestRefused
 from rollart.adapters.trainers.http import HttpTrainer, encode_samples
-from rollart.compose.proxy import serve_app
 from rollart.errors import TrainerError, TrainerRefused
+from rollart.launch.servers import serve_app
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.sim import loop
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import ServiceState
-from rollart.adapters.service.terms import ExperienceRequest, RequestRefused, ServiceSetup, ServiceTask
+from rollart.adapters.service.state import ExperienceRequest, RequestRefused, ServiceSetup, ServiceState, ServiceTask
 from rollart.sim import loop
 
 COLUMNS = ("prompt", "response", "reward")

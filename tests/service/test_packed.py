@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import ServiceState
-from rollart.adapters.service.store import SegmentLocation, ServiceStore
-from rollart.adapters.service.terms import ExperienceRequest, ServiceSetup, ServiceTask
-from rollart.packed import LEAST, PackedColumn, columns, decoded, encoded, pack, plain
+from rollart.adapters.service.packed import LEAST, PackedColumn, columns, decoded, encoded, pack, plain
+from rollart.adapters.service.state import ExperienceRequest, ServiceSetup, ServiceState, ServiceTask
+from rollart.adapters.service.storage import SegmentLocation, ServiceStore
 from rollart.service import Service
 from tests.service.test_uploads import TOKEN, serving
 

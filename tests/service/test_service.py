@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.service import serve_service
+from rollart.launch.servers import serve_service
 from rollart.service import Service, ServiceError
 
 ROOT = Path(__file__).parents[2]

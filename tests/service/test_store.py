@@ -14,10 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import ServiceState
-from rollart.adapters.service.loans import RowLeases
-from rollart.adapters.service.store import ServiceStore
-from rollart.adapters.service.terms import ExperienceRequest, RequestRefused, ServiceSetup, ServiceTask
+from rollart.adapters.service.state import (
+    ExperienceRequest,
+    RequestRefused,
+    RowLeases,
+    ServiceSetup,
+    ServiceState,
+    ServiceTask,
+)
+from rollart.adapters.service.storage import ServiceStore
 from rollart.errors import StorageFailed, UsageError
 from rollart.sim import loop
 

@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollart.adapters.service.notes import external_trainer_token
+from rollart.adapters.service.bridge import external_trainer_token
 from rollart.adapters.service.uploads import StoredFile, WeightUploads
-from rollart.compose.service import serve_service
 from rollart.errors import UsageError
+from rollart.launch.servers import serve_service
 from rollart.service import Service, ServiceError
 
 TOKEN = "a token"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from placement.architecture import DecoderShape, shape_of
-from placement.constants import Constants
 from placement.hardware import device
-from placement.roofline import Roofline, RooflinePerformance
+from placement.roofline import Constants, Roofline, RooflinePerformance
 from rollart.model import GenerateRequest, Sampling
-from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.sim.steps import StepModel
 from tests.placement.test_rollart_bands import MODELS
 

@@ -9,9 +9,8 @@ import pytest
 
 from rollart.errors import HandoffFailed
 from rollart.model import Completion, GenerateRequest, WeightsRef
-from rollart.runtime.handoff import decode_params, prefill_request
-from rollart.sim.disaggregated import DisaggregatedEngine, KvFabric
-from rollart.sim.engines import EngineLimits
+from rollart.serving.handoff import decode_params, prefill_request
+from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
 from tests.contracts.engine_contract import PdContract, PdScenario, PdSubject

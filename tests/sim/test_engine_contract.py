@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, VersionSpan, WeightsRef
-from rollart.sim.engines import ModelledEngine
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.loop import run
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject
 from tests.sim.models import engine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollart.errors import EngineError
 from rollart.model import Completion, FinishReason, PauseMode, WeightsRef
-from rollart.sim.engines import ModelledEngine
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.loop import run
 from tests.sim.models import engine, roofline, steps, turn
 from tests.sim.reference import Ask, simulate

@@ -11,15 +11,13 @@ from placement.hardware import device
 from rollart.errors import EnvironmentFault, TrainerError
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.sim import faults
-from rollart.sim.draws import Constant
 from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, Outage
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
-from rollart.sim.mass import MassTokenizer
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import PRESETS, GeneratedWorkload, WorkloadShape
+from rollart.sim.workload import PRESETS, Constant, GeneratedWorkload, MassTokenizer, WorkloadShape
 from tests.sim.models import engine, shape, turn
 
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from rollart.compose.simulate import simulate
-from rollart.runtime.handoff import HandoffTracker
-from rollart.spec.resolve import forecast, read_specs
-from tests.compose.test_simulate import CLUSTER, RUN
+from rollart.serving.handoff import HandoffTracker
+from rollart.settings.resolve import forecast, read_specs
+from rollart.tools.simulate import simulate
+from tests.tools.test_simulate import CLUSTER, RUN
 
 SLOTS = 2
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollart.compose.planner import PlacementPlanner
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, FleetObservation, RoutePrices, Routes
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import MemoryRecorder
+from rollart.launch.plan import PlacementPlanner
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import PREFILL_RULES
-from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
+from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
 SPEED = QueueEngineSpeed(1 / 14_000)
 POOLS = "ab"

@@ -6,18 +6,17 @@ import asyncio
 import dataclasses
 
 from placement.hardware import device
+from rollart.control.trajectory import WaitLimits
 from rollart.model import WeightsRef
-from rollart.runtime.gateway import GatewayLimits
-from rollart.runtime.trajectory import WaitLimits
-from rollart.sim.engines import ModelledEngine
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.environments import ResetFaults, SimulatedDomain
 from rollart.sim.links import PUSH, TCP, SharedLink
 from rollart.sim.loop import run
-from rollart.sim.mass import MassTokenizer
-from rollart.sim.run import SimulatedRun, make_simulated_run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import PRESETS, GeneratedWorkload
+from rollart.sim.workload import PRESETS, GeneratedWorkload, MassTokenizer
+from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.sim.models import shape, steps
 
 

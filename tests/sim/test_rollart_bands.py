@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollart.sim.engines import ModelledEngine
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.loop import run
 from rollart.sim.workload import PRESETS, GeneratedWorkload
 from tests.sim.models import engine, turn

@@ -15,16 +15,15 @@ import pytest
 from scipy.optimize import linprog
 
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import MemoryRecorder
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, Sampling
-from rollart.policy.pricing import PREFILL_RULES
-from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
-from rollart.runtime.members import SessionKv
+from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
+from rollart.serving.engine_registry import GatewayLimits, SessionKv
+from rollart.serving.gateway import Gateway
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
 PREFILLS, DECODES = 2, 4
 SPEEDS = {"h800": QueueEngineSpeed(1 / 14_000), "h20": QueueEngineSpeed(1 / 2_200)}

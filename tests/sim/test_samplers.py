@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.simulate import simulate
-from tests.compose.test_simulate import Make, made, specs  # noqa: F401
+from rollart.tools.simulate import simulate
+from tests.tools.test_simulate import Make, made, specs  # noqa: F401
 
 
 def test_a_deadline_trains_what_is_there(made: Make, tmp_path: Path) -> None:  # noqa: F811

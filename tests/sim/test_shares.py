@@ -13,14 +13,15 @@ from collections import Counter
 import pytest
 
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
-from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.ledger.memory import MemoryRecorder
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, Sampling
 from rollart.policy.routing import RoutingPolicy
-from rollart.runtime.gateway import Gateway, GatewayLimits
-from rollart.runtime.leases import Leases
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
 from rollart.sim import loop
-from rollart.sim.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
+from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.queueing import QueueEngine, QueueEngineSpeed, QueueTurnModel
 
 TIMES = {"quick": 4.0, "middle": 2.0, "slow": 1.0}
 SHARES = {pool: times / sum(TIMES.values()) for pool, times in TIMES.items()}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.sim.sharing import seconds_for, tokens_in
-from rollart.sim.steps import StepTimeLines
+from rollart.sim.steps import StepTimeLines, seconds_for, tokens_in
 from tests.sim.models import roofline, steps
 
 KINDS = st.sampled_from(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.simulate import simulate
 from rollart.ledger.reader import LedgerReader
 from rollart.report.rows import collect
-from rollart.spec.resolve import Resolved
-from tests.compose.test_simulate import Make, made, specs  # noqa: F401
+from rollart.settings.resolve import Resolved
+from rollart.tools.simulate import simulate
+from tests.tools.test_simulate import Make, made, specs  # noqa: F401
 
 BASE = ("staleness=2", "placement.train.seconds_per_step=2.0")
 

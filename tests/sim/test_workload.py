@@ -11,16 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.ledger.reader import FinishedRow
-from rollart.sim.draws import Constant, Distribution, Empirical, LogNormal, Normal, ParetoTailed, entity_generator
-from rollart.sim.mass import MassTokenizer, mass_of, text_of
 from rollart.sim.workload import (
     PRESETS,
     AnswerLengths,
+    Constant,
+    Distribution,
+    Empirical,
     GeneratedWorkload,
+    LogNormal,
+    MassTokenizer,
+    Normal,
+    ParetoTailed,
     Script,
     WorkloadShape,
     cap_answers,
+    entity_generator,
+    mass_of,
     replayed_workloads,
+    text_of,
 )
 
 

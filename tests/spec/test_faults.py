@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.errors import SpecError
-from rollart.spec.faults import FaultPlanSpec, matching_names
-from rollart.spec.load import load_faults, load_file
-from rollart.spec.schema import json_schema
+from rollart.settings.faults import FaultPlanSpec, matching_names
+from rollart.settings.load import json_schema, load_faults, load_file
 
 PARTS = ["engine-0", "engine-1", "trainer-0", "machine-big-0", "link-weights"]
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_run
+from rollart.settings.load import load_run
 from tests.spec.test_stream import RUN, Write
 
 

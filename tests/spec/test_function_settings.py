@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_cluster
-from rollart.spec.resolve import resolve_files, resolve_saved
-from rollart.spec.settings import MODELS, settings_model
+from rollart.settings.functions import MODELS, settings_model
+from rollart.settings.load import load_cluster
+from rollart.settings.resolve import resolve_files, resolve_saved
 
 Write = Callable[..., Path]
 
@@ -101,7 +101,7 @@ def test_a_rehearsal_is_in_the_notes_of_the_plan(write: Write) -> None:
 def test_no_model_needs_a_providers_library() -> None:
     assert all(settings_model(key).model_config["extra"] == "forbid" for key in MODELS)
     code = (
-        "import sys\nfrom rollart.spec.settings import MODELS, settings_model\n"
+        "import sys\nfrom rollart.settings.functions import MODELS, settings_model\n"
         "[settings_model(key) for key in MODELS]\n"
         "print([m for m in ('boto3', 'aiobotocore', 'modal', 'aiohttp', 'torch') if m in sys.modules])"
     )

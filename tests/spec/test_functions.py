@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.compose.providers import packages_in
 from rollart.errors import SpecError
-from rollart.spec.functions import effective_spec, function_spec
-from rollart.spec.resolve import resolve_files, resolve_saved
-from rollart.spec.run_parts import FunctionEntry
+from rollart.launch.functions import packages_in
+from rollart.settings.functions import effective_spec, function_spec
+from rollart.settings.resolve import resolve_files, resolve_saved
+from rollart.settings.run import FunctionEntry
 from serverless.deploy.package import build
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from tests.spec.conftest import RUN

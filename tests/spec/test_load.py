@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_cluster, load_file, load_prices, load_run
+from rollart.settings.load import load_cluster, load_file, load_prices, load_run
 
 Write = Callable[..., Path]
 RUN = (Path(__file__).parent / "run.yaml").read_text()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.spec.load import load_run
-from rollart.spec.other_schedule import adapt_to_schedule
-from rollart.spec.rules import run_problems
+from rollart.settings.load import load_run
+from rollart.settings.rules import run_problems
+from rollart.settings.variants import adapt_to_schedule
 
 RUN = """\
 name: small

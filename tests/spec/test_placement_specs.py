@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from placement.problem import DomainProfile, Quantity
 from placement.types import Role
-from placement.workload import DomainProfile, Quantity
 from rollart.errors import SpecError
-from rollart.spec.fleet import function_price, pools_of
-from rollart.spec.load import builtin, load_cluster, load_prices, load_run
-from rollart.spec.prices import PriceList
-from rollart.spec.rules import quotas
-from rollart.spec.work import affinity_of, model_config, model_name, profiles_of
+from rollart.settings.load import builtin, load_cluster, load_prices, load_run
+from rollart.settings.planning import affinity_of, function_price, model_config, model_name, pools_of, profiles_of
+from rollart.settings.prices import PriceList
+from rollart.settings.rules import quotas
 
 Write = Callable[..., Path]
 
@@ -235,7 +234,7 @@ class TestModel:
 
 
 def test_prefill_and_decode_engines_by_number(write: Write) -> None:
-    from rollart.spec.resolve import resolve_files
+    from rollart.settings.resolve import resolve_files
 
     cluster = write("name: c\npools: [{name: p, count: 4}]\nengines: {prefill: 1, decode: 2}\n", "c.yaml")
     plan = resolve_files(write(), cluster).plan

@@ -12,11 +12,11 @@ import pytest
 from placement.problem import Restriction
 from placement.types import Objective, Role
 from rollart.errors import SpecError, UsageError
-from rollart.spec.load import builtin
-from rollart.spec.planning import load_calibrations, planning_problem, problem_of
-from rollart.spec.resolve import Specs, forecast, read_specs, resolve_files, resolve_saved
-from rollart.spec.rules import quotas
-from rollart.spec.whatif import apply_changes
+from rollart.settings.load import builtin
+from rollart.settings.planning import load_calibrations, planning_problem, problem_of
+from rollart.settings.resolve import Specs, forecast, read_specs, resolve_files, resolve_saved
+from rollart.settings.rules import quotas
+from rollart.settings.variants import apply_changes
 
 Write = Callable[..., Path]
 
@@ -337,7 +337,7 @@ def test_every_shipped_cluster_is_tried() -> None:
 def test_given_engines_without_profiles_load_neither_scipy_nor_numpy() -> None:
     """Slow: a process of its own."""
     code = (
-        "import sys\nfrom rollart.spec.resolve import resolve_files\nresolve_files()\n"
+        "import sys\nfrom rollart.settings.resolve import resolve_files\nresolve_files()\n"
         "print([m for m in ('numpy', 'scipy', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

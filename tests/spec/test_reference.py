@@ -8,12 +8,12 @@ import pytest
 from pydantic import BaseModel
 
 from rollart.errors import UsageError
-from rollart.spec.reference import _parts, reference
-from rollart.spec.schema import KINDS, json_schema
+from rollart.settings.load import KINDS, json_schema
+from rollart.settings.reference import _parts, reference
 
 
 def test_the_page_is_current() -> None:
-    assert Path("docs/spec.md").read_text() == reference(), "python -m rollart.spec.reference > docs/spec.md"
+    assert Path("docs/spec.md").read_text() == reference(), "python -m rollart.settings.reference > docs/spec.md"
 
 
 @pytest.mark.parametrize("kind", KINDS)

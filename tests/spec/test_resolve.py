@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from placement.types import Role
 from rollart.errors import SpecError
-from rollart.spec.load import builtin, load_prices
-from rollart.spec.resolve import resolve_files, resolve_saved
-from rollart.spec.rules import quotas
-from rollart.spec.run import RunSpec
+from rollart.settings.load import builtin, load_prices
+from rollart.settings.resolve import resolve_files, resolve_saved
+from rollart.settings.rules import quotas
+from rollart.settings.run import RunSpec
 
 Write = Callable[..., Path]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_run
-from rollart.spec.rules import quotas
+from rollart.settings.load import load_run
+from rollart.settings.rules import quotas
 
 Write = Callable[..., Path]
 RUN = (Path(__file__).parent / "run.yaml").read_text()

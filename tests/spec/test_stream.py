@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_run
+from rollart.settings.load import load_run
 
 Write = Callable[..., Path]
 RUN = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import SpecError
-from rollart.spec.load import load_run
+from rollart.settings.load import load_run
 
 Write = Callable[..., Path]
 RUN = (Path(__file__).parent / "run.yaml").read_text()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.learning import AdvantageSpec, CreditSpec
 from rollart.model import TrainSample
+from rollart.settings.training import AdvantageSpec, CreditSpec
 from rollart.train.advantages import advantages, batch_advantages, credit_units, returns_to_go
 from rollart.train.batch import TrainingBatch
 from tests.train.trainkit import batch, sample

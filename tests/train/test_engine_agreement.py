@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from rollart.adapters.trainers.http import encode_samples
 from rollart.architecture import read_architecture
-from rollart.engine.checkpoint import read_tensors, require_complete
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
+from rollart.engine.weights import read_tensors, require_complete
 from rollart.model import GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
@@ -63,7 +63,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     (tmp_path / "samples").write_bytes(msgpack.packb(encode_samples(samples)))
     code = (
         "import sys, pathlib, msgpack, numpy as np, torch\n"
-        "from rollart.engine.checkpoint import read_tensors\n"
+        "from rollart.engine.weights import read_tensors\n"
         "from rollart.train import checkpoint\n"
         "from rollart.train.batch import decode_batch\n"
         "from rollart.train.learner import Learner\n"

@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from rollart.errors import UsageError
-from rollart.train.gpus import gpu_index, refuse_shared, select_gpu, shared_gpu
+from rollart.train.ranks import gpu_index, refuse_shared, select_gpu, shared_gpu
 
 
 def test_the_ranks_of_a_host_take_the_visible_gpus_in_order() -> None:

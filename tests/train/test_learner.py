@@ -12,7 +12,7 @@ import torch
 
 from rollart.errors import TrainerError, UsageError
 from rollart.model import Group, GroupId, TrainSample
-from rollart.runtime.cutting import BatchTruncation
+from rollart.strategies.token_budget import BatchTruncation
 from rollart.train.learner import Learner
 from tests.train.trainkit import VOCAB, batch, config, sample
 

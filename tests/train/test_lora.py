@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from rollart.errors import TrainerError, UsageError
 from rollart.train import checkpoint
 from rollart.train.learner import Learner

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.learning import LossSpec
+from rollart.settings.training import LossSpec
 from rollart.train.losses import kl_estimate, policy_loss, token_weights
 
 KINDS = ["pg", "ppo", "decoupled", "tis"]

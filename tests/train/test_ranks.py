@@ -20,7 +20,7 @@ import torch
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.architecture import read_architecture
 from rollart.collective import BroadcastOrder, WeightReceiver
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import WeightsRef
 from rollart.train import checkpoint

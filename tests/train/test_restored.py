@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollart.train.checkpoint import _moment
-from rollart.train.command import CommandMessage, run_command
+from rollart.train.server import CommandMessage, run_command
 
 
 def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> None:

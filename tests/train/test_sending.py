@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollart import collective
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
-from rollart.engine.checkpoint import read_tensors
+from rollart.engine.weights import read_tensors
 from rollart.train import checkpoint, sending
 from rollart.train.learner import Learner
 from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult, outgoing_version

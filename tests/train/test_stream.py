@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from rollart.errors import TrainerError
 from rollart.model import TrainSample
+from rollart.train.accumulation import ExactSum
 from rollart.train.batch import TrainingBatch, select_samples
 from rollart.train.config import parse_config
-from rollart.train.exact import ExactSum
 from rollart.train.learner import Learner
 from tests.train.trainkit import batch, config, sample
 

@@ -25,7 +25,7 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, WeightsRef
 from rollart.train import checkpoint
-from rollart.train import command as commands
+from rollart.train import server as commands
 from rollart.train.config import TrainerConfig
 from rollart.train.ranks import RankChannel, Ranks
 from rollart.train.server import TrainerService

@@ -13,7 +13,7 @@ import torch
 from rollart.errors import UsageError
 from rollart.train.__main__ import _service
 from rollart.train.config import load_config, parse_config
-from rollart.train.followers import LocalRankProcesses
+from rollart.train.ranks import LocalRankProcesses
 
 FULL: dict[str, Any] = {
     "model": {"init": {"vocab_size": 10}, "seed": 3},

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from placement.types import Role
-from rollart.compose.vllm import vllm_command
-from rollart.spec.vllm import VllmSpec
+from rollart.launch.vllm import vllm_command
+from rollart.settings.cluster import VllmSpec
 from tests.e2e.harness import events
 from tests.engine.models import QWEN
 from tests.engine.models import publish as publish_random

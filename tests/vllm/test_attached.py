@@ -15,9 +15,9 @@ import yaml
 
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions
-from rollart.compose.parts import AttachedEngine
-from rollart.compose.proxy import ProxySettings, serve_proxy
 from rollart.errors import EngineError, PartDied
+from rollart.launch.engines import AttachedEngine
+from rollart.launch.servers import ProxySettings, serve_proxy
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.contracts.engine_contract import request

@@ -18,16 +18,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.vllm_host import VllmHost
+from rollart.adapters.engines.vllm import VllmHost
 from rollart.adapters.weights.buckets import BucketPusher
 from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.adapters.weights.objects import FileObjectStore
-from rollart.compose.stored import SharedWeightStore
 from rollart.errors import EngineError, StorageFailed
+from rollart.launch.weight_store import SharedWeightStore
+from rollart.leases import Leases
 from rollart.model import EngineId, WeightsRef
-from rollart.runtime.leases import Leases
-from tests.compose.test_stored import BUCKET, Events, Gate
 from tests.e2e.harness import ROOT
+from tests.launch.test_weight_store import BUCKET, Events, Gate
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,13 +15,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.adapters.clusters.events import EventLog
-from rollart.adapters.clusters.gang import bundle_node, check_feasible, insufficient_capacity, place_bundles
-from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.process import ProcessActor
+from rollart.adapters.clusters.runtime import (
+    EventLog,
+    bundle_node,
+    check_feasible,
+    insufficient_capacity,
+    matches,
+    place_bundles,
+)
 from rollart.errors import PartDied, UsageError
-from rollart.fleet import BundleGroup
-from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
+from rollart.fleet import ActorSpec, BundleGroup, Node, RuntimeEvent
+from rollart.ports import Handle
 
 
 class LocalRuntime:

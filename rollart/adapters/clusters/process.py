@@ -1,19 +1,25 @@
-"""An actor in a process of its own: pickled frames over a socket pair. Parent and child are the same user's code."""
+"""An actor in a process of its own: pickled frames over a socket pair. Parent and child are the same user's code.
+
+The child's side of a process actor: `python -m rollart.adapters.clusters.process FD PARENT_PID`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import itertools
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from rollart.adapters.clusters.ending import terminate
 from rollart.errors import PartDied
+from rollart.lifeline import die_with_parent, terminate
 
 _HEADER = struct.Struct("!Q")
 STOP_S = 2.0
@@ -41,7 +47,7 @@ class ProcessActor:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rollart.adapters.clusters.actor_host",
+            "rollart.adapters.clusters.process",
             str(theirs.fileno()),
             str(os.getpid()),
             pass_fds=(theirs.fileno(),),
@@ -122,3 +128,43 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
 def write_frame(writer: asyncio.StreamWriter, value: Any) -> None:
     data = pickle.dumps(value)
     writer.write(_HEADER.pack(len(data)) + data)
+
+
+async def serve(fd: int) -> None:
+    """Answer frames until the parent closes the socket. Calls run concurrently."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    actor: Any = None
+
+    async def answer(number: int, kind: str, method: str, args: Any, kwargs: Any) -> None:
+        nonlocal actor
+        try:
+            if method == "__init__":
+                factory, init_args, init_kwargs = args
+                module, _, name = factory.partition(":")
+                actor = getattr(importlib.import_module(module), name)(*init_args, **init_kwargs)
+                write_frame(writer, (number, "item", None))
+            elif kind == "stream":
+                async for item in getattr(actor, method)(*args, **kwargs):
+                    write_frame(writer, (number, "item", item))
+                    await writer.drain()
+            else:
+                result = getattr(actor, method)(*args, **kwargs)
+                write_frame(writer, (number, "item", await result if inspect.isawaitable(result) else result))
+            write_frame(writer, (number, "end", None))
+        except Exception as error:
+            write_frame(writer, (number, "error", error))
+        await writer.drain()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                frame = await read_frame(reader)
+                tasks.create_task(answer(*frame))
+    except* (asyncio.IncompleteReadError, ConnectionError):
+        pass
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(serve(int(sys.argv[1])))

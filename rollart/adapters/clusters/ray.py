@@ -4,6 +4,18 @@ Ray places, starts and kills actors. This module closes its gaps. Ray waits for 
 here that is a `UsageError` at once. Ray silently queues calls beyond an actor's concurrency: here they wait at the
 caller. Ray attaches to any cluster that it finds: here the address is always explicit. Nothing per token or per request
 crosses Ray.
+
+One actor on Ray across its incarnations.
+
+Reservations on Ray: a placement group per group of bundles, all groups of a gang at once.
+
+A placement group is all or nothing, and can only be removed whole, with everything that runs in it; the parts of a run
+start and end one by one. So each part has a placement group of its own, and a gang holds some of its groups for a
+limited time only: if the others find no room by then, the groups that have room are removed again. Two gangs that each
+hold half of the resources that both need therefore never deadlock, and they hold for different times, so one of them
+succeeds.
+
+No placement group is detached: Ray removes them when the controller ends, however it ends.
 """
 
 from __future__ import annotations
@@ -12,16 +24,14 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollart.adapters.clusters.events import EventLog
-from rollart.adapters.clusters.gang import bundle_node
-from rollart.adapters.clusters.labels import matches
-from rollart.adapters.clusters.ray_groups import RayGroups
-from rollart.adapters.clusters.ray_handle import RayHandle
-from rollart.adapters.clusters.ray_host import pack, unpack
+from rollart import __version__
+from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
 from rollart.adapters.clusters.ray_link import (
     CLIENT_SCHEME,
     SILENT_S,
@@ -32,11 +42,439 @@ from rollart.adapters.clusters.ray_link import (
     connect_in_thread,
     connection_lost,
     resolve_address,
+    run_in_daemon_thread,
 )
-from rollart.adapters.clusters.threads import run_in_daemon_thread
-from rollart.errors import ProviderError, UsageError
-from rollart.fleet import BundleGroup
-from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
+from rollart.adapters.clusters.runtime import EventLog, bundle_node, check_feasible, insufficient_capacity, matches
+from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
+from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
+from rollart.ports import Handle
+
+STOP_S = 8.0
+"""Seconds that an actor may take to stop its object: a program gets 5 between SIGTERM and SIGKILL."""
+
+RECHECK_S = 1.0
+"""Seconds between two checks, while Ray looks for room, that a node that could hold the actor still exists."""
+
+MAX_START_ATTEMPTS = 6
+"""Starts of one incarnation, over about six seconds: longer than Ray takes to notice the death of a node."""
+
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives each node."""
+
+RESERVED_CALLS = 3
+"""Concurrent calls beside those of the caller: `live`, which never returns, the start and the stop."""
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """One incarnation: its Ray actor and its node."""
+
+    host: Any
+    node: str
+    ray_id: str
+    """Ray's id of the node."""
+    watch: asyncio.Task[None] | None = field(default=None)
+
+
+class RayHandle:
+    """A running actor. Calls wait for one of `max_concurrency` slots; a call in flight when the actor dies is retried
+    up to `max_task_retries` on the next incarnation, then fails with `PartDied`. If a restart finds no node that could
+    hold the actor, calls fail with `PartDied`, and each of them tries the restart again."""
+
+    def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
+        self._runtime = runtime
+        self.spec = spec
+        self._slots = asyncio.Semaphore(spec.max_concurrency)
+        self._incarnation: _Incarnation | None = None
+        self._node = ""
+        self.resourceless = not spec.bundle and not any(spec.resources.values())
+        self.target_node = ""
+        """The node chosen here for an actor that takes no resources."""
+        self._restarts = 0
+        self._revival: asyncio.Task[None] | None = None
+        self._gone = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def node(self) -> str:
+        return self._node
+
+    async def boot(self) -> None:
+        """Start the next incarnation. `UsageError` if no node could hold it; exceptions of its constructor."""
+        await self._runtime.feasible(self.spec)
+        resources = dict(self.spec.resources)
+        scheduling: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
+        if self.spec.bundle:
+            scheduling = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
+        elif self.resourceless:
+            self.target_node, ray_id = self._runtime.least_loaded_node(self)
+            scheduling["fallback_strategy"] = [dict(scheduling)] if self.spec.labels else None
+            scheduling["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
+        options = {
+            "num_cpus": resources.pop("CPU", 0.0),
+            "num_gpus": resources.pop("GPU", 0.0),
+            "resources": resources,
+            **scheduling,
+            "max_concurrency": self.spec.max_concurrency + RESERVED_CALLS,
+            "max_restarts": 0,
+        }
+        host = await self._runtime.link.actor(RayActorHost, options)
+        try:
+            ok, error, ray_id = await self._boot_response(host)
+            if not ok:
+                raise unpack(error)
+        except BaseException:
+            self._runtime.link.kill(host)
+            raise
+        self._node = self._runtime.acquire_resources(ray_id, self.spec)
+        incarnation = _Incarnation(host, self._node, ray_id)
+        # The actor outlives the call that started it; it ends by `kill` or by its death, which this task waits for.
+        incarnation.watch = asyncio.get_running_loop().create_task(self._watch(incarnation), name=f"end of {self.name}")
+        self._incarnation = incarnation
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        payload = pack((args, kwargs))
+        async with self._slots:
+            for _ in range(self.spec.max_task_retries + 1):
+                incarnation = await self._alive()
+                try:
+                    ok, result = await self._ask(incarnation, "call", method, payload)
+                except PartDied as error:
+                    last = error
+                    self._on_death(incarnation)
+                    continue
+                if not ok:
+                    raise unpack(result)
+                return unpack(result)
+            raise last
+
+    async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
+        payload = pack((args, kwargs))
+        async with self._slots:
+            incarnation = await self._alive()
+            with self._translate_deaths(incarnation):
+                async with contextlib.aclosing(self._runtime.link.stream(incarnation.host, method, payload)) as items:
+                    async for ok, item in items:
+                        if not ok:
+                            raise unpack(item)
+                        yield unpack(item)
+
+    async def kill(self, *, restart: bool = False) -> None:
+        incarnation, self._incarnation = self._incarnation, None
+        if self._gone:
+            return
+        self._gone = not restart  # first, so that a call during the stop does not restart the actor
+        if incarnation is None:  # dead, or restarting
+            await self._end_revival()
+            incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
+            try:
+                await self._stop(incarnation)
+            finally:
+                self._record_death(incarnation, restart)
+        elif self._gone:
+            self._runtime.forget(self)
+        if restart and not self._gone:
+            await self._alive()
+
+    async def _boot_response(self, host: Any) -> tuple[bool, bytes, str]:
+        """The response of the new actor's `boot`, once Ray has placed it."""
+        init = pack((self.spec.args, dict(self.spec.kwargs)))
+        boot_call = self._runtime.link.call_method(host, "boot", self.spec.factory, init, __version__)
+        booting = asyncio.get_running_loop().create_task(boot_call, name=f"start of {self.name}")
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(RECHECK_S):
+                        answer: tuple[bool, bytes, str] = await asyncio.shield(booting)
+                        return answer
+                except TimeoutError:
+                    await self._runtime.feasible(self.spec)
+        except _death_errors() as error:
+            raise PartDied(self.name, f"it did not start: {_first_line(error)}") from None
+        finally:
+            booting.cancel()
+
+    async def _ask(self, incarnation: _Incarnation, method: str, *args: object) -> Any:
+        with self._translate_deaths(incarnation):
+            return await self._runtime.link.call_method(incarnation.host, method, *args)
+
+    @contextlib.contextmanager
+    def _translate_deaths(self, incarnation: _Incarnation) -> Iterator[None]:
+        """Converts Ray's errors of a dead actor into `PartDied`."""
+        try:
+            yield
+        except _death_errors() as error:
+            raise PartDied(self.name, f"its actor on {incarnation.node} died: {_first_line(error)}") from None
+
+    async def _alive(self) -> _Incarnation:
+        while True:
+            if self._gone:
+                raise PartDied(self.name, "the actor is dead and has no restarts left")
+            if self._incarnation is not None:
+                return self._incarnation
+            if self._revival is None or self._revival.done():
+                self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
+            revival = self._revival
+            await asyncio.shield(revival)
+
+    async def _revive(self) -> None:
+        """Retried, since Ray may place the next incarnation on a dead node until it notices the death."""
+        for attempt in range(MAX_START_ATTEMPTS):
+            try:
+                await self.boot()
+                break
+            except UsageError as error:
+                raise NoPlace(self.name, error.message, remedy=error.remedy) from None
+            except PartDied:
+                if attempt == MAX_START_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(min(0.25 * 2**attempt, 2.0))
+        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
+
+    async def _watch(self, incarnation: _Incarnation) -> None:
+        """Wait for the death of an incarnation, then restart the actor."""
+        try:
+            await self._ask(incarnation, "live")
+        except PartDied:
+            self._on_death(incarnation)
+        except ProviderError:  # the connection is lost: every call fails by itself
+            return
+
+    def _on_death(self, incarnation: _Incarnation) -> None:
+        """The incarnation died, or is unreachable. It is killed, so that it never runs beside its successor."""
+        if self._incarnation is not incarnation:
+            return
+        self._incarnation = None
+        self._runtime.link.kill(incarnation.host)
+        self._record_death(incarnation, True)
+        if not self._gone:
+            self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
+            self._revival.add_done_callback(_mark_retrieved)
+
+    def _record_death(self, incarnation: _Incarnation, restart: bool) -> None:
+        self._runtime.return_resources(incarnation.ray_id, self.spec)
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
+        if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
+            self._restarts += 1
+        else:
+            self._gone = True
+            self._runtime.forget(self)
+
+    async def _stop(self, incarnation: _Incarnation) -> None:
+        if incarnation.watch is not None:
+            incarnation.watch.cancel()
+            await asyncio.gather(incarnation.watch, return_exceptions=True)
+        try:
+            with contextlib.suppress(Exception):  # killed below, whether the stop succeeds or not
+                async with asyncio.timeout(STOP_S):
+                    await self._ask(incarnation, "stop")
+        finally:
+            self._runtime.link.kill(incarnation.host)
+
+    async def _end_revival(self) -> None:
+        if self._revival is not None:
+            self._revival.cancel()
+            await asyncio.gather(self._revival, return_exceptions=True)
+
+
+def _death_errors() -> tuple[type[Exception], ...]:
+    from ray import exceptions as ray
+
+    return (
+        ray.RayActorError,
+        ray.NodeDiedError,
+        ray.ObjectLostError,
+        ray.RaySystemError,
+        ray.TaskCancelledError,
+        ray.WorkerCrashedError,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _mark_retrieved(task: asyncio.Task[None]) -> None:
+    """The next caller gets the error again; it is not an unhandled one if no caller was waiting."""
+    if not task.cancelled():
+        task.exception()
+
+
+HOLD_S = (2.0, 20.0)
+"""Seconds that groups with room are held while others of the gang have none: at first, and at most. Ray finds free
+resources in milliseconds, in seconds on a busy machine."""
+
+GROUP_POLL_INTERVAL_S = (0.02, 0.5)
+"""Seconds between two polls whether groups have room: at first, and at most."""
+
+
+@dataclass(slots=True)
+class _PlacementGroup:
+    """A group that is requested from Ray, and then held; `where` has Ray's id of each bundle's node, None while it has
+    none."""
+
+    group: BundleGroup
+    ray: Any = None
+    where: list[str | None] = field(default_factory=list)
+    abandoned: bool = False
+    """Abandoned while it is created: `_create_group` removes it."""
+
+
+class RayGroups:
+    """Owns the placement groups of one connection. `reserve` waits until all groups of a gang have room, unblocked by a
+    release or by a node that joins."""
+
+    def __init__(
+        self, account: Callable[[str, Mapping[str, float], float], None], run_blocking: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """`account` accounts for resources of the node with this Ray id; `run_blocking` makes a blocking call."""
+        self._account = account
+        self._run_blocking = run_blocking
+        self._held: dict[str, _PlacementGroup] = {}
+        self.bundles: dict[str, Node] = {}
+        """Reserved resources by bundle. The node is recorded in the group, since it may change."""
+        self._random = random.Random(os.getpid())
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._held
+
+    def holds(self, group: str, bundle: str) -> bool:
+        held = self._held.get(group)
+        return held is not None and any(b.name == bundle for b in held.group.bundles)
+
+    def strategy(self, bundle: str) -> Any:
+        """Ray's scheduling strategy that places an actor in the bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for held in self._held.values():
+            for index, candidate in enumerate(held.group.bundles):
+                if candidate.name == bundle:
+                    return PlacementGroupSchedulingStrategy(held.ray, placement_group_bundle_index=index)
+        raise UsageError(f"no bundle of the name {bundle!r} is reserved")
+
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]]) -> None:
+        for group in gang:
+            if group.name in self._held or any(b.name in self.bundles for b in group.bundles):
+                raise UsageError(f"room for {group.name!r} is reserved already")
+        check_feasible(gang, nodes())
+        loop = asyncio.get_running_loop()
+        end, hold = loop.time() + wait_s, HOLD_S[0]
+        while True:
+            lacking = await self._try(gang, max(HOLD_S[0], min(hold, end - loop.time())))
+            if not lacking:
+                return
+            if loop.time() >= end:
+                raise insufficient_capacity(lacking, wait_s)
+            check_feasible(gang, nodes())  # a node that could have held the gang may be gone
+            await asyncio.sleep(self._random.uniform(0.1, 1.0))
+            hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
+
+    async def release(self, group: str) -> None:
+        held = self._held.pop(group, None)
+        if held is None:
+            return
+        for bundle, node in zip(held.group.bundles, held.where, strict=True):
+            del self.bundles[bundle.name]
+            if node is not None:
+                self._account(node, bundle.resources, -1.0)
+        await self._remove([held])
+
+    async def close(self) -> None:
+        for group in list(self._held):
+            await self.release(group)
+
+    async def follow(self, alive: Container[str]) -> None:
+        """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
+        `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
+        moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
+        table = await self._run_blocking(_group_table) if moved else {}
+        for held in moved:
+            nodes_by_bundle = _bundle_nodes(table, held)
+            for index, bundle in enumerate(held.group.bundles):
+                before, now = held.where[index], nodes_by_bundle[index]
+                if before in alive or now is None or now not in alive:
+                    continue
+                held.where[index] = now
+                if held.group.name in self._held:  # not released meanwhile
+                    self._account(now, bundle.resources, 1.0)
+
+    async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
+        """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
+        loop = asyncio.get_running_loop()
+        until, interval = loop.time() + hold_s, GROUP_POLL_INTERVAL_S[0]
+        requested: list[_PlacementGroup] = []
+        try:
+            # The largest first: Ray assigns room in this order.
+            for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
+                requested.append(_PlacementGroup(group))
+                await self._run_blocking(_create_group, requested[-1])
+            while True:
+                table = await self._run_blocking(_group_table)
+                pending = [held for held in requested if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
+                if not pending:
+                    break
+                if loop.time() >= until:
+                    return [bundle for held in pending for bundle in held.group.bundles]
+                await asyncio.sleep(interval)
+                interval = min(1.5 * interval, GROUP_POLL_INTERVAL_S[1])
+            for held in requested:
+                held.where = _bundle_nodes(table, held)
+                self._held[held.group.name] = held
+                for bundle, node in zip(held.group.bundles, held.where, strict=True):
+                    total = dict(bundle.resources)
+                    self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
+                    if node is not None:
+                        self._account(node, bundle.resources, 1.0)
+            requested = []
+            return []
+        finally:
+            if requested:  # not empty on failure only; shielded, so that cancellation does not leak groups
+                await asyncio.shield(self._remove(requested))
+
+    async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
+        for held in groups:
+            held.abandoned = True  # `_create_group` removes a group that is being created
+            if held.ray is not None:
+                await self._run_blocking(_remove_group, held)
+
+
+def _create_group(held: _PlacementGroup) -> None:
+    from ray.util.placement_group import placement_group
+
+    held.ray = placement_group(
+        [dict(bundle.resources) for bundle in held.group.bundles],
+        strategy=held.group.strategy,
+        bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
+    )
+    if held.abandoned:
+        _remove_group(held)
+
+
+def _remove_group(held: _PlacementGroup) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(held.ray)
+
+
+def _group_table() -> Mapping[str, Any]:
+    """Every placement group of the cluster, by its id."""
+    from ray.util.placement_group import placement_group_table
+
+    found: Mapping[str, Any] = placement_group_table()
+    return found
+
+
+def _bundle_nodes(table: Mapping[str, Any], held: _PlacementGroup) -> list[str | None]:
+    """Ray's id of each bundle's node."""
+    row = table.get(held.ray.id.hex(), {})
+    nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}
+    return [nodes.get(index) or None for index in range(len(held.group.bundles))]
+
 
 POLL_INTERVAL_S = 0.5
 """Seconds between two polls of the nodes: Ray does not notify a driver of nodes that join or leave."""

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollart.adapters.clusters.program import Program
+from rollart.fleet import Node
 from rollart.lifeline import die_with_parent
-from rollart.ports import Node
 
 MODULE = "rollart.adapters.clusters.ray_cluster"
 

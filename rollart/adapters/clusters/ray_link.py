@@ -4,6 +4,8 @@ A driver calls Ray in this process. Through the client each call is a request ov
 even for ids. Such calls run on threads of their own, so that a server that hangs blocks no other call. The client's own
 reconnection (RAY_CLIENT_RECONNECT_GRACE_PERIOD, 30 s) survives short interruptions. A lost server takes the job and all
 of its actors with it: every call then fails at once with a `ProviderError`, which ends the run.
+
+Blocking calls that may never return and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -17,8 +19,52 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollart.adapters.clusters.threads import daemon_thread_future, run_detached, run_in_daemon_thread
 from rollart.errors import ProviderError
+
+T = TypeVar("T")
+
+
+async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
+    """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
+    waits for it."""
+    return await daemon_thread_future(function, *args)
+
+
+def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    """The result of such a call, as a future."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
+    return done
+
+
+def run_detached(function: Callable[..., object], *args: object) -> None:
+    """Call a function without waiting for it. Its exceptions are ignored."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            function(*args)
+
+    threading.Thread(target=work, name=f"{function.__name__}, of no matter", daemon=True).start()
+
 
 CLIENT_SCHEME = "ray://"
 
@@ -47,8 +93,6 @@ without a cause here: gRPC under Ray 2.60 does not survive every fork."""
 MAX_CONNECT_ATTEMPTS = 4
 
 REMEDY = "check runtime.address and runtime.token of the cluster"
-
-T = TypeVar("T")
 
 
 class RayDriverLink:

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from rollart.adapters.clusters.ending import terminate
-from rollart.lifeline import die_with_parent
+from rollart.lifeline import die_with_parent, terminate
 
 HEALTH_POLL_S = 0.25
 """Seconds between two polls of the starting server; vLLM takes at least 20 s to start."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rollart.adapters.envs.split import held_out_item, held_out_seed
+from rollart.errors import did_you_mean
 from rollart.model import Observation, Step
 from rollart.ports import EVAL_SEEDS_FROM
-from rollart.spec.suggest import did_you_mean
 
 __all__ = ["Entry", "PlainFormat", "ReasoningGymEnv", "WorkedFormat"]
 

@@ -11,23 +11,360 @@ against the run's capture proxy, with the model's own chat template and tool par
 
 Version 0.4 has another API only (v1), whose environments are programs that call an endpoint: start those against
 `rollart proxy`. This module imports verifiers only when an environment is made.
+
+verifiers environments, made once per process: their rows by seed, their scores, and their errors.
+
+The policy as verifiers' model: a client whose answers come from the player of the episode.
+
+Chat messages as text that continues, for a policy that reads text. Pure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import json
 import random
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.envs.split import held_out_seed
-from rollart.adapters.envs.verifiers_client import Conversation, policy_client
-from rollart.adapters.envs.verifiers_load import VerifiersEnvironment, load_verifiers_environment
-from rollart.adapters.envs.verifiers_words import MessageRenderer, renderer
-from rollart.adapters.proxy.tools import PARSERS
+from rollart.adapters.envs.lookup import attribute_at
+from rollart.adapters.envs.split import held_out_item, held_out_seed
+from rollart.adapters.proxy.tool_calls import PARSERS, AnswerParser
+from rollart.errors import one_line
 from rollart.model import Observation, Step
 
-__all__ = ["VerifiersText", "episode"]
+_DRAWS = 2000
+
+_REWARD_ERRORS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("broken reward functions")
+"""Errors of reward functions while the context's episode is scored."""
+
+_LOADED: dict[str, VerifiersEnvironment] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersEnvironment:
+    """A verifiers environment, shared by the episodes of a process."""
+
+    name: str
+    env: Any
+    train: Any
+    held_out: Any
+    """Rows for evaluation; None: an eighth of `train`."""
+
+    def row(self, rng: random.Random, *, held_out: bool) -> dict[str, Any]:
+        """A row of the dataset: the same for a seed in every process."""
+        if self.held_out is not None:
+            rows = self.held_out if held_out else self.train
+            return dict(rows[rng.randrange(len(rows))])
+        for _ in range(_DRAWS):
+            row = dict(self.train[rng.randrange(len(self.train))])
+            if held_out_item(json.dumps(row.get("prompt"), default=str)) is held_out:
+                return row
+        side = "held-out" if held_out else "training"
+        raise ValueError(
+            f"no {side} row among the {len(self.train)} of {self.name}: give it an evaluation dataset or more rows"
+        )
+
+    def check(self, state: Any) -> None:
+        """Raise the error of a rollout, unless the policy caused it by a call that its tools refuse."""
+        from verifiers.errors import ToolError
+
+        error = state.get("error")
+        if error is not None and not isinstance(error, ToolError):
+            raise RuntimeError(f"{self.name} failed: {one_line(error.__cause__ or error, 300)}")
+
+    async def score(self, state: Any) -> float:
+        """The rubric's reward. RuntimeError if one of its functions raised."""
+        broken: list[str] = []
+        mark = _REWARD_ERRORS.set(broken)
+        try:
+            await self.env.rubric.score_rollout(state)
+        finally:
+            _REWARD_ERRORS.reset(mark)
+        with contextlib.suppress(Exception):
+            await self.env.rubric.cleanup(state)
+        if broken:
+            raise RuntimeError(f"{self.name}: {'; '.join(broken)}")
+        return float(state["reward"])
+
+    def step(self, state: Any, row: Mapping[str, Any], reward: float, *, success_at: float | None) -> Step:
+        """The episode's last step."""
+        least = success_at if success_at is not None else float(getattr(self.env, "pass_threshold", 0.5))
+        metadata = {
+            "reference_answer": str(row.get("answer", "")),
+            "info": row.get("info") or {},
+            "metrics": dict(state.get("metrics") or {}),
+            "success": reward >= least,
+        }
+        return Step(Observation(""), reward, done=True, success=reward >= least, metadata=metadata)
+
+
+def load_verifiers_environment(env: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
+    """The environment, made at its first use in the process. ImportError without verifiers' v0 API, ValueError for an
+    environment that cannot be made or whose rubric scores whole groups."""
+    key = json.dumps([env, dict(arguments)], sort_keys=True, default=repr)
+    if key not in _LOADED:
+        _LOADED[key] = _load(env, dict(arguments))
+    return _LOADED[key]
+
+
+def _load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:
+    _check_api_version()
+    with _preserve_signal_handlers():
+        made = _make_environment(name, arguments)
+    if getattr(made, "rubric", None) is None or not callable(getattr(made, "rollout", None)):
+        raise ValueError(f"{name} made {type(made).__name__}, which is no verifiers environment")
+    if made.rubric.has_group_rewards:
+        raise ValueError(f"the rubric of {name} scores whole groups (rule: one rollout at a time)")
+    _record_reward_errors(made.rubric)
+    held_out = made.get_eval_dataset() if made.eval_dataset_source is not None else None
+    train = made.get_dataset() if made.dataset_source is not None else None
+    if train is None:
+        raise ValueError(f"{name} has an evaluation dataset only")
+    return VerifiersEnvironment(name, made, train, held_out)
+
+
+def _check_api_version() -> None:
+    """ImportError if the installed verifiers lacks the v0 API."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("verifiers")
+    except PackageNotFoundError:
+        raise ImportError("the package verifiers is not installed (below 0.4, which dropped this API)") from None
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) >= (0, 4):
+        raise ImportError(
+            f"verifiers {found} has the v1 API only, whose environments ask an endpoint: install 'verifiers<0.4', or "
+            "start them against `rollart proxy`"
+        )
+
+
+def _make_environment(name: str, arguments: dict[str, Any]) -> Any:
+    if ":" in name:
+        return attribute_at(name, "env")(**arguments)
+    from verifiers import load_environment
+
+    try:
+        return load_environment(name, **arguments)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _preserve_signal_handlers() -> Iterator[None]:
+    """A verifiers environment takes over SIGINT and SIGTERM when it is made; this restores the run's own handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("a verifiers environment is made on the main thread only (it sets signal handlers)")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _record_reward_errors(rubric: Any) -> None:
+    """Wrap the reward functions so that their errors are recorded: their rubric would log an error and pay 0."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _record_reward_errors(inner)
+    rubric.funcs[:] = [
+        function if hasattr(function, "_records_errors") else _recording_errors(function) for function in rubric.funcs
+    ]
+
+
+def _recording_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            answer = function(*args, **kwargs)
+        except Exception as error:
+            _record_error(name, error)
+            raise
+        return _await_recording_errors(name, answer) if inspect.isawaitable(answer) else answer
+
+    called.__name__ = name
+    called._records_errors = True  # type: ignore[attr-defined]
+    return called
+
+
+async def _await_recording_errors(name: str, answer: Any) -> Any:
+    try:
+        return await answer
+    except Exception as error:
+        _record_error(name, error)
+        raise
+
+
+def _record_error(name: str, error: Exception) -> None:
+    broken = _REWARD_ERRORS.get(None)
+    if broken is not None:
+        broken.append(f"reward function {name} raised {one_line(error, 300)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request for the policy's answer."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+class Conversation:
+    """Connects an environment's rollout, which calls `ask`, with the episode's player, who calls `next_request` and
+    `answer` in turn. One request at a time: a second concurrent one is the environment's error, since the player could
+    not answer it."""
+
+    def __init__(self) -> None:
+        self._requests: asyncio.Queue[ModelRequest | None] = asyncio.Queue()
+        self._answer: asyncio.Future[str] | None = None
+
+    async def ask(self, request: ModelRequest) -> str:
+        """The policy's text."""
+        if self._answer is not None:
+            raise RuntimeError("it asks for two answers at a time (play it as a harness)")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(request)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    async def next_request(self) -> ModelRequest | None:
+        """The next request; None once the rollout is over."""
+        return await self._requests.get()
+
+    def answer(self, text: str) -> None:
+        if self._answer is None or self._answer.done():
+            raise RuntimeError("step after the episode's end")
+        self._answer.set_result(text)
+
+    def end(self) -> None:
+        self._requests.put_nowait(None)
+
+
+def policy_client(conversation: Conversation, parse: AnswerParser) -> Any:
+    """A verifiers client for one episode."""
+    return _client_class()(conversation, parse)
+
+
+@functools.cache
+def _client_class() -> Any:
+    """Defined on first use, since its base class is verifiers'."""
+    from verifiers.clients.client import Client
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    class Policy(Client):  # type: ignore[misc]
+        """Answers with the policy's text."""
+
+        def __init__(self, conversation: Conversation, parse: AnswerParser) -> None:
+            super().__init__(conversation)
+            self._parse = parse
+
+        def setup_client(self, config: Any) -> Any:
+            raise AssertionError("made with its conversation")
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            return tool.model_dump(exclude_none=True)
+
+        async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
+            return [m.model_dump(exclude_none=True) for m in messages], {}
+
+        async def get_native_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+        ) -> Any:
+            text = await self.client.ask(ModelRequest(tuple(prompt), tuple(tools or ())))
+            return text, self._parse(text) if tools else (text, ())
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            return None
+
+        async def from_native_response(self, response: Any) -> Any:
+            _, (content, calls) = response
+            made = [
+                ToolCall(id=f"call_{i}", name=c.name, arguments=json.dumps(c.arguments)) for i, c in enumerate(calls)
+            ]
+            finish = "tool_calls" if made else "stop"
+            message = ResponseMessage(
+                content=content, tool_calls=made or None, finish_reason=finish, is_truncated=False
+            )
+            return Response(id="policy", created=0, model="policy", message=message)
+
+        async def close(self) -> None:
+            return None
+
+    return Policy
+
+
+MessageRenderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+"""(messages, tools, first) -> text. `messages` are all up to the first answer, later the ones after the last answer."""
+
+
+def renderer(render: str | MessageRenderer) -> MessageRenderer:
+    """`plain`, `chatml`, or the function at `module:function`."""
+    if not isinstance(render, str):
+        return render
+    if render in _KNOWN:
+        return _KNOWN[render]
+    if ":" not in render:
+        raise ValueError(f"render is {render!r} (rule: {', '.join(_KNOWN)} or package.module:function)")
+    found: MessageRenderer = attribute_at(render, "render")
+    return found
+
+
+def text_of(content: Any) -> str:
+    """A message's content; for a list of parts, their texts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
+def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], first: bool) -> str:
+    lines = [text_of(m.get("content")) for m in messages]
+    if first and tools:
+        lines.insert(0, _tools(tools))
+    return "\n".join(line for line in lines if line)
+
+
+def _chatml(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], first: bool) -> str:
+    """ChatML. The policy's own answer ended with `<|im_end|>`, so the continuation begins with the rest of that
+    line."""
+    shown = [dict(m) for m in messages]
+    if first and tools:
+        if not shown or shown[0].get("role") != "system":
+            shown.insert(0, {"role": "system", "content": ""})
+        shown[0]["content"] = f"{text_of(shown[0].get('content'))}\n\n{_tools(tools)}".strip()
+    turns = "".join(f"<|im_start|>{m.get('role')}\n{_body(m)}<|im_end|>\n" for m in shown)
+    return f"{'' if first else chr(10)}{turns}<|im_start|>assistant\n"
+
+
+def _body(message: Mapping[str, Any]) -> str:
+    text = text_of(message.get("content"))
+    if message.get("role") == "tool":
+        return f"<tool_response>\n{text}\n</tool_response>"
+    for call in message.get("tool_calls") or ():
+        function = {"name": call["name"], "arguments": json.loads(call["arguments"])}
+        text = f"{text}\n<tool_call>\n{json.dumps(function)}\n</tool_call>".lstrip()
+    return text
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    listed = "\n".join(json.dumps({k: t[k] for k in ("name", "description", "parameters") if k in t}) for t in tools)
+    form = '<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>'
+    return f"# Tools\n\n<tools>\n{listed}\n</tools>\n\nTo call a tool:\n{form}"
+
+
+_KNOWN: Mapping[str, MessageRenderer] = {"plain": _plain, "chatml": _chatml}
 
 
 class VerifiersText:

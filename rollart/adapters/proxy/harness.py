@@ -13,10 +13,10 @@ from rollart.adapters.proxy.capture import Branch
 from rollart.adapters.proxy.messages import BadRequest
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import ProxySession
-from rollart.episodes import HarnessRequest
 from rollart.errors import EngineError
-from rollart.foreign import GRACE_S, UserCodeGuard, abandon_task, guard
 from rollart.model import Completion, CompletionChunk, Observation, Sampling, Segment, Step
+from rollart.ports import HarnessRequest
+from rollart.user_code import GRACE_S, UserCodeGuard, abandon_task, guard
 
 __all__ = ["Agent", "HarnessRunner"]
 

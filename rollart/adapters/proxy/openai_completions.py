@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.chat import OutputDelta
 from rollart.adapters.proxy.messages import (
     BadRequest,
     CompletionRequest,
@@ -16,7 +17,6 @@ from rollart.adapters.proxy.messages import (
 )
 from rollart.adapters.proxy.openai_chat import error_body, error_event, usage
 from rollart.adapters.proxy.sse import encode_event, split_events
-from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event"]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.chat import OutputDelta
 from rollart.adapters.proxy.messages import (
     ArgumentsDelta,
     BadRequest,
@@ -24,7 +25,6 @@ from rollart.adapters.proxy.messages import (
 )
 from rollart.adapters.proxy.openai_chat import error_body
 from rollart.adapters.proxy.sse import encode_event, split_events
-from rollart.adapters.proxy.unfolding import OutputDelta
 
 __all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event"]
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from rollart.adapters.engines.http import HttpEngine
 from rollart.errors import EngineError, WrongAnswer
 from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, GenerateRequest, Sampling
-from rollart.policy.answers import wrong_answer, wrong_tokens
 from rollart.policy.continuing import completion_from_chunks, continuation_sampling, join_completions
+from rollart.policy.engine_health import wrong_answer, wrong_tokens
 
 __all__ = ["EnginePool"]
 

@@ -8,6 +8,8 @@ value:
   a function, pays "steps"  at the tokens of its `step_rewards` (one per turn, or one per action token: the length
                             decides, turns first), and the rest of its score at the last action token
 The reward of a turn without action tokens is credited to the last action token before it (else to the first).
+
+Reward functions that keep state run in this process, one call at a time; all others are offloaded.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from typing import Any, Protocol
 
 from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
+from serverless.inline import InlineScorer
+from serverless.pipeline.offload import Offload
 from serverless.types import FaultKind
-
-__all__ = ["CreditAssignment", "DomainRewards", "OffloadRewarder", "RewardTerm", "combine", "item_of"]
 
 
 class CreditAssignment(enum.StrEnum):
@@ -181,3 +183,28 @@ def _turn_ends(trajectory: Trajectory) -> list[int]:
         total += counts.get(turn.index, 0)
         ends.append(max(total - 1, 0))
     return ends
+
+
+class RewardFunctions:
+    """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
+
+    def __init__(self, offload: Offload, local: Mapping[str, InlineScorer]) -> None:
+        self._offload = offload
+        self._local = dict(local)
+
+    @property
+    def functions(self) -> Mapping[str, Any]:
+        """Names that `submit` accepts."""
+        return {**self._offload.functions, **self._local}
+
+    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
+        """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
+        scorer = self._local.get(function)
+        if scorer is None:
+            return await self._offload.submit(function, item, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await scorer.score(item)
+        except TimeoutError:
+            detail = f"no outcome of {function} in {deadline_s:g} s"
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)

@@ -14,12 +14,18 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from rollart.adapters.service.desk import ServiceState
-from rollart.adapters.service.store import ServiceStore
-from rollart.adapters.service.terms import ExperienceRequest, ExperienceRow, RequestRefused, ServiceSetup, ServiceTask
+from rollart.adapters.service.packed import KIND, columns, decoded, encoded, plain
+from rollart.adapters.service.state import (
+    ExperienceRequest,
+    ExperienceRow,
+    RequestRefused,
+    ServiceSetup,
+    ServiceState,
+    ServiceTask,
+)
+from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import BLOCK_BYTES, StoredFile, WeightUploads
 from rollart.errors import StorageFailed
-from rollart.packed import KIND, columns, decoded, encoded, plain
 
 __all__ = ["ServiceServer"]
 

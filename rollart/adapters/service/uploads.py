@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from rollart.adapters.service.terms import RequestRefused
+from rollart.adapters.service.state import RequestRefused
 from rollart.errors import StorageFailed
 
 __all__ = ["StoredFile", "WeightUploads"]

@@ -11,11 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.adapters.weights.arrivals import BucketArrivals
-from rollart.adapters.weights.buckets import BucketWeightStore, PullProgress, PullResult
-from rollart.adapters.weights.manifests import Manifest
-from rollart.adapters.weights.objects import FileObjectStore, LinkableObjectStore
-from rollart.adapters.weights.s3 import S3ObjectStore
+from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, Manifest, PullProgress, PullResult
+from rollart.adapters.weights.objects import FileObjectStore, LinkableObjectStore, S3ObjectStore
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
 

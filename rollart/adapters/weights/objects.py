@@ -2,6 +2,8 @@
 
 A blob is visible whole or not at all, and never changes: a listed blob can be read completely. Keys are words joined by
 `/`. Errors: `StorageFailed`.
+
+Blobs in S3, or in any store with its protocol, through aiobotocore (extra `aws`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rollart.errors import StorageFailed
+from rollart.errors import StorageFailed, UsageError
 
 
 class ObjectStore(Protocol):
@@ -123,3 +125,89 @@ class FileObjectStore:
             inner[:] = [name for name in inner if name != ".tmp"]
             found += [str((Path(directory) / name).relative_to(self._root)) for name in names]
         return found
+
+
+LINK_S = 6 * 3600
+"""Seconds that a signed URL is valid; it expires earlier if the credentials that signed it do."""
+
+DELETED_AT_ONCE = 1000
+"""Keys of one DeleteObjects call: S3's limit."""
+
+
+class S3ObjectStore:
+    """One bucket, keys below `prefix`. Credentials, region and endpoint come from the process's environment unless
+    given. One event loop; the first call opens the connection and `aclose` closes it."""
+
+    def __init__(
+        self, bucket: str, *, prefix: str = "", region: str | None = None, endpoint_url: str | None = None
+    ) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._client_options = {"region_name": region, "endpoint_url": endpoint_url}
+        self._stack = contextlib.AsyncExitStack()
+        self._client: Any = None
+        self._opening = asyncio.Lock()
+
+    async def put(self, key: str, data: bytes) -> None:
+        async with self._call(f"write {key}") as client:
+            await client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=data)
+
+    async def get(self, key: str) -> bytes:
+        async with self._call(f"read {key}") as client:
+            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+        return data
+
+    async def link(self, key: str) -> str:
+        """Signed locally: no request is sent."""
+        async with self._call(f"sign {key}") as client:
+            params = {"Bucket": self._bucket, "Key": self._prefix + key}
+            url: str = await client.generate_presigned_url("get_object", Params=params, ExpiresIn=LINK_S)
+        return url
+
+    async def keys(self, prefix: str) -> set[str]:
+        found: set[str] = set()
+        async with self._call(f"list {prefix}") as client:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+            async for page in pages:
+                found |= {one["Key"].removeprefix(self._prefix) for one in page.get("Contents", ())}
+        return found
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        all_keys = sorted(keys)
+        for start in range(0, len(all_keys), DELETED_AT_ONCE):
+            batch = [{"Key": self._prefix + key} for key in all_keys[start : start + DELETED_AT_ONCE]]
+            async with self._call(f"remove {len(batch)} blobs") as client:
+                answer = await client.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+                for error in answer.get("Errors", ()):
+                    raise StorageFailed(f"the weight store cannot remove {error['Key']}: {error['Message']}")
+
+    async def aclose(self) -> None:
+        self._client = None
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _call(self, action: str) -> AsyncIterator[Any]:
+        """The client. Its errors become `StorageFailed`; `action` describes the call in them."""
+        try:
+            from aiobotocore.session import get_session
+            from botocore.exceptions import BotoCoreError, ClientError
+        except ImportError as error:
+            raise UsageError("weights in S3 need aiobotocore", remedy="pip install 'rollart[aws]'") from error
+        try:
+            async with self._opening:  # the first calls may be concurrent
+                if self._client is None:
+                    self._client = await self._stack.enter_async_context(
+                        get_session().create_client(
+                            "s3", **{k: v for k, v in self._client_options.items() if v is not None}
+                        )
+                    )
+            yield self._client
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in ("NoSuchKey", "404"):
+                raise StorageFailed(f"the weight store has no {action.removeprefix('read ')}") from error
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
+        except BotoCoreError as error:
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error

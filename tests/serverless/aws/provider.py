@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from serverless.backends.base import Backend
-from serverless.deploy.aws_settings import AwsSettings
+from serverless.deploy.aws_function import AwsSettings
 from serverless.deploy.package import Package, build
 from serverless.meter import MeterSink
+from serverless.providers.base import Backend
 from serverless.spec import FunctionSpec
 from tests.serverless.support import Provider
 
@@ -92,7 +92,7 @@ class AwsLambda(Provider):
 
     @contextlib.asynccontextmanager
     async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
-        from serverless.backends.aws_lambda import AwsLambdaBackend
+        from serverless.providers.aws import AwsLambdaBackend
 
         with plane() as one:
             async with AwsLambdaBackend(settings(one), meter=meter) as backend:

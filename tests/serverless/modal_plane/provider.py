@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serverless.backends.base import Backend
-from serverless.backends.modal_functions import ModalBackend
-from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink
+from serverless.providers.base import Backend
+from serverless.providers.modal import ModalBackend
+from serverless.providers.modal_client import ModalSettings
 from tests.serverless.support import Provider
 
 __all__ = ["MISSING", "ModalFunctions", "PlaneProcess", "running_plane"]

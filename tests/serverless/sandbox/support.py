@@ -7,8 +7,7 @@ import functools
 import pytest
 
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.box import Box
-from serverless.sandbox.core import SandboxProcess
+from serverless.sandbox.box import Box, SandboxProcess
 from serverless.sandbox.launch import LaunchMethod, launch_methods
 from serverless.sandbox.values import Limits
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import build
 from serverless.errors import SandboxUnavailable
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
 from serverless.rewards.code_tests import CodeTests, extract
 from serverless.sandbox import sandbox
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.workers.local import LocalBackend
 from tests.serverless.support import alive, children, descendants, until
 
 DOUBLE = "print(2 * int(input()))"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # real processes
 PROGRAM = """
 import json, sys, tempfile
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.core import SandboxProcess
+from serverless.sandbox.box import SandboxProcess
 from serverless.sandbox.box import Box
 from serverless.sandbox.values import Limits
 rung, variant = sys.argv[1:]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import build
 from serverless.errors import ExtraMissing
-from serverless.pipeline import Offload
+from serverless.pipeline.offload import Offload
 from serverless.rewards.math_verify import MathVerify
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.workers.local import LocalBackend
 from tests.serverless.support import descendants
 
 

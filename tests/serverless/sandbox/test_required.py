@@ -9,10 +9,10 @@ import socket
 
 import pytest
 
-from serverless.backends.local import LocalBackend
 from serverless.sandbox import required
 from serverless.types import Item
 from serverless.wire import encode
+from serverless.workers.local import LocalBackend
 from tests.serverless.support import descendants, package, until
 
 pytestmark = [

@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from serverless.sandbox import Limits, seccomp
-from serverless.sandbox.core import _frame, _ran
+from serverless.sandbox.box import _frame, _ran
 from serverless.sandbox.launch import hosting_provider
 
 KILL, ALLOW, ERRNO = 0x8000_0000, 0x7FFF_0000, 0x0005_0000

@@ -1,0 +1,196 @@
+"""Feasible nodes for the bundles of a gang. Pure: for the local runtime, and for errors before Ray waits for ever.
+
+Label selectors in Ray's grammar: `v`, `!v`, `in(a,b)`, `!in(a,b)`.
+
+The event log of a runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+from rollart.errors import UsageError
+from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
+
+
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """True if a node with `labels` satisfies every key of `selector`. A missing label satisfies only negations."""
+    return all(_matches_one(wanted, labels.get(key)) for key, wanted in selector.items())
+
+
+def _matches_one(wanted: str, actual: str | None) -> bool:
+    wanted = wanted.strip()
+    if wanted.startswith("!"):
+        return not _matches_one(wanted[1:], actual)
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        return actual in [v.strip() for v in wanted[3:-1].split(",")]
+    return actual == wanted
+
+
+MAX_SEARCH_STEPS = 20_000
+"""Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
+
+SLACK = 1e-9
+
+
+def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
+    """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none was
+    found in `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
+    return _PlacementSearch(gang, nodes).find()
+
+
+def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+    """`UsageError` if the gang would not fit on these nodes even if they were empty."""
+    empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
+    available = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
+    for bundle in _bundles(gang):
+        if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
+            raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {available}")
+    search = _PlacementSearch(gang, empty)
+    if search.find() is None and search.steps < MAX_SEARCH_STEPS:
+        deepest = search.stuck
+        raise UsageError(
+            f"the nodes could never hold all of it at once; there is no room beside the others for {deepest}",
+            remedy=f"the cluster has: {available}",
+        )
+
+
+def insufficient_capacity(missing: Sequence[Bundle], wait_s: float) -> UsageError:
+    """The error of a reservation that found no room within `wait_s`."""
+    return UsageError(
+        f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, missing))}",
+        remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
+    )
+
+
+def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
+    """The bundle that the actor runs in. `UsageError` if there is none, or if it is too small for the actor."""
+    found = bundles.get(spec.bundle)
+    if found is None:
+        raise UsageError(f"{spec.name} asks for the bundle {spec.bundle!r}, and none of that name is reserved")
+    if any(found.total.get(name, 0.0) < amount - SLACK for name, amount in spec.resources.items()):
+        raise UsageError(
+            f"{spec.name} asks for {dict(spec.resources)} in bundle {spec.bundle!r}, which could never hold it",
+            remedy=f"the bundle has {dict(found.total)}",
+        )
+    return found
+
+
+class _PlacementSearch:
+    """Depth-first search over bundles from the largest on. `stuck` is the first bundle that the search never placed."""
+
+    def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+        self.steps = 0
+        self._nodes = nodes
+        self._room = {n.id: dict(n.free) for n in nodes}
+        self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
+        self._order = sorted(_bundles(gang), key=lambda b: -sum(b.resources.values()))
+        self._selector_labels = {label for bundle in self._order for label in bundle.labels}
+        self._found: dict[str, Node] = {}
+        self._depth = -1
+
+    @property
+    def stuck(self) -> Bundle:
+        return self._order[max(0, self._depth)]
+
+    def find(self) -> Mapping[str, Node] | None:
+        tries = [self._candidates(self._order[0])] if self._order else []
+        while tries and len(self._found) < len(self._order):
+            bundle = self._order[len(tries) - 1]
+            self._depth = max(self._depth, len(tries) - 1)
+            node = next(tries[-1], None)
+            self.steps += 1
+            if self.steps >= MAX_SEARCH_STEPS:
+                return None
+            if node is None:  # backtrack: try another node for the previous bundle
+                tries.pop()
+                if tries:
+                    before = self._order[len(tries) - 1]
+                    _add(self._room[self._found.pop(before.name).id], before, 1.0)
+                continue
+            _add(self._room[node.id], bundle, -1.0)
+            self._found[bundle.name] = node
+            if len(tries) < len(self._order):
+                tries.append(self._candidates(self._order[len(tries)]))
+        return dict(self._found) if len(self._found) == len(self._order) else None
+
+    def _candidates(self, bundle: Bundle) -> Iterator[Node]:
+        group, strategy = self._strategy[bundle.name]
+        used = {n.id for name, n in self._found.items() if self._strategy[name][0] == group}
+        fitting = [
+            n for n in self._nodes if matches(bundle.labels, n.labels) and _has_capacity(self._room[n.id], bundle)
+        ]
+        if strategy == "STRICT_PACK" and used:
+            fitting = [n for n in fitting if n.id in used]
+        elif strategy == "STRICT_SPREAD":
+            fitting = [n for n in fitting if n.id not in used]
+        equivalents: set[tuple[object, ...]] = set()
+        for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
+            # Nodes with equal labels and free resources that the search has not used are interchangeable.
+            key = (tuple(sorted(self._selectable_labels(node))), tuple(sorted(self._room[node.id].items())))
+            if self._room[node.id] == node.free and key in equivalents:
+                continue
+            equivalents.add(key)
+            yield node
+
+    def _selectable_labels(self, node: Node) -> list[tuple[str, str]]:
+        """The labels that bundles select by. Other labels, such as Ray's node id, would make equal nodes look
+        different."""
+        return [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
+
+
+def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:
+    return [bundle for group in gang for bundle in group.bundles]
+
+
+def _has_capacity(room: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(room.get(name, 0.0) >= amount - SLACK for name, amount in bundle.resources.items())
+
+
+def _add(room: dict[str, float], bundle: Bundle, sign: float) -> None:
+    for name, amount in bundle.resources.items():
+        room[name] = room.get(name, 0.0) + sign * amount
+
+
+def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}
+
+
+MAX_EVENTS = 10_000
+"""Events that are kept: a reader that is further behind misses the oldest."""
+
+
+class EventLog:
+    """Any number of readers, each from the oldest event that is kept."""
+
+    def __init__(self, max_events: int = MAX_EVENTS) -> None:
+        self._events: deque[RuntimeEvent] = deque(maxlen=max_events)
+        self._count = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def emit(self, event: RuntimeEvent) -> None:
+        self._events.append(event)
+        self._count += 1
+        self._notify()
+
+    async def read(self) -> AsyncIterator[RuntimeEvent]:
+        """Events until `close`. Waits for `emit`."""
+        next_event = 0
+        while not self._closed:
+            while next_event < self._count:
+                next_event = max(next_event, self._count - len(self._events))
+                yield self._events[next_event - self._count]
+                next_event += 1
+            changed = self._changed
+            await changed.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

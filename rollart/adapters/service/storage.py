@@ -1,0 +1,322 @@
+"""Persistence of a service: SQLite, with large values in segment files beside it, as in a run's ledger.
+
+The values of a table's rows: numbers are packed, and large values are kept on disk only, if there is a store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import sqlite3
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.service.packed import PackedColumn, pack
+from rollart.errors import StorageFailed, UsageError
+from rollart.ledger.payloads import INLINE_LIMIT, PayloadFiles
+from rollart.policy.sample_table import SampleRow
+
+MAX_REMEMBERED_KEYS = 100_000
+"""Maximum remembered keys of finished leases and answered requests, so that a client whose answer was lost may repeat
+its call."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rows (
+    id TEXT PRIMARY KEY, seq INTEGER NOT NULL, grp TEXT NOT NULL, size INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    version INTEGER NOT NULL, sampled INTEGER, freed INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS rows_grp ON rows (grp);
+CREATE TABLE IF NOT EXISTS cells (
+    row TEXT NOT NULL, col TEXT NOT NULL, value TEXT, segment INTEGER, place INTEGER, PRIMARY KEY (row, col));
+CREATE TABLE IF NOT EXISTS consumed (task TEXT NOT NULL, row TEXT NOT NULL, PRIMARY KEY (task, row));
+CREATE TABLE IF NOT EXISTS loans (id TEXT PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, answer TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLocation:
+    """Location of a large value in the segment files."""
+
+    segment: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLease:
+    """`batches` of row ids for a task, leased until the loop time `until`: `seconds` after the lease was granted or
+    renewed. `key` is the consumer's name for its request."""
+
+    id: str
+    task: str
+    batches: tuple[tuple[str, ...], ...]
+    consumed: tuple[str, ...]
+    seconds: float
+    until: float
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A persisted row. `freed`: no task needs it any more and its values are deleted, but other rows of its group are
+    still needed."""
+
+    row: SampleRow
+    sampled: int | None
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """The persisted state. Rows are in insertion order; `cells` by row, `consumed` by task."""
+
+    meta: Mapping[str, Any]
+    rows: Sequence[StoredRow]
+    cells: Mapping[str, Mapping[str, Any]]
+    consumed: Mapping[str, set[str]]
+    loans: Sequence[RowLease]
+    keys: Mapping[str, Any]
+
+
+class ServiceStore:
+    """One service's directory, used by one process (enforced by a file lock) and one loop.
+
+    Changes are queued in order and are on disk when `flush` returns. A caller that answers only after `flush` reports
+    nothing that a kill -9 or a power failure could undo. `StorageFailed`: a write failed, now or earlier. Memory is
+    then ahead of the disk, and no further call may be answered.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """UsageError if another process uses the directory, or it cannot be written."""
+        try:
+            (directory / "segments").mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "service.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write {directory}: {error.strerror}", remedy="choose another --data") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise UsageError(f"another service uses {directory}", remedy="stop it, or choose another --data") from None
+        try:
+            self._base = sqlite3.connect(directory / "service.sqlite", isolation_level=None, check_same_thread=False)
+            self._base.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {SCHEMA}")
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise StorageFailed(f"{directory}: {error}") from None
+        self._segments = PayloadFiles(directory / "segments")
+        self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
+        self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self._new_locations: deque[tuple[str, str, SegmentLocation]] = deque()
+        self._changes = self._flushed = 0
+        """Number of changes made, and number of changes on disk."""
+        self._writing: asyncio.Future[None] | None = None
+        self._broken: StorageFailed | None = None
+
+    def load(self) -> StoredState:
+        query = self._base.execute
+        cells: dict[str, dict[str, Any]] = {}
+        for row, column, value, segment, location in query("SELECT row, col, value, segment, place FROM cells"):
+            cells.setdefault(row, {})[column] = (
+                _decode_value(value) if segment is None else SegmentLocation(segment, location)
+            )
+        consumed: dict[str, set[str]] = {}
+        for task, row in query("SELECT task, row FROM consumed"):
+            consumed.setdefault(task, set()).add(row)
+        rows = query("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
+        return StoredState(
+            {name: json.loads(value) for name, value in query("SELECT name, value FROM meta")},
+            [StoredRow(SampleRow(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
+            cells,
+            consumed,
+            [_decode_lease(json.loads(body)) for (body,) in query("SELECT body FROM loans ORDER BY id")],
+            {name: json.loads(answer) for name, answer in query("SELECT name, answer FROM keys ORDER BY seq")},
+        )
+
+    def meta(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._queue("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
+
+    def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
+        self._last += 1
+        self._queue(
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
+            row.id,
+            self._last,
+            row.group,
+            row.group_size,
+            row.tokens,
+            row.version,
+        )
+        self.cells(row.id, values)
+
+    def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
+        for column, value in values.items():
+            self._queue("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _encode_value(value))
+        if sampled is not None:
+            self._queue("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
+
+    def consumed(self, task: str, rows: Iterable[str]) -> None:
+        for row in rows:
+            self._queue("INSERT INTO consumed VALUES (?, ?)", task, row)
+
+    def freed(self, rows: Iterable[str]) -> None:
+        """Delete the values of rows that no task needs any more. The rows themselves stay until their whole group is
+        gone."""
+        for row in rows:
+            self._queue("UPDATE rows SET freed = 1 WHERE id = ?", row)
+            self._queue("DELETE FROM cells WHERE row = ?", row)
+
+    def group_gone(self, group: str) -> None:
+        for table, column in (("cells", "row"), ("consumed", "row")):
+            self._queue(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
+        self._queue("DELETE FROM rows WHERE grp = ?", group)
+
+    def lease(self, lease: RowLease) -> None:
+        body = [lease.id, lease.task, lease.batches, lease.consumed, lease.seconds, lease.key]
+        self._queue("INSERT OR REPLACE INTO loans VALUES (?, ?)", lease.id, json.dumps(body))
+
+    def end_lease(self, id: str) -> None:
+        self._queue("DELETE FROM loans WHERE id = ?", id)
+
+    def key(self, name: str, answer: Any) -> None:
+        """Remember the answer to the request with this key; the oldest answers are forgotten."""
+        self._queue("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
+        self._queue("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
+
+    def written_locations(self) -> Iterator[tuple[str, str, SegmentLocation]]:
+        """Large values written since the last call: row, column and location."""
+        while self._new_locations:
+            yield self._new_locations.popleft()
+
+    def read(self, location: SegmentLocation) -> Any:
+        """Read a large value; valid as long as its row exists."""
+        return _decode_value(self._segments.read(location.segment, location.offset))
+
+    @property
+    def changed(self) -> bool:
+        """True if there are changes to flush."""
+        return bool(self._pending)
+
+    async def flush(self) -> None:
+        """Wait until every change so far is on disk; the changes of several callers share a transaction. If a caller is
+        cancelled, e.g. because its client disconnected, the write continues and the next caller waits for it."""
+        target = self._changes
+        while self._flushed < target and self._broken is None:
+            if self._writing is None or self._writing.done():
+                batch, self._pending = self._pending, []
+                loop = asyncio.get_running_loop()
+                self._writing = loop.run_in_executor(None, self._write_or_break, batch, self._changes)
+            await asyncio.shield(self._writing)
+        if self._broken is not None:
+            raise self._broken
+
+    def close(self) -> None:
+        self._base.close()
+        os.close(self._lock)
+
+    def _queue(self, statement: str, *values: Any) -> None:
+        self._changes += 1
+        self._pending.append((statement, values))
+
+    def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], flushed: int) -> None:
+        """Runs in a thread, one call at a time."""
+        try:
+            self._write(batch)
+            self._flushed = flushed
+        except Exception as error:  # after any failure, memory is ahead of the disk
+            self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
+
+    def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        written_locations = [self._with_location(statement, values) for statement, values in batch]
+        self._segments.sync()
+        self._base.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, values in written_locations:
+                self._base.execute(statement, values)
+            self._base.execute("COMMIT")
+        except BaseException:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
+            raise
+        large = (v for s, v in written_locations if s.startswith("INSERT INTO cells") and len(v) == 4)
+        self._new_locations.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
+        if self._segments.rolled:
+            used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
+            self._segments.keep({segment for (segment,) in used})
+
+    def _with_location(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+        """Replace a large value by its location, after appending it to a segment."""
+        if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
+            row, column, value = values
+            raw = value.encode() if isinstance(value, str) else value
+            return "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *self._segments.append(raw))
+        return statement, values
+
+
+def _encode_value(value: Any) -> str | bytes:
+    """JSON; or for packed numbers a zero byte (which starts no JSON), the type code, and the data."""
+    return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
+
+
+def _decode_value(written: str | bytes) -> Any:
+    if isinstance(written, bytes) and written[:1] == b"\0":
+        return PackedColumn(chr(written[1]), written[2:])
+    return pack(json.loads(written))
+
+
+def _decode_lease(body: list[Any]) -> RowLease:
+    id, task, batches, consumed, seconds, key = body
+    return RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)
+
+
+class RowValues:
+    """Values by row and column. A value above `INLINE_LIMIT` is held in memory only until the store has written it to
+    a segment; afterwards it is read from there (usually from the page cache) when it is handed out."""
+
+    def __init__(self, store: ServiceStore | None) -> None:
+        self._store = store
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def forget(self, row: str) -> None:
+        del self._rows[row]
+
+    def put(self, row: str, values: Mapping[str, Any]) -> None:
+        self._rows.setdefault(row, {}).update(values)
+
+    def holds(self, row: str, values: Mapping[str, Any]) -> bool:
+        """True if the row already has all of these values."""
+        held = self._rows.get(row)
+        return (
+            bool(values)
+            and held is not None
+            and all(c in held and self._read(held[c]) == pack(v) for c, v in values.items())
+        )
+
+    def select(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
+        held = self._rows[row]
+        return {c: self._read(held[c]) for c in columns if c in held}
+
+    def drop_written(self) -> None:
+        """Drop values from memory that are on disk by now."""
+        if self._store is not None:
+            for row, column, location in self._store.written_locations():
+                if row in self._rows and column in self._rows[row]:
+                    self._rows[row][column] = location
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, SegmentLocation):
+            assert self._store is not None
+            return self._store.read(value)
+        return value

@@ -1,0 +1,380 @@
+"""The control plane of one run: makes every component and connects them over the given ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollart.control.buffer import BatchDeadline, SampleBuffer, SampleColumn
+from rollart.control.domain import Domain
+from rollart.control.evaluation import Evaluation, EvaluationResult
+from rollart.control.publish import Publisher
+from rollart.control.rewarding import TrajectoryScorer
+from rollart.control.scheduler import Scheduler, SchedulerSettings
+from rollart.control.session import EvaluationPlan, RunSession
+from rollart.control.training import ColumnFiller, StepDone, Training
+from rollart.control.trajectory import FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
+from rollart.fleet import EnginePlacement
+from rollart.leases import Leases
+from rollart.ledger.intervals import ResourceClock, ResourceState
+from rollart.model import EngineId, Group, PauseMode
+from rollart.policy.routing import RoutingPolicy
+from rollart.policy.schedules import Admission, InFlightHandling, Schedule, TurnSynchrony
+from rollart.policy.workload import WorkloadMeter
+from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.serving.gateway import Gateway
+from rollart.serving.group_colocation import GroupColocation
+from rollart.serving.kv_admission import ConcurrencySettings
+from rollart.strategies.fairness import DomainShareTracker
+from rollart.strategies.lending import DeviceLender, LendingSettings
+from rollart.strategies.pacing import BatchPace
+from rollart.strategies.prefetch import Prefetcher
+from rollart.strategies.rolling_update import UpdatePolicy, UpdateRule
+from rollart.strategies.token_budget import BatchTruncation, all_samples
+from rollart.strategies.tp_change import Resharder, ReshardSettings
+from rollart.supervise.engines import EnginePart, EngineSupervisor
+from rollart.supervise.nodes import NodeTracker
+from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
+
+__all__ = ["ControlPlane", "ControlSettings", "Hooks"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """The schedule of a run and its longest waits, in seconds. `token_budget` bounds the tokens of a batch."""
+
+    schedule: SchedulerSettings
+    token_budget: int | None = None
+    cut_tokens: int | None = None
+    """Tokens of a batch that are trained (`cutting.BatchTruncation`); None: all."""
+    due: BatchDeadline | None = None
+    columns: Sequence[SampleColumn] = ()
+    """Columns that are filled once samples are complete, before training takes them."""
+    reference: bool = False
+    """True if version 0 is kept, since the loss refers to it."""
+    waits: WaitLimits = field(default_factory=WaitLimits)
+    gateway: GatewayLimits = field(default_factory=GatewayLimits)
+    train_s: float = 600.0
+    publish_s: float = 120.0
+    pace_s: float = 1800.0
+    """Longest wait of a batch for groups at their staleness bound, under a paced schedule, seconds."""
+    overlap: bool = False
+    """Publish a version during the next training step, if the schedule lets that step start before the version is
+    current."""
+    updates: UpdatePolicy | None = None
+    """Policy of rolling updates, if the schedule lets the versions of engines differ; None: all engines at once."""
+    evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
+    router: RoutingPolicy = field(default_factory=RoutingPolicy)
+    seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
+    """Placement of engines by id; an engine that is not named has no particular placement and every role."""
+    rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
+    concurrency: ConcurrencySettings | None = None
+    """Trajectories that an engine admits at a time. Ignored with lockstep turns: admitted trajectories would wait at
+    the barrier for trajectories that wait for admission."""
+    together: bool = False
+    """A group's members stay on one engine, and are admitted and released as one."""
+    lending: LendingSettings | None = None
+    """Engines lend their devices to training while a rollout ends, if the trainer can borrow devices."""
+    reshard: ReshardSettings | None = None
+    """Tensor parallelism follows preemption, if a fleet can start engines."""
+    measure: Callable[[Sequence[int]], int] = len
+    """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Callbacks of the control plane to its owner, called on the loop. Only `recover_trainer` may wait."""
+
+    recover_trainer: Callable[[], Awaitable[None]]
+    suspect: Callable[[EngineId], None]
+    versions_in_use: Callable[[], Iterable[int]] = tuple
+    borrow: Callable[[Sequence[EngineId]], None] | None = None
+    """Sets the engines whose devices the trainer borrows. None: it cannot borrow devices."""
+    version: Callable[[int], None] = lambda _: None
+    step: Callable[[StepDone], None] = lambda _: None
+    evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
+
+
+class ControlPlane:
+    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `session` makes the run.
+
+    Callers need not know the connections between the components: trajectories check their staleness against the
+    gateway's version, and a publish frees slots and aborts stale trajectories before engines resume.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        *,
+        tokenizer: Tokenizer,
+        rewarder: Rewarder,
+        trainer: Trainer,
+        journal: Journal,
+        weights: WeightStore,
+        recorder: Recorder,
+        leases: Leases,
+        trainer_clock: ResourceClock,
+        version: int,
+        settings: ControlSettings,
+        hooks: Hooks,
+        planner: Planner | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        self._settings = settings
+        self._hooks = hooks
+        rules = settings.schedule.rules
+        together = GroupColocation() if settings.together else None
+        self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
+        prefetch = _prefetch(domains, leases, recorder, settings)
+        runner = TrajectoryRunner(
+            self.gateway,
+            tokenizer,
+            leases,
+            limits=settings.waits,
+            stale=_staleness_check(rules, self.gateway),
+            barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
+            measure=settings.measure,
+            prefetch=prefetch,
+        )
+        self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
+        self.resharder = self._resharding(runner, leases, recorder)
+        self.lender = self._lending(recorder, trainer_clock)
+        shares = _shares(domains, recorder, settings.schedule)
+        buffer = _buffer(domains, leases, recorder, settings, shares)
+        self.scheduler = Scheduler(
+            domains,
+            runner,
+            TrajectoryScorer(rewarder, leases, reward_s=settings.waits.reward_s),
+            buffer,
+            journal,
+            recorder,
+            settings=settings.schedule,
+            prefetch=prefetch,
+            shares=shares,
+            together=together,
+        )
+        publisher = Publisher(
+            trainer,
+            self.gateway,
+            journal,
+            weights,
+            leases,
+            publish_s=settings.publish_s,
+            on_version=self._published,
+            drained=self._drained,
+            in_use=self._versions_in_use,
+        )
+        self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
+        self._columns = ColumnFiller(
+            settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
+        )
+        self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
+
+    def _trains(
+        self, trainer: Trainer, buffer: SampleBuffer, publisher: Publisher, leases: Leases, clock: ResourceClock
+    ) -> Training:
+        settings, hooks = self._settings, self._hooks
+        return Training(
+            trainer,
+            buffer,
+            publisher,
+            leases,
+            clock=clock,
+            train_s=settings.train_s,
+            recover=hooks.recover_trainer,
+            on_step=hooks.step,
+            on_taken=self.scheduler.taken,
+            on_refused=self.scheduler.refused,
+            samples=all_samples
+            if settings.cut_tokens is None
+            else BatchTruncation(settings.cut_tokens, settings.measure),
+            overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
+        )
+
+    def session(
+        self,
+        *,
+        supervisor: EngineSupervisor | None = None,
+        parts: Sequence[EnginePart] = (),
+    ) -> RunSession:
+        """The run over this control plane, once its engines have joined the gateway."""
+        return RunSession(
+            self.gateway,
+            self.scheduler,
+            self._training,
+            self._evaluation,
+            supervisor=supervisor,
+            parts=parts,
+            plan=self._settings.evaluation,
+            on_evaluation=self._hooks.evaluation,
+            rebalancer=self.rebalancer,
+            beside=self._beside(),
+        )
+
+    def _beside(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """Tasks that end with the run, by name."""
+        found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        if self.resharder is not None:
+            found["parallelism"] = self.resharder.run
+        if self.lender is not None:
+            self.scheduler.rolling.watch = self.lender
+            found["lending"] = self.lender.run
+        if self._settings.columns:
+            found["columns"] = self._columns.run
+        return found
+
+    def move_by(self, fleet: Fleet) -> None:
+        """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""
+        if self.rebalancer is not None:
+            self.rebalancer.move_by(fleet)
+
+    def follow(self, nodes: NodeTracker | None) -> None:
+        """Let the rebalancer plan for the nodes that are present at the time. None: the nodes do not change."""
+        if self.rebalancer is not None and nodes is not None:
+            self.rebalancer.follow(nodes)
+
+    def reshard_by(self, fleet: Fleet) -> None:
+        """Set the fleet of the resharder. In a run, only one of rebalancer and resharder changes tensor parallelism."""
+        if self.resharder is not None:
+            self.resharder.move_by(fleet)
+
+    def gone(self, engine: EngineId, cause: str) -> None:
+        """Callback of the supervisor: an engine will not return, and the run continues without it."""
+        if self.rebalancer is not None:
+            self.rebalancer.notify(f"{engine} is gone: {cause}")
+
+    def _rebalancing(
+        self, planner: Planner | None, fleet: Fleet | None, runner: TrajectoryRunner, leases: Leases, recorder: Recorder
+    ) -> Rebalancer | None:
+        """None without a planner: the routes do not change, and no workload is measured."""
+        if planner is None:
+            return None
+        runner.meter = WorkloadMeter()
+        return Rebalancer(
+            self.gateway, planner, leases, recorder, runner.meter, settings=self._settings.rebalance, fleet=fleet
+        )
+
+    def _versions_in_use(self) -> Iterable[int]:
+        updates = self.gateway.updates
+        first = (0,) if self._settings.reference else ()
+        return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading()), *first]
+
+    def _lending(self, recorder: Recorder, trainer: ResourceClock) -> DeviceLender | None:
+        settings, borrow = self._settings.lending, self._hooks.borrow
+        if settings is None or borrow is None:
+            return None
+        lender = DeviceLender(
+            self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == ResourceState.BUSY
+        )
+        self.gateway.on_lost = lender.lost
+        return lender
+
+    async def _drained(self) -> None:
+        """Returns once weights may change: no trajectory runs, if the schedule requires that, and no engine is lent."""
+        await self.scheduler.drained()
+        if self.lender is not None:
+            self.lender.give_back()
+
+    def _resharding(self, runner: TrajectoryRunner, leases: Leases, recorder: Recorder) -> Resharder | None:
+        if (settings := self._settings.reshard) is None:
+            return None
+        runner.meter = runner.meter or WorkloadMeter()
+        round_ = lambda: self.scheduler.round  # noqa: E731
+        return Resharder(self.gateway, leases, recorder, runner.meter, settings=settings, round_=round_)
+
+    def _published(self, version: int, consumed: Sequence[Group]) -> None:
+        if self.resharder is not None:
+            self.resharder.published()
+        if self.lender is not None:
+            self.lender.published()
+        self.scheduler.published(version, consumed)
+        self._hooks.version(version)
+
+
+def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> DomainShareTracker | None:
+    if settings.fairness is None:
+        return None
+    rules = settings.rules
+    return DomainShareTracker(
+        domains,
+        settings.fairness,
+        recorder,
+        steps=settings.steps,
+        window=rules.alpha + 1 if rules.windowed else 1,
+        apart=rules.admission is Admission.NEXT_BATCH,
+    )
+
+
+def _buffer(
+    domains: Sequence[Domain],
+    leases: Leases,
+    recorder: Recorder,
+    settings: ControlSettings,
+    shares: DomainShareTracker | None,
+) -> SampleBuffer:
+    rules = settings.schedule.rules
+    quotas = {d.name: d.quota for d in domains}
+
+    def excess(version: int, groups: Sequence[Group]) -> None:
+        samples = sum(rules.bound.stale(s.v0, version) for g in groups for s in g.samples)
+        oldest = max(version - g.v0 for g in groups)
+        fields = {"samples": samples, "oldest": oldest, "staleness": rules.alpha}
+        recorder.event(RunEvent(asyncio.get_running_loop().time(), "batch_over_staleness", f"v{version}", fields))
+
+    return SampleBuffer(
+        quotas,
+        bound=rules.bound,
+        enforced=rules.drops_stale,
+        pace=BatchPace(leases, recorder, rules.alpha, settings.pace_s) if rules.paced else None,
+        on_excess=excess,
+        token_budget=settings.token_budget,
+        due=settings.due,
+        measure=settings.measure,
+        shares=shares,
+        columns=settings.columns,
+    )
+
+
+def _prefetch(
+    domains: Sequence[Domain], leases: Leases, recorder: Recorder, settings: ControlSettings
+) -> Prefetcher | None:
+    wanted, waits = settings.schedule.prefetch, settings.waits
+    if wanted is None:
+        return None
+    return Prefetcher(domains, leases, recorder, settings=wanted, reset_s=waits.env_reset_s, close_s=waits.env_close_s)
+
+
+def _staleness_check(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
+    """The check at every turn (I2): False always, unless the schedule aborts stale trajectories."""
+    if not rules.aborts_stale:
+        return lambda v0: False
+    bound = rules.bound
+    return lambda v0: bound.stale(v0, gateway.version)
+
+
+def _gateway(
+    leases: Leases,
+    recorder: Recorder,
+    version: int,
+    settings: ControlSettings,
+    hooks: Hooks,
+    together: GroupColocation | None,
+) -> Gateway:
+    rules, updates = settings.schedule.rules, settings.updates
+    differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and start with one version
+    return Gateway(
+        leases,
+        limits=settings.gateway,
+        version=version,
+        on_suspect=hooks.suspect,
+        recorder=recorder,
+        router=settings.router,
+        seats=settings.seats,
+        concurrency=None if settings.schedule.rules.turns is TurnSynchrony.LOCKSTEP else settings.concurrency,
+        updates=UpdateRule(updates, rules.alpha) if updates is not None and differ else None,
+        pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlightHandling.TURN_REDONE else PauseMode.KEEP,
+        together=together,
+    )

@@ -1,0 +1,113 @@
+"""Evaluation: held-out episodes with greedy sampling, on the engines of the training run, while no training runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollart.control.domain import Domain
+from rollart.control.scheduler import FaultMeter, trajectory_charge
+from rollart.control.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
+from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
+from rollart.policy.host_slots import PlacementPriority, PlacementRequest
+from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
+
+__all__ = ["Evaluation", "EvaluationResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Success in one domain: of `episodes` that ended with a verdict, `successes` succeeded. `unknown` episodes ended
+    without a verdict (their environment gives none); `faults` episodes ended in infrastructure faults."""
+
+    episodes: int
+    successes: int
+    unknown: int
+    faults: int
+
+    @property
+    def rate(self) -> float | None:
+        """Share of successes among the episodes with a verdict; None if there are none: unknown is not zero."""
+        return self.successes / self.episodes if self.episodes else None
+
+
+class Evaluation:
+    """Runs `episodes` episodes of each domain, at most `concurrency` at a time. An episode that ends in a fault is
+    retried once, then excluded from the success rate; its faults count towards the run's fault rate, as in training."""
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        runner: TrajectoryRunner,
+        recorder: Recorder,
+        faults: FaultMeter,
+        *,
+        seed: int,
+    ) -> None:
+        self._faults = faults
+        self._domains = domains
+        self._runner = runner
+        self._recorder = recorder
+        self._seed = seed
+
+    async def run(
+        self, label: str, version: int, episodes: int, concurrency: int = 128
+    ) -> Mapping[str, EvaluationResult]:
+        slots = asyncio.Semaphore(concurrency)
+        outcomes: dict[str, list[Trajectory | None]] = {d.name: [] for d in self._domains}
+
+        async def one(domain: Domain, seed: int) -> None:
+            async with slots:
+                outcomes[domain.name].append(await self._episode(label, domain, seed))
+
+        async with asyncio.TaskGroup() as tasks:
+            for domain in self._domains:
+                for seed in range(EVAL_SEEDS_FROM, EVAL_SEEDS_FROM + episodes):
+                    tasks.create_task(one(domain, seed), name=f"eval {domain.name} {seed}")
+        results = {}
+        for name, ended in outcomes.items():
+            whole = [t for t in ended if t is not None]
+            known = [t.success for t in whole if t.success is not None]
+            results[name] = EvaluationResult(len(known), sum(known), len(whole) - len(known), len(ended) - len(whole))
+            self._recorder.event(
+                RunEvent(
+                    asyncio.get_running_loop().time(),
+                    "evaluation",
+                    name,
+                    {
+                        "label": label,
+                        "version": version,
+                        "episodes": len(known),
+                        "successes": results[name].successes,
+                        "unknown": results[name].unknown,
+                        "faults": results[name].faults,
+                        "success": results[name].rate,
+                    },
+                )
+            )
+        return results
+
+    async def _episode(self, label: str, domain: Domain, seed: int) -> Trajectory | None:
+        for attempt in (1, 2):
+            live = TrajectoryState(
+                id=TrajectoryId(f"eval-{label}-{domain.name}-{seed}.{attempt}"),
+                group=GroupId(f"eval-{label}-{domain.name}-{seed}"),
+                domain=domain,
+                seed=seed,
+                purpose=Purpose.EVAL,
+                run_seed=self._seed,
+                started=asyncio.get_running_loop().time(),
+                wish=PlacementRequest(PlacementPriority.EVALUATE),
+            )
+            try:
+                trajectory = await self._runner.run(live)
+            except TrajectoryAborted as aborted:
+                self._recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
+                self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
+                self._faults.check()
+                continue
+            self._recorder.charge(trajectory_charge(live, FINISHED, None, trajectory.success))
+            self._faults.ended(None)
+            return trajectory
+        return None

@@ -1,0 +1,333 @@
+"""Live groups: running and finished members, and the effect of faults and publishes (invariants I2 and I6).
+
+The life of a group (invariant I6): its members finish, are retried, or the whole group is dropped with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollart.control.domain import Domain
+from rollart.control.trajectory import TrajectoryState
+from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
+from rollart.policy.host_slots import PlacementPriority, PlacementRequest
+from rollart.policy.schedules import StalenessCheck
+from rollart.policy.staleness import StalenessBound
+from rollart.strategies.pacing import IncompleteGroup
+
+STALE_RESTARTS = 4
+"""Restarts for staleness, per member, before a group is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySnapshot:
+    """A trajectory when it was kept or cancelled; for a cancelled one, tokens, age and turns are lower bounds.
+    `difficulty` is the mean reward of its group so far, `reward` its own; None where unknown."""
+
+    id: str
+    tokens: int
+    age_s: float
+    turns: int
+    difficulty: float | None = None
+    reward: float | None = None
+
+
+class GroupDecision(enum.Enum):
+    """The action for a group after an event."""
+
+    WAIT = "wait"
+    COMPLETE = "complete"
+    RETRY = "retry"
+    DROP = "drop"
+    RESTART_STALE = "restart_stale"
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Counters of one group. `finished` maps a finished member to its v0; `attempts` counts failed attempts of the
+    group, where all attempts that one incident (the end of a host) ended count once."""
+
+    size: int
+    max_attempts: int
+    finished: dict[str, int] = field(default_factory=dict)
+    attempts: int = 0
+    stale: int = 0
+    incidents: set[str] = field(default_factory=set)
+
+    def finish(self, member: str, v0: int) -> GroupDecision:
+        """A member is scored. Finishing one member twice is a bug of the caller."""
+        assert member not in self.finished, f"{member} finished twice"
+        self.finished[member] = v0
+        return GroupDecision.COMPLETE if len(self.finished) == self.size else GroupDecision.WAIT
+
+    def fail(self, reason: AbortReason, incident: str = "") -> GroupDecision:
+        """A member's attempt failed: retry it in a fresh environment, or give the group up.
+
+        An incident that ended several members counts once: several losses give no more evidence about the prompt than
+        one.
+
+        Staleness is not a failure of the prompt, so it has a bound of its own: a prompt whose trajectories outlive
+        `STALE_RESTARTS` versions' worth of attempts is slower than the run can wait for.
+        """
+        if reason is AbortReason.STALE:
+            self.stale += 1
+            return GroupDecision.DROP if self.stale > STALE_RESTARTS * self.size else GroupDecision.RETRY
+        if incident in self.incidents:
+            return GroupDecision.RETRY
+        if incident:
+            self.incidents.add(incident)
+        self.attempts += 1
+        return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
+
+    def published(self, version: int, bound: StalenessBound) -> GroupDecision:
+        """A version was published. A group with a finished stale member can never be consumed whole, so it is dropped;
+        otherwise its stale members in flight are restarted."""
+        if any(bound.stale(v0, version) for v0 in self.finished.values()):
+            return GroupDecision.DROP
+        return GroupDecision.RESTART_STALE
+
+
+@dataclass(slots=True)
+class GroupRun:
+    """A group that holds slots and is not complete. `live` and `tasks` hold its running members, by member index.
+
+    A group may run more members than it needs (`state.size`): the members that end first complete it. A sample counts
+    from the start of its write, so that no more samples are written than the group needs.
+    """
+
+    id: GroupId
+    domain: Domain
+    seed: int
+    state: GroupState
+    samples: dict[int, TrainSample] = field(default_factory=dict)
+    live: dict[int, TrajectoryState] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    trying: set[int] = field(default_factory=set)
+    """Members that may still produce a sample."""
+    writing: dict[int, int] = field(default_factory=dict)
+    """v0 of the members whose samples are being written."""
+    opened: float = 0.0
+    """Loop time at which it got its slots, seconds."""
+    seniority: int = 0
+    """Order of opening: an older group has a lower number."""
+    ended: AbortReason | None = None
+    """Abort reason of members that end from now on, as the group no longer needs them; None while it does."""
+    seen: list[TrajectorySnapshot] = field(default_factory=list)
+    """Snapshots of its sampled trajectories, for the report on selection bias."""
+
+    @property
+    def enough(self) -> bool:
+        """True if enough samples are written or being written."""
+        return len(self.samples) + len(self.writing) >= self.state.size
+
+    @property
+    def v0(self) -> int | None:
+        """The oldest policy version under which any member started; None as long as no token is sampled."""
+        live = (member.begun for member in self.live.values())
+        begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
+        return min(begun, default=None)
+
+    def wish(self, member: int) -> PlacementRequest:
+        """The member's request for a slot on an environment host. It is a spare member's if the samples and the members
+        before it suffice."""
+        others = sum(other < member for other in self.trying) + len(self.samples)
+        return PlacementRequest(
+            PlacementPriority.TRAIN if others < self.state.size else PlacementPriority.SPARE, self.seniority
+        )
+
+    def spares(self, member: int) -> bool:
+        """True if the samples and the other members suffice without this member."""
+        return len(self.trying - {member}) + len(self.samples) >= self.state.size
+
+    def whole(self) -> Group:
+        return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
+
+    def cancel(self, members: Iterable[int], reason: AbortReason) -> None:
+        """Cancel the tasks of running members. The reason of the cancellation is in the member's `TrajectoryState`."""
+        for member in members:
+            live = self.live.get(member)
+            if live is not None and live.abort is None:
+                live.abort = reason
+                self.tasks[member].cancel()
+
+
+class RolloutObserver(Protocol):
+    """Callbacks for a trajectory that begins, ends its last turn, or leaves with any outcome. They must not wait."""
+
+    def began(self, live: TrajectoryState) -> None: ...
+
+    def rolled(self, live: TrajectoryState) -> None: ...
+
+    def left(self, live: TrajectoryState) -> None: ...
+
+
+class ActiveRollouts:
+    """Trajectories in rollout that have not requested their reward yet: they are the next calls of functions.
+
+    Synchronous, and cheap with 20,000 trajectories: one dict per domain, the earliest first. Durations of finished
+    rollouts are kept until `ended` takes them, the last few thousand at most.
+    """
+
+    def __init__(self) -> None:
+        self._began: dict[str, dict[TrajectoryId, float]] = {}
+        self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
+        self.watch: RolloutObserver | None = None
+
+    def begin(self, live: TrajectoryState) -> None:
+        if self.watch is not None:
+            self.watch.began(live)
+        self._began.setdefault(live.domain.name, {})[live.id] = live.started
+
+    def ask(self, live: TrajectoryState, now: float) -> None:
+        """The trajectory requests its reward now."""
+        if self.watch is not None:
+            self.watch.rolled(live)
+        self._ended.append((live.domain.name, now - live.started))
+        self.leave(live)
+
+    def leave(self, live: TrajectoryState) -> None:
+        """The trajectory has ended its rollout, with any outcome. Idempotent."""
+        if self.watch is not None:
+            self.watch.left(live)
+        self._began[live.domain.name].pop(live.id, None)
+
+    def began(self) -> dict[str, list[float]]:
+        """Start times of the rollouts by domain, earliest first: loop seconds."""
+        return {domain: list(began.values()) for domain, began in self._began.items()}
+
+    def ended(self) -> list[tuple[str, float]]:
+        """Domain and duration in seconds of the rollouts that requested a reward since the last call."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+
+class GroupTable:
+    """Owns the incomplete groups. Every method is synchronous: decisions take effect between two awaits.
+
+    `on_sample` is called with each sample, `on_complete` then with each complete group, `on_drop` with each dropped
+    group, and `on_retry` for each attempt that is repeated.
+    """
+
+    def __init__(
+        self,
+        *,
+        bound: StalenessBound,
+        max_attempts: int,
+        on_complete: Callable[[GroupRun], None],
+        on_drop: Callable[[GroupRun, AbortReason, str], None],
+        on_sample: Callable[[GroupRun, TrainSample], None] = lambda *_: None,
+        on_retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._bound = bound
+        self._max_attempts = max_attempts
+        self._on_complete = on_complete
+        self._on_drop = on_drop
+        self._on_sample = on_sample
+        self._on_retry = on_retry
+        self._opened = 0
+        self._runs: dict[str, GroupRun] = {}
+        self._leftover: dict[str, GroupRun] = {}
+        """Complete or dropped groups with members that still run."""
+
+    def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
+        self._opened += 1
+        state = GroupState(domain.group_size, self._max_attempts)
+        run = GroupRun(group_id, domain, seed, state, seniority=self._opened)
+        self._runs[group_id] = run
+        return run
+
+    def finish(self, run: GroupRun, member: int, sample: TrainSample) -> None:
+        """Add the sample of a member, which is scored and durable."""
+        run.samples[member] = sample
+        run.trying.discard(member)
+        self._on_sample(run, sample)
+        if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
+            self._leave(run, AbortReason.REDUNDANT)
+            run.cancel(list(run.live), AbortReason.REDUNDANT)
+            self._on_complete(run)
+
+    def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
+        """Handle a failed attempt of a member. True: retry it. False: the group is dropped (or was before), or its
+        other members suffice: a redundant member that failed is not worth another attempt."""
+        if run.id not in self._runs:
+            return False
+        if run.spares(member):
+            run.trying.discard(member)
+            return False
+        if run.state.fail(reason, incident) is GroupDecision.RETRY:
+            self._on_retry()
+            return True
+        self.drop(run, reason, detail, besides=member)
+        return False
+
+    def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:
+        self._give_up(run, reason, detail)
+        run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
+
+    def dismiss(self, run: GroupRun, reason: AbortReason) -> None:
+        """Cancel a group that is no longer needed: its members end at once with `reason`. The caller frees slots."""
+        self._leave(run, reason)
+        run.cancel(list(run.live), reason)
+
+    def under_way(self, domain: str) -> list[GroupRun]:
+        """Incomplete groups of a domain, oldest first."""
+        return [run for run in self._runs.values() if run.domain.name == domain]
+
+    def unfinished(self) -> list[IncompleteGroup]:
+        """The incomplete groups."""
+        return [IncompleteGroup(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self._runs.values()]
+
+    def get(self, group_id: str) -> GroupRun | None:
+        """The incomplete group of that id."""
+        return self._runs.get(group_id)
+
+    def published(self, version: int, judged: StalenessCheck = StalenessCheck.EVERY_TURN) -> None:
+        """Apply a new current version. With the staleness check at every turn: drop groups that can never be consumed
+        whole, and restart stale members of the others. With the check at the batch: drop stale groups, and let their
+        members run on."""
+        if judged is StalenessCheck.AT_BATCH:
+            for run in list(self._runs.values()):
+                begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
+                if any(self._bound.stale(v0, version) for v0 in begun):
+                    self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
+        if judged is not StalenessCheck.EVERY_TURN:
+            return
+        for run in list(self._runs.values()):
+            if run.state.published(version, self._bound) is GroupDecision.DROP:
+                self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
+            else:
+                stale = [m for m, live in run.live.items() if self._bound.stale(live.begun, version)]
+                run.cancel(stale, AbortReason.STALE)
+
+    def cancel_all(self, reason: AbortReason) -> None:
+        for run in [*self._runs.values(), *self._leftover.values()]:
+            run.cancel(list(run.live), reason)
+
+    def ended(self, run: GroupRun) -> None:
+        """Forget a complete or dropped group whose last member's task has ended."""
+        if run.id in self._leftover and not run.live:
+            del self._leftover[run.id]
+
+    def _give_up(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
+        self._leave(run, AbortReason.GROUP_DROPPED)
+        self._on_drop(run, reason, detail)
+
+    def _leave(self, run: GroupRun, reason: AbortReason) -> None:
+        del self._runs[run.id]
+        run.ended = reason
+        if run.live:
+            self._leftover[run.id] = run
+
+    def holds(self, run: GroupRun) -> bool:
+        """True if the group is still incomplete and not dropped."""
+        return self._runs.get(run.id) is run
+
+    def live(self) -> int:
+        """Number of running trajectories of incomplete groups."""
+        return sum(len(run.live) for run in self._runs.values())

@@ -1,0 +1,787 @@
+"""The scheduler: admits groups, runs their trajectories, hands complete groups to the buffer, and follows publishes.
+
+Admission of prompts: slots of the window, rounds of tail batching, and redundant groups.
+
+Attempts of group members: run, score, journal, retry, and charge each attempt with its outcome.
+
+The rate of infrastructure faults, and the threshold at which a run stops instead of training on the remainder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from rollart.control.buffer import SampleBuffer
+from rollart.control.domain import Domain, training_seed
+from rollart.control.groups import ActiveRollouts, GroupRun, GroupTable
+from rollart.control.rewarding import TrajectoryScorer
+from rollart.control.trajectory import FreeRunning, TrajectoryAborted, TrajectoryRunner, TrajectoryState, TurnBarrier
+from rollart.errors import FaultRateExceeded, SpecError
+from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
+from rollart.policy.admission import AdmissionWindow, DomainQuota
+from rollart.policy.incidents import IncidentWindow
+from rollart.policy.release import SlotLedger
+from rollart.policy.schedules import Admission, Schedule
+from rollart.policy.schedules import RewardTiming as RewardStage
+from rollart.ports import FINISHED, Charge, Journal, Recorder, Recovered, RunEvent
+from rollart.serving.group_colocation import GroupColocation
+from rollart.strategies.fairness import DomainShareTracker, FairnessSettings
+from rollart.strategies.filtering import FilterSettings, GroupFilter, additional_prompts
+from rollart.strategies.pacing import StartPace
+from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
+from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
+from rollart.strategies.tail_batching import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds, TailSettings
+
+
+class PromptAdmission:
+    """Owns the slots and the order of prompts. Synchronous; the scheduler calls it between two awaits.
+
+    `drawn` and `consumed` count per domain and survive a resume, which counts whole batches. `short`, a view of the
+    buffer's count, is the number of samples that batches since then lacked. Invariant: samples that hold a slot never
+    exceed (alpha + 1) x batch, plus the samples of redundant groups (I4).
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        rules: Schedule,
+        recorder: Recorder,
+        *,
+        seed: int,
+        steps: int,
+        redundancy: Redundancy,
+        additional: Mapping[str, int],
+        tail: TailSettings | None,
+        shares: DomainShareTracker | None = None,
+        pace: StartPace | None = None,
+    ) -> None:
+        self._domains = {d.name: d for d in domains}
+        self._rules = rules
+        self._recorder = recorder
+        self._seed = seed
+        self._steps = steps
+        quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
+        self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
+        self._shares = shares
+        self._pace = pace if shares is None else None
+        self.slots = SlotLedger()
+        self.redundant = RedundancyController(domains, redundancy, additional)
+        self.rounds = None if tail is None else TailBatchRounds(self._domains, tail, self.draw)
+        self.drawn = dict.fromkeys(self._domains, 0)
+        self.consumed = dict.fromkeys(self._domains, 0)
+        self.short: Mapping[str, int] = dict.fromkeys(self._domains, 0)
+
+    def reserve(self) -> list[GroupLaunch]:
+        """Take slots for every group that may start now."""
+        if self.rounds is not None:
+            return self._next_round(self.rounds)
+        fresh: list[GroupLaunch] = []
+        deferring: set[str] = set()
+        while (name := self._next_domain(deferring)) is not None:
+            domain = self._domains[name]
+            if self._defers(domain):
+                deferring.add(name)
+                continue
+            (prompt,) = self.draw(domain, 1)
+            self.slots.admit(prompt.group, name, domain.group_size)
+            fresh.append(GroupLaunch(prompt, self.members(domain)))
+        return fresh
+
+    def _defers(self, domain: Domain) -> bool:
+        """True if the domain's next prompt waits for the next publish. That publish must be certain: a batch is in
+        training, or every domain has a whole batch outstanding."""
+        if self._pace is None:
+            return False
+        outstanding = self.slots.outstanding
+        if not self._pace.training and any(outstanding[d.name] < d.quota for d in self._domains.values()):
+            return False
+        (prompt,) = self.next(domain, 1)
+        now = asyncio.get_running_loop().time()
+        return not self._pace.starts(prompt.group, str(prompt.seed), domain.name, now)
+
+    def _next_domain(self, deferring: Collection[str] = ()) -> str | None:
+        batches = not self._rules.windowed
+        if self._shares is not None:
+            full = batches and self._shares.quotas(self._shares.ready) is not None
+            extra = {} if full else self.redundant.slots({}, self._domains, batches=False)
+            return self._shares.next_domain(self.slots.outstanding, extra)
+        extra = self.redundant.slots(self.slots.ready, self._domains, batches=batches)
+        left = {name: 0 if name in deferring else count for name, count in self.remaining(extra).items()}
+        return self._window.next_domain(self.slots.ahead, left, extra)
+
+    def members(self, domain: Domain) -> int:
+        """Members that a group of the domain starts with."""
+        return domain.group_size + self.redundant.extra(domain).members
+
+    def full(self, domain: Domain) -> Sequence[Domain]:
+        """Domains whose batch needs no more groups, now that a group of `domain` is complete. A window of groups has no
+        surplus."""
+        if self._rules.windowed:
+            return ()
+        if self._shares is not None:
+            return () if self._shares.quotas(self._shares.ready) is None else tuple(self._domains.values())
+        return (domain,) if self.slots.ready[domain.name] >= domain.quota else ()
+
+    def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
+        """Samples per domain that the run may still start: the last step needs only its batch and the redundant samples
+        (`extra`)."""
+        if self._shares is not None:
+            return self._shares.remaining(self.slots.outstanding)
+        found = dict.fromkeys(self._domains, 0)
+        for name, domain in self._domains.items():
+            needed = self._steps * domain.quota - self.consumed[name] - self.short[name]
+            if needed > 0:
+                found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
+        return found
+
+    def draw(self, domain: Domain, count: int) -> list[PendingPrompt]:
+        """Draw the domain's next prompts."""
+        prompts = self.next(domain, count)
+        self.drawn[domain.name] += count
+        return prompts
+
+    def next(self, domain: Domain, count: int) -> list[PendingPrompt]:
+        """The prompts that `draw` would return."""
+        first = self.drawn[domain.name]
+        return [
+            PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
+            for i in range(first, first + count)
+        ]
+
+    def _next_round(self, rounds: TailBatchRounds) -> list[GroupLaunch]:
+        """The next round of tail batching once the last batch is trained; before that, replacements of dropped ones."""
+        fresh, rounds.replacements = rounds.replacements, []
+        left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}
+        if not fresh and any(left.values()) and not any(self.slots.outstanding.values()):
+            fresh = rounds.begin(left)
+            fields = {"number": rounds.number, "prompts": len(fresh), "deferred": rounds.deferred()}
+            self._recorder.event(RunEvent(asyncio.get_running_loop().time(), "tail_round", rounds.kind, fields))
+        for launch in fresh:
+            domain = launch.prompt.domain
+            self.slots.admit(launch.prompt.group, domain.name, domain.group_size)
+        return fresh
+
+
+MIN_INCIDENTS = 3
+"""Minimum number of incidents whose losses can stop a run: two at about the same time are ordinary machine failures."""
+
+MAX_INCIDENT_SHARE = 0.5
+"""Maximum share of attempts that may be lost to incidents, unless `max_rate` is higher."""
+
+WINDOW = 1000
+"""Minimum number of recent attempts over which losses to incidents are counted."""
+
+
+@dataclass(slots=True)
+class FaultMeter:
+    """Counts attempts and infrastructure faults of the whole run. `max_rate` is a share of attempts. With fewer than
+    `min_count` faults the rate is not checked, so that one early crash does not end a run.
+
+    The end of an environment host aborts hundreds of episodes at once, in any state. All episodes of one incident count
+    as one fault; the ends of several hosts of a node are one incident (`policy.incidents`). A run also stops when more
+    than half of the last `window` ended attempts were lost to incidents (the first attempt of each incident not
+    counted), if at least `MIN_INCIDENTS` incidents and `min_count` such attempts are in the window. Bound: among any
+    `window` consecutive attempts, at most half plus the episodes of one incident are lost to incidents; a `max_rate`
+    above one half replaces the half, and 1 disables the limit. Older attempts are forgotten: an outage on the first day
+    does not stop a run on its second day."""
+
+    max_rate: float
+    min_count: int
+    window: int = WINDOW
+    attempts: int = 0
+    faults: int = 0
+    details: dict[str, int] = field(default_factory=dict)
+    losses: IncidentWindow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.losses = IncidentWindow(self.window)
+
+    @property
+    def together(self) -> int:
+        """Attempts in the window that were lost to an incident beyond its first attempt."""
+        return self.losses.together
+
+    def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
+        """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; all attempts of one
+        `incident` count once."""
+        if not self.losses.add(incident):
+            return
+        self.attempts += 1
+        if reason is AbortReason.INFRA_FAULT:
+            self.faults += 1
+            self.details[detail] = self.details.get(detail, 0) + 1
+
+    def check(self) -> None:
+        """Raise `FaultRateExceeded` if a limit is exceeded; an exceeded fault rate names the most frequent fault."""
+        if self.faults >= self.min_count and self.faults > self.max_rate * self.attempts:
+            worst, count = max(self.details.items(), key=lambda kv: (kv[1], kv[0]))
+            raise FaultRateExceeded(
+                f"{self.faults} of {self.attempts} trajectories met an infrastructure fault "
+                f"(limit {self.max_rate:.0%}); most often ({count}×): {worst}",
+                remedy="mend the part it names, or raise faults.max_rate, then rollart launch --resume",
+            )
+        limit = max(MAX_INCIDENT_SHARE, self.max_rate)
+        if self.losses.too_many(share=limit, incidents=MIN_INCIDENTS, least=self.min_count):
+            raise FaultRateExceeded(
+                f"{self.together} of the last {len(self.losses.attempts)} trajectories were lost with "
+                f"{self.losses.incidents} ends of environment hosts (limit {limit:.0%})",
+                remedy="see rollart logs --role environment, then rollart launch --resume",
+            )
+
+
+class AttemptRunner:
+    """Each member has its own task, which runs `member`. It waits for its trajectory, its reward and the journal; a
+    cancellation, with the reason in its `TrajectoryState`, ends it. `quiet` is set whenever a trajectory ends.
+
+    Invariant: the journal holds no more samples of a group than the group needs, each once.
+    """
+
+    def __init__(
+        self,
+        groups: GroupTable,
+        runner: TrajectoryRunner,
+        rewarding: TrajectoryScorer,
+        journal: Journal,
+        recorder: Recorder,
+        *,
+        seed: int,
+        stage: FreeRunning,
+        faults: FaultMeter,
+        redundant: RedundancyController,
+        cancellations: SelectionBiasReport,
+        shares: DomainShareTracker | None = None,
+    ) -> None:
+        self._shares = shares
+        self._groups = groups
+        self._runner = runner
+        self._rewarding = rewarding
+        self._journal = journal
+        self._recorder = recorder
+        self._seed = seed
+        self._stage = stage
+        self._faults = faults
+        self._redundant = redundant
+        self._cancellations = cancellations
+        self.rolling = ActiveRollouts()
+        self.quiet = asyncio.Event()
+        self.closed = False
+
+    async def member(self, run: GroupRun, member: int) -> None:
+        """Run attempts of one group member until it is scored or its group has ended."""
+        attempt = 0
+        try:
+            while not self.closed and self._groups.holds(run):
+                attempt += 1
+                live = self._live(run, member, attempt)
+                run.live[member] = live
+                try:
+                    sample = await self._attempt(live)
+                    run.live.pop(member, None)
+                    await self._keep(run, member, sample, live)
+                    return
+                except TrajectoryAborted as aborted:
+                    # An environment may convert the cancellation into its own error; the cancellation's reason counts.
+                    ended = aborted if live.abort is None else TrajectoryAborted(live.abort)
+                except asyncio.CancelledError:
+                    if live.abort is None:
+                        raise
+                    ended = TrajectoryAborted(live.abort)
+                if live.abort is not None:
+                    _uncancel()
+                if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
+                    self._recorder.charge(self._charge(live, str(ended.reason), None))
+                if not self._again(run, member, live, ended, attempt):
+                    return
+        finally:
+            self._groups.ended(run)
+
+    def _again(self, run: GroupRun, member: int, live: TrajectoryState, ended: TrajectoryAborted, attempt: int) -> bool:
+        """Handle an attempt that ended without a sample. True if the member starts another one."""
+        reason, detail = ended.reason, ended.detail
+        if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
+            if reason is AbortReason.REDUNDANT:
+                self._cancellations.cancelled(run, live)
+            return False
+        self._redundant.ended(run.domain, reason)
+        self._faults.ended(reason, detail, incident=ended.incident)
+        if reason is AbortReason.INFRA_FAULT:
+            named = {"host": ended.host} if ended.host else {}
+            self._event("infra_fault", live.id, detail=detail, attempt=attempt, **named)
+            self._faults.check()
+        if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
+            return False
+        return self._groups.fail(run, member, reason, detail, ended.incident)
+
+    async def _attempt(self, live: TrajectoryState) -> TrainSample:
+        self._stage.join()
+        self.rolling.begin(live)
+        try:
+            trajectory = await self._runner.run(live)
+            await self._stage.turn()
+            self.rolling.ask(live, asyncio.get_running_loop().time())
+            return await self._rewarding.score(trajectory)
+        finally:
+            self.rolling.leave(live)
+            self._stage.leave()
+            self.quiet.set()
+
+    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
+        """Journal the sample, unless its group has enough samples."""
+        self._faults.ended(None)
+        self._redundant.ended(run.domain, None)
+        if run.enough:
+            self._recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
+            self._cancellations.cancelled(run, live, sample)
+            return
+        outcome = FINISHED if self._groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
+        run.writing[member] = sample.v0
+        try:
+            await self._journal.finish(sample, self._charge(live, outcome, sample))
+        finally:
+            del run.writing[member]
+        await self._settle(run, member, sample, live)
+
+    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
+        """Count a durable sample, unless its group was dropped or a publish made the sample stale meanwhile."""
+        if not self._groups.holds(run):
+            if run.ended is AbortReason.REDUNDANT:
+                self._cancellations.cancelled(run, live, sample)
+            return
+        if self._runner.stale(sample.v0):
+            await self._journal.outdate(sample.id)
+            raise TrajectoryAborted(AbortReason.STALE, "scored after its bound")
+        self._cancellations.ended(run, live, sample)
+        self._groups.finish(run, member, sample)
+
+    def _live(self, run: GroupRun, member: int, attempt: int) -> TrajectoryState:
+        suffix = "" if attempt == 1 else f"r{attempt}"
+        return TrajectoryState(
+            id=TrajectoryId(f"{run.id}.{member}{suffix}"),
+            group=run.id,
+            domain=run.domain,
+            seed=run.seed,
+            purpose=Purpose.TRAIN,
+            run_seed=self._seed,
+            started=asyncio.get_running_loop().time(),
+            wish=run.wish(member),
+        )
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+    def _charge(self, live: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
+        if self._shares is not None:
+            self._shares.spent(live.domain, live.engine_seconds)
+        if sample is None:
+            return trajectory_charge(live, outcome, None, None)
+        return trajectory_charge(live, outcome, sample.score, sample.success)
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+
+
+def trajectory_charge(live: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
+    """The ledger row of a trajectory that ends now."""
+    return Charge(
+        live.id,
+        domain=live.domain.name,
+        outcome=outcome,
+        v0=-1 if live.begun is None else live.begun,
+        engine_seconds=live.engine_seconds,
+        turns=len(live.turns),
+        prompt_tokens=live.prompt_tokens,
+        action_tokens=live.action_tokens,
+        success=success,
+        score=score,
+        purpose=str(live.purpose),
+        t0=live.started,
+        t1=asyncio.get_running_loop().time(),
+        first_tokens=live.first_tokens,
+        reset_s=live.reset_seconds,
+        env_s=live.env_seconds,
+    )
+
+
+FAULT_WINDOW_BATCHES = 4
+"""Size in batches of the window of attempts over which losses to incidents are counted, if larger than `WINDOW`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps`: the total number of training
+    steps; `max_attempts` per group before its prompt is given up; a fault rate above `max_fault_rate` ends the run once
+    there are `min_faults` faults."""
+
+    seed: int
+    steps: int
+    rules: Schedule
+    max_attempts: int = 3
+    max_fault_rate: float = 0.05
+    min_faults: int = 20
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    tail: TailSettings | None = None
+    """Tail batching, under a schedule of one batch at a time."""
+    filter: FilterSettings = field(default_factory=FilterSettings)
+    fairness: FairnessSettings | None = None
+    """Shares of domains instead of quotas."""
+    prefetch: PrefetchSettings | None = None
+    """Prefetch: environments are reset before their trajectories are admitted."""
+
+
+class Scheduler:
+    """Owns admission and the tasks of all training trajectories.
+
+    `run` waits for slots; it is unblocked by `published` (consumed samples) and by dropped groups, which free them.
+    `published` is synchronous, and is called while every engine stands still. Invariants: waiting and running samples
+    never exceed (alpha + 1) x batch, plus the samples of redundant groups if these are requested (I4); a group enters
+    the buffer whole, once (I6); no trajectory older than alpha versions continues (I2).
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        runner: TrajectoryRunner,
+        rewarding: TrajectoryScorer,
+        buffer: SampleBuffer,
+        journal: Journal,
+        recorder: Recorder,
+        *,
+        settings: SchedulerSettings,
+        prefetch: Prefetcher | None = None,
+        shares: DomainShareTracker | None = None,
+        together: GroupColocation | None = None,
+    ) -> None:
+        self._shares = shares
+        self._together = together
+        self._domains = {d.name: d for d in domains}
+        self._buffer = buffer
+        self._journal = journal
+        self._recorder = recorder
+        self._settings = settings
+        self._rules = settings.rules
+        self._bound = settings.rules.bound
+        self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
+        self._admitting = PromptAdmission(
+            domains,
+            settings.rules,
+            recorder,
+            seed=settings.seed,
+            steps=settings.steps,
+            redundancy=settings.redundancy,
+            additional=additional_prompts(domains, settings.filter.additional),
+            tail=settings.tail,
+            shares=shares,
+            pace=self._pace,
+        )
+        self._admitting.short = buffer.short
+        self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
+        # Rewards that are a separate stage wait until every trajectory of the batch has ended.
+        stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
+        self._groups = GroupTable(
+            bound=self._bound,
+            max_attempts=settings.max_attempts,
+            on_complete=self._completed,
+            on_drop=self._dropped,
+            on_sample=lambda run, sample: buffer.offer(sample, run.domain.group_size),
+            on_retry=buffer.changed,
+        )
+        if buffer.pace is not None:
+            buffer.pace.unfinished = self._groups.unfinished
+        self._freed = asyncio.Event()
+        self._prefetch = prefetch
+        if prefetch is not None:
+            prefetch.on_known = self._freed.set
+        self._drops: list[tuple[GroupId, str]] = []
+        self._again: list[tuple[GroupId, str, int]] = []
+        """New groups of deferred prompts: they are journaled before the old groups are dropped."""
+        self._redundant = self._admitting.redundant
+        speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
+        self._cancellations = SelectionBiasReport(recorder, on=speculates)
+        self._filter = GroupFilter(domains, settings.filter, recorder)
+        window = max(WINDOW, FAULT_WINDOW_BATCHES * sum(d.quota for d in domains))
+        self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
+        self._attempts = AttemptRunner(
+            self._groups,
+            runner,
+            rewarding,
+            journal,
+            recorder,
+            seed=settings.seed,
+            stage=stage,
+            faults=self.faults,
+            redundant=self._redundant,
+            cancellations=self._cancellations,
+            shares=shares,
+        )
+        self.rolling = self._attempts.rolling
+
+    async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:
+        """Admit groups until `close`, then abort the running ones. The last step gets no more groups than its batch."""
+        async with asyncio.TaskGroup() as tasks:
+            if recovered is not None:
+                await self._readmit(tasks, recovered, version())
+            while not self._attempts.closed:
+                await self._write_drops()
+                fresh = self._admitting.reserve()
+                if fresh:
+                    # Concurrently: one transaction of the journal, not one per group.
+                    await asyncio.gather(
+                        *(self._journal.admit(p.group, p.journal_domain, p.seed) for p in [f.prompt for f in fresh])
+                    )
+                    self._open(tasks, fresh, version())
+                elif not self._attempts.closed and not self._drops:
+                    # There is no await since the checks: neither a close nor a drop can come between.
+                    self._look_ahead(tasks)
+                    self._freed.clear()
+                    await self._freed.wait()
+            self._end_surplus()  # after a resume without a step left, `close` preceded its groups
+            self._groups.cancel_all(AbortReason.SHUTDOWN)
+            if self._prefetch is not None:
+                self._prefetch.close()
+        self._cancellations.report(version())
+        await self._write_drops()
+
+    def close(self) -> None:
+        """Training is over: admit no more groups, and end surplus ones."""
+        self._attempts.closed = True
+        self._end_surplus()
+        self._freed.set()
+
+    def _end_surplus(self) -> None:
+        for group_id, (domain, _) in list(self._slots.held.items()):
+            self._buffer.discard(GroupId(group_id))
+            self._surplus(GroupId(group_id), self._domains[domain])
+
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        """A version was published: free the slots of the consumed groups, and abort stale trajectories."""
+        for group in consumed:
+            self._admitting.consumed[group.domain] += len(group.samples)
+            self._slots.release(group.id)
+        if self._shares is not None:
+            self._shares.published(version, consumed)
+        if self._pace is not None:
+            self._pace.ended(g.id for g in consumed)
+            self._pace.published(asyncio.get_running_loop().time())
+        self._groups.published(version, self._rules.judged)
+        self._evict(version)
+        self._buffer.changed()
+        if self._prefetch is not None:
+            self._prefetch.published(version)
+        self._cancellations.report(version)
+        self._filter.trained(consumed, version)
+        self._freed.set()
+
+    def refused(self, groups: Sequence[Group], detail: str) -> None:
+        """The trainer refused these groups: drop them and free their slots."""
+        self._buffer.refused(groups)
+        if self._shares is not None:
+            self._shares.refused(groups)
+        if self._pace is not None:
+            self._pace.ended(g.id for g in groups)
+        for group in groups:
+            self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
+
+    def taken(self, groups: Sequence[Group]) -> None:
+        """The groups are in training: under a schedule of whole batches, the next batch may start."""
+        if self._shares is not None:
+            self._shares.told()
+        if self._pace is not None:
+            self._pace.taken((g.id for g in groups), asyncio.get_running_loop().time())
+        if self._rules.admission is Admission.NEXT_BATCH:
+            for group in groups:
+                self._slots.train(group.id)
+            self._freed.set()
+
+    async def drained(self) -> None:
+        """Returns when weights may change: at once, or when no trajectory is live (whole batches end under their
+        initial weights)."""
+        while not self._rules.may_publish(running=self._groups.live()):
+            self._attempts.quiet.clear()
+            await self._attempts.quiet.wait()
+
+    def outstanding(self) -> Mapping[str, int]:
+        """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
+        return dict(self._slots.outstanding)
+
+    def live(self) -> int:
+        return self._groups.live()
+
+    @property
+    def round(self) -> str:
+        """The kind of the current round of tail batching; '' without tail batching."""
+        return "" if self._rounds is None else self._rounds.kind
+
+    def _evict(self, version: int) -> None:
+        if not self._rules.drops_stale:
+            return
+        for group in self._buffer.stale(version):
+            self._buffer.discard(group.id)
+            domain = self._domains[group.domain]
+            self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
+
+    def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
+        """Prefetch environments for the prompts that are drawn next, at most as many as the run will still start."""
+        if self._prefetch is None:
+            return
+        left = self._admitting.remaining({})
+        for name, domain in self._domains.items():
+            most = min(left[name], self._prefetch.wanted(name))
+            prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
+            self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
+
+    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[GroupLaunch], version: int) -> None:
+        """Run the groups that still hold slots: a group may have lost them while it was journaled, or because samples
+        of another group that survived a crash made it surplus."""
+        opened = []
+        for launch in launches:
+            prompt = launch.prompt
+            if prompt.group in self._slots.held:
+                run = self._groups.open(prompt.group, prompt.domain, prompt.seed)
+                run.opened = asyncio.get_running_loop().time()
+                opened.append((launch, run))
+        for launch, run in opened:
+            for sample in launch.samples:
+                member = member_index(sample.id)
+                fits = member not in run.samples and not self._bound.stale(sample.v0, version)
+                if fits and self._groups.holds(run):
+                    self._groups.finish(run, member, sample)
+        for launch, run in opened:
+            if self._groups.holds(run):
+                self._start(tasks, run, [m for m in range(launch.members) if m not in run.samples])
+
+    async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
+        """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
+        self._admitting.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
+        if self._shares is not None:
+            self._shares.resume(recovered.step, recovered.consumed)
+        for name, domain in self._domains.items():
+            self._admitting.consumed[name] = recovered.step * domain.quota
+        by_group: dict[str, list[TrainSample]] = {}
+        for sample in recovered.samples:
+            by_group.setdefault(sample.group, []).append(sample)
+        pending = []
+        for group_id, counted, seed in recovered.pending:
+            name = counted.removesuffix(RELAUNCH_MARK)
+            if name not in self._domains:
+                raise SpecError(
+                    f"the run to resume has unfinished groups of domain '{name}', which the spec no longer has",
+                    remedy="resume without renaming or removing domains",
+                )
+            pending.append((group_id, self._domains[name], seed))
+        if self._rounds is not None:
+            self._drops += [(g, str(AbortReason.DEFERRED)) for g in self._rounds.resume(pending, recovered.samples)]
+            return
+        launches = []
+        for group_id, domain, seed in pending:
+            self._slots.admit(group_id, domain.name, domain.group_size)
+            members = self._admitting.members(domain)
+            launches.append(
+                GroupLaunch(PendingPrompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ())))
+            )
+        self._open(tasks, launches, version)
+
+    def _start(self, tasks: asyncio.TaskGroup, run: GroupRun, members: Sequence[int]) -> None:
+        run.trying.update(members)
+        if self._together is not None and members:
+            self._together.open(run.id, members)
+        for member in members:
+            name = f"{run.id}.{member}"
+            task = run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
+            if self._together is not None:  # also called for a member cancelled before it begins
+                task.add_done_callback(partial(self._member_left, self._together, run.id, member))
+
+    @staticmethod
+    def _member_left(together: GroupColocation, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
+        together.left(group, member)
+
+    def _completed(self, run: GroupRun) -> None:
+        """Filter a complete group or add it to the buffer. In a schedule of whole batches, end groups that became
+        surplus."""
+        if self._pace is not None:
+            seconds = asyncio.get_running_loop().time() - run.opened
+            self._pace.completed(str(run.seed), run.domain.name, seconds)
+        if self._filter.leaves_out(run):
+            self._release(run.id, AbortReason.FILTERED)
+            self._replace(run)
+            self._attempts.quiet.set()
+            return
+        self._buffer.add(run.whole())
+        self._slots.complete(run.id)
+        self._cancellations.kept(run)
+        if self._prefetch is not None:
+            self._prefetch.forget(run.id)
+        if self._rounds is not None:
+            self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
+        elif (self._redundant.by_groups or self._shares is not None) and (full := self._admitting.full(run.domain)):
+            for domain in full:
+                for group_id in self._slots.incomplete(domain.name):
+                    self._surplus(GroupId(group_id), domain)
+            for group in self._buffer.beyond():
+                self._buffer.discard(group.id)
+                self._surplus(group.id, self._domains[group.domain])
+        self._attempts.quiet.set()
+
+    def _surplus(self, group_id: GroupId, domain: Domain) -> None:
+        """End a group that the full batch does not need."""
+        if (run := self._groups.get(group_id)) is not None:
+            self._groups.dismiss(run, AbortReason.REDUNDANT)
+            self._cancellations.dropped(run)
+        self._release(group_id, AbortReason.REDUNDANT)
+        self._event("group_redundant", group_id, domain=domain.name)
+
+    def _defer(self, rounds: TailBatchRounds, prompts: Sequence[PendingPrompt]) -> None:
+        """End the launch of these prompts. They wait for a later round, each as a new group."""
+        for prompt in prompts:
+            old = prompt.group
+            if (run := self._groups.get(old)) is not None:
+                self._groups.dismiss(run, AbortReason.DEFERRED)
+            if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
+                rounds.replacements = [r for r in rounds.replacements if r.prompt is not prompt]
+                self._again.append((old, prompt.journal_domain, prompt.seed))
+                self._slots.admit(old, prompt.domain.name, prompt.domain.group_size)
+            prompt.launch += 1
+            self._again.append((prompt.group, prompt.journal_domain, prompt.seed))
+            self._release(old, AbortReason.DEFERRED)
+            self._event("group_deferred", old, domain=prompt.domain.name, next=prompt.group)
+
+    def _dropped(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
+        self._drop_event(run.id, run.domain, reason, detail)
+        self._replace(run)
+
+    def _replace(self, run: GroupRun) -> None:
+        """Replace the prompt of a group that released its slots; admission does so if there is no tail batching."""
+        if self._rounds is not None:
+            self._defer(self._rounds, self._rounds.dropped(self._rounds.prompt(run.id)))
+
+    def _drop_event(self, group_id: GroupId, domain: Domain, reason: AbortReason, detail: str) -> None:
+        self._release(group_id, reason)
+        self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
+
+    def _release(self, group_id: GroupId, reason: AbortReason) -> None:
+        if self._prefetch is not None:
+            self._prefetch.forget(group_id)
+        self._buffer.withdraw(group_id)
+        self._slots.release(group_id)
+        self._drops.append((group_id, str(reason)))
+        self._freed.set()
+
+    async def _write_drops(self) -> None:
+        """Admit deferred groups again before their old launches are dropped: a crash in between loses nothing."""
+        drops, self._drops = self._drops, []
+        again, self._again = self._again, []
+        await asyncio.gather(*(self._journal.admit(*group) for group in again))
+        await asyncio.gather(*(self._journal.drop(group_id, reason) for group_id, reason in drops))
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+def member_index(sample: TrajectoryId) -> int:
+    """The member of its group that a trajectory id names: 'lake-12.3r2' is member 3."""
+    return int(sample.rpartition(".")[2].partition("r")[0])

@@ -1,0 +1,587 @@
+"""One trajectory: an episode of turns between the policy and an environment, as a straight sequence of awaits.
+
+Adapts an agent program's episode to the common form: the sampling of its requests, and its turns as text.
+
+The exception that ends a trajectory without a sample.
+
+Lockstep turns for the batch-level schedule: every live trajectory waits for the slowest environment of the turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from placement.problem import kept_for_next_turn
+from rollart.control.domain import Domain, derive_seed
+from rollart.errors import EnvironmentFault, LeaseExpired, RollartError, one_line
+from rollart.leases import Expiry, Leases
+from rollart.model import (
+    AbortReason,
+    Completion,
+    CompletionChunk,
+    FinishReason,
+    GroupId,
+    Observation,
+    Purpose,
+    Sampling,
+    Segment,
+    SegmentKind,
+    Step,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
+from rollart.policy.host_slots import PlacementRequest
+from rollart.policy.workload import WorkloadMeter
+from rollart.ports import Environment, HarnessEpisode, HarnessFactory, HarnessRequest, Tokenizer
+from rollart.serving.gateway import Gateway
+from rollart.strategies.prefetch import PrefetchedEnvironment, Prefetcher
+from rollart.supervise.environment_hosts import host_of, prepare_environment
+from rollart.user_code import UserCodeGuard, checked_observation, checked_step, require_awaitable
+
+
+class TrajectoryAborted(Exception):
+    """A trajectory ends without a sample, for a reason that the ledger records. Data, not a crash.
+
+    `host`: the environment host at fault, if any; `incident`: the host failure that ended it, which several
+    trajectories may share."""
+
+    def __init__(self, reason: AbortReason, detail: str = "", *, host: str = "", incident: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+        self.host = host
+        self.incident = incident
+
+
+def environment_fault(what: str, error: Exception, environment: Environment | None) -> TrajectoryAborted:
+    """An environment's error as an abort whose detail names the host and the command that shows its log."""
+    own = host_of(environment)
+    host, incident = own, ""
+    if isinstance(error, LeaseExpired):
+        detail = f"{error.cause} on {own}" if own else error.cause
+    elif isinstance(error, EnvironmentFault):
+        host, incident = error.host, error.incident
+        detail = f"environment {what} on {host}: {error.what}"
+    else:
+        detail = f"environment {what} raised {one_line(error, 500)}"
+    remedy = f" (rollart logs --role {own})" if own else ""
+    return TrajectoryAborted(AbortReason.INFRA_FAULT, detail + remedy, host=host, incident=incident)
+
+
+def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: int, *, greedy: bool) -> Sampling:
+    """The domain's sampling. The temperature that the program requests is ignored, since the trainer assumes the
+    domain's. `room`: tokens left in the context; values below 1 count as 1."""
+    most = min(domain.max_tokens, wanted.max_tokens or domain.max_tokens, max(room, 1))
+    sampling = domain.sampling(seed=seed, max_tokens=most, allowed=None, greedy=greedy)
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *wanted.stop_token_ids)))
+    return dataclasses.replace(sampling, stop_token_ids=stops)
+
+
+def harness_turns(
+    segments: Sequence[Segment], tokenizer: Tokenizer, stops: Sequence[int], reward: float
+) -> tuple[Turn, ...]:
+    """The turns as text, for rewards and for people. The last turn has the program's own reward."""
+    shown: dict[int, list[int]] = {}
+    said: dict[int, list[int]] = {}
+    for segment in segments:
+        (said if segment.kind is SegmentKind.ACTION else shown).setdefault(segment.turn, []).extend(segment.token_ids)
+    turns = []
+    for index, ids in shown.items():
+        answer = said.get(index, [])
+        text = tokenizer.decode(answer[:-1] if answer and answer[-1] in stops else answer)
+        tokens = tuple(map(tokenizer.token, answer))
+        turns.append(Turn(index, tokenizer.decode(ids), text, tokens, 0.0))
+    if turns:
+        turns[-1] = dataclasses.replace(turns[-1], env_reward=reward)
+    return tuple(turns)
+
+
+def begin_harness_episode(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
+    """Start the episode. `TrajectoryAborted` if that fails."""
+    try:
+        return begin(session, seed)
+    except Exception as error:
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+
+
+async def await_unless_disconnected(
+    gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]
+) -> Completion | None:
+    """Await the completion. If the client disconnects before (`gone`), cancel the generation and return None. A
+    `TrajectoryAborted` of the generation is raised."""
+    if gone is None:
+        return await answer
+    found: list[Completion | TrajectoryAborted] = []
+
+    async def wait() -> None:
+        try:
+            found.append(await answer)
+        except TrajectoryAborted as error:
+            found.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(wait(), name="an answer")
+        gone.add_done_callback(lambda _: waiting.cancel())
+    if found and isinstance(found[0], TrajectoryAborted):
+        raise found[0]
+    return found[0] if found else None  # type: ignore[return-value]
+
+
+def final_harness_step(episode: HarnessEpisode) -> Step:
+    """The final step with the program's own reward. `TrajectoryAborted` if it is not a valid step."""
+    try:
+        return checked_step(episode.ending())
+    except Exception as error:
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+
+
+def harness_fault(error: Exception) -> str:
+    """One line about the exception; of an expired lease, its object and duration."""
+    return error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"
+
+
+class FreeRunning:
+    """Trajectory-level rollout: no trajectory waits for another."""
+
+    lockstep = False
+    """True if `turn` can wait; hot callers check it first."""
+
+    def join(self) -> None:
+        return None
+
+    def leave(self) -> None:
+        return None
+
+    async def turn(self) -> None:
+        return None
+
+
+class TurnBarrier(FreeRunning):
+    """Owns one generation of waiters. `turn` waits until every member that joined has arrived or left; the last to
+    arrive, or a leaver, unblocks them. Invariant: 0 <= arrived <= members.
+    """
+
+    lockstep = True
+
+    def __init__(self) -> None:
+        self._members = 0
+        self._arrived = 0
+        self._gate = asyncio.Event()
+
+    def join(self) -> None:
+        self._members += 1
+
+    def leave(self) -> None:
+        self._members -= 1
+        self._open_if_all()
+
+    async def turn(self) -> None:
+        self._arrived += 1
+        gate = self._gate
+        self._open_if_all()
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            if not gate.is_set():
+                self._arrived -= 1
+            raise
+
+    def _open_if_all(self) -> None:
+        if self._arrived and self._arrived >= self._members:
+            self._gate.set()
+            self._gate = asyncio.Event()
+            self._arrived = 0
+
+
+CHARACTERS_PER_TOKEN_LIMIT = 16
+"""An observation with more characters than this times the context length is cut before it is encoded: a token has about
+4 characters. The output of a tool may have many MB, and encoding it takes half a second of the controller's loop."""
+
+_PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
+_TRAIN = Purpose.TRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """Longest waits of a trajectory for its environment and its reward, in seconds, and its longest context in tokens.
+
+    `env_close_s` also bounds a shutdown, in which every live trajectory closes its environment.
+    """
+
+    env_reset_s: float = 60.0
+    env_step_s: float = 30.0
+    env_close_s: float = 5.0
+    reward_s: float = 60.0
+    context_tokens: int = 4096
+
+
+@dataclass(slots=True)
+class TrajectoryState:
+    """The state of a running trajectory, for the staleness check and the ledger."""
+
+    id: TrajectoryId
+    group: GroupId
+    domain: Domain
+    seed: int
+    purpose: Purpose
+    run_seed: int
+    started: float
+    wish: PlacementRequest = field(default_factory=PlacementRequest)
+    """Its request for a slot on an environment host."""
+    joined: bool = False
+    """True once it takes part in lockstep turns."""
+    v0: int | None = None
+    sent: int | None = None
+    """Policy version under which its first turn was sent to an engine with a free slot. It stands in for `v0` until
+    the completion reports its own version."""
+    tokens: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    engine_seconds: float = 0.0
+    reset_seconds: float = 0.0
+    env_seconds: float = 0.0
+    prompt_tokens: int = 0
+    action_tokens: int = 0
+    first_tokens: int = 0
+    length: int = 0
+    """Tokens of its whole context until now."""
+    abort: AbortReason | None = None
+
+    @property
+    def begun(self) -> int | None:
+        """The policy version that its staleness is measured from; None as long as no token can have been sampled."""
+        return self.sent if self.v0 is None else self.v0
+
+    def note_sent(self, version: int) -> None:
+        """Record the version of a turn sent to an engine that generates it at once. It replaces the version of a failed
+        attempt, which left no token."""
+        self.sent = version
+
+    def spend(self, seconds: float) -> None:
+        """Add engine time."""
+        self.engine_seconds += seconds
+
+
+class TrajectoryRunner:
+    """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
+
+    A run waits for the environment, for the gateway and, in the batch schedule, for the turn barrier. Every wait is
+    under a lease. `stale` is called at every turn boundary (I2).
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        tokenizer: Tokenizer,
+        leases: Leases,
+        *,
+        limits: WaitLimits,
+        stale: Callable[[int | None], bool],
+        barrier: FreeRunning,
+        meter: WorkloadMeter | None = None,
+        measure: Callable[[Sequence[int]], int] = len,
+        prefetch: Prefetcher | None = None,
+    ) -> None:
+        """`measure`: number of tokens that a sequence of ids stands for: its length, except in a simulated world, where
+        one id may stand for many tokens. `prefetch`: environments that are reset before their trajectories start."""
+        self._prefetch = prefetch
+        self._measure = measure
+        self._gateway = gateway
+        self._tokenizer = tokenizer
+        self._leases = leases
+        self._limits = limits
+        self.stale = stale
+        self._barrier = barrier
+        self.meter = meter
+        """Collects the workload of finished training trajectories; None if no planner needs it."""
+
+    async def run(self, live: TrajectoryState) -> Trajectory:
+        """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
+        if live.domain.harness is not None:
+            return await self._harnessed(live, live.domain.harness)
+        ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
+        environment = (ahead and ahead.environment) or _make_environment(live)
+        try:
+            observation = await self._reset(live, environment, ahead)
+            shown, length = self._shown(observation.text)
+            for turn in range(live.domain.max_turns):
+                completion = await self._act(live, observation, shown, length, turn)
+                text = self._said(live, completion)
+                self._judge(live)
+                step = await self._step(live, environment, text)
+                said = tuple(map(self._tokenizer.token, completion.token_ids))
+                live.turns.append(Turn(turn, observation.text, text, said, step.reward))
+                if step.done:
+                    return self._finished(live, step)
+                observation = step.observation
+                shown, length = self._shown(observation.text)
+                if live.length + length >= self._limits.context_tokens:  # no room to answer
+                    return self._finished(live, step)
+                if self._barrier.lockstep:
+                    await self._barrier.turn()
+                self._judge(live)
+            return self._finished(live, step)
+        finally:
+            if live.joined:
+                self._barrier.leave()
+            await self._close(live, environment)
+
+    def _shown(self, text: str) -> tuple[tuple[int, ...], int]:
+        """The ids of an observation and the number of tokens that they stand for. If a text is far longer than the
+        context, only a prefix is encoded, provided that the prefix already fills the context."""
+        most = CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
+        if len(text) > most:
+            shown = self._tokenizer.encode(text[:most])
+            if (length := self._measure(shown)) >= self._limits.context_tokens:
+                return shown, length
+        shown = self._tokenizer.encode(text)
+        return shown, self._measure(shown)
+
+    async def _act(
+        self, live: TrajectoryState, observation: Observation, shown: tuple[int, ...], length: int, turn: int
+    ) -> Completion:
+        """Append the observation, which adds `length` tokens to the context, and generate the action."""
+        live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, shown))
+        live.tokens.extend(shown)
+        live.length += length
+        if turn == 0:
+            live.first_tokens = live.length
+        room = self._limits.context_tokens - live.length
+        if room < 1:
+            raise TrajectoryAborted(
+                AbortReason.INFRA_FAULT,
+                f"the prompt of {live.length} tokens fills the context of {self._limits.context_tokens} "
+                "(model.context)",
+            )
+        allowed = None if observation.actions is None else self._legal(observation.actions)
+        sampling = live.domain.sampling(
+            seed=derive_seed(live.run_seed, live.id, turn),
+            max_tokens=min(observation.max_tokens or live.domain.max_tokens, room),
+            allowed=allowed,
+            greedy=live.purpose is Purpose.EVAL,
+        )
+        last = not kept_for_next_turn(turn + 1, live.domain.max_turns)
+        completion = await self._generate(live, tuple(live.tokens), sampling, live.length, last=last)
+        self._append(live, completion, turn, allowed)
+        return completion
+
+    async def _generate(
+        self,
+        live: TrajectoryState,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        length: int | None,
+        *,
+        last: bool,
+        told: Callable[[CompletionChunk], None] | None = None,
+    ) -> Completion:
+        try:
+            completion = await self._gateway.generate(
+                live.id,
+                token_ids,
+                sampling,
+                spend=live.spend,
+                sent=live.note_sent,
+                domain=live.domain.name,
+                length=length,
+                prompt=str(live.seed),
+                last=last,
+                told=told,
+            )
+        except LeaseExpired as error:
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
+        except RollartError as error:
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, str(error)) from None
+        live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
+        if completion.finish is FinishReason.ABORT or not completion.token_ids:
+            raise TrajectoryAborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
+        if live.v0 is None:
+            live.v0 = completion.spans[0].version
+        return completion
+
+    async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
+        """Run an agent program's episode: serve its requests until it ends or its turns are used up. The effect of a
+        completion inside the program is unknown, so staleness is checked before each completion is handed to it."""
+        self._barrier.join()
+        episode: HarnessEpisode | None = None
+        try:
+            episode = begin_harness_episode(begin, live.id, live.seed)
+            asked = 0
+            while (wanted := await self._wanted(live, episode)) is not None:
+                self._judge(live)
+                room = self._limits.context_tokens - len(wanted.token_ids)
+                sampling = harness_sampling(
+                    live.domain,
+                    wanted,
+                    derive_seed(live.run_seed, live.id, asked),
+                    room,
+                    greedy=live.purpose is Purpose.EVAL,
+                )
+                last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
+                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.on_chunk)
+                completion = await await_unless_disconnected(wanted.gone, answer)
+                self._judge(live)
+                asked += 1
+                if asked == live.domain.max_turns:
+                    episode.exhaust()
+                if completion is not None:
+                    episode.answer(completion)
+                if self._barrier.lockstep:
+                    await self._barrier.turn()
+            step = final_harness_step(episode)
+            self._take_over(live, episode.segments(), step)
+            return self._finished(live, step)
+        finally:
+            self._barrier.leave()
+            await self._close(live, episode)
+
+    async def _wanted(self, live: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
+        what = "a request of its harness"
+        try:
+            with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
+                wanted = await episode.wanted()
+        except Exception as error:
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        return wanted
+
+    def _take_over(self, live: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
+        """Make the segments of the trained branch those of the trajectory."""
+        live.segments[:] = segments
+        live.turns[:] = harness_turns(segments, self._tokenizer, live.domain.stop_token_ids, step.reward)
+        live.length = sum(len(s.token_ids) for s in segments)
+        live.first_tokens = len(segments[0].token_ids) if segments else 0
+        live.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
+        if not live.action_tokens:
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, "its harness ended without an answer of the policy")
+
+    def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer.token_id(action) for action in actions)
+        except (TypeError, ValueError) as error:
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
+
+    def _append(
+        self, live: TrajectoryState, completion: Completion, turn: int, allowed: tuple[int, ...] | None
+    ) -> None:
+        token_ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
+        for span in spans:
+            at = slice(span.start, span.end)
+            live.segments.append(Segment(_ACTION, turn, token_ids[at], span.version, logprobs[at], allowed))
+        live.tokens.extend(token_ids)
+        sampled = completion.sampled
+        live.action_tokens += sampled
+        live.length += sampled
+
+    def _said(self, live: TrajectoryState, completion: Completion) -> str:
+        said = completion.token_ids
+        if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
+            said = said[:-1]
+        return self._tokenizer.decode(said)
+
+    def _judge(self, live: TrajectoryState) -> None:
+        """Enforce I2 between two turns, and before a completion takes effect."""
+        if live.purpose is _TRAIN and self.stale(live.v0):
+            raise TrajectoryAborted(AbortReason.STALE)
+
+    def _finished(self, live: TrajectoryState, step: Step) -> Trajectory:
+        assert live.v0 is not None, "a finished trajectory has sampled at least one token"
+        self._gateway.finished(live.id)
+        if self.meter is not None and live.purpose is Purpose.TRAIN:
+            self.meter.add(
+                live.domain.name,
+                turns=len(live.turns),
+                first_tokens=live.first_tokens,
+                new_tokens=live.length - live.first_tokens - live.action_tokens,
+                output_tokens=live.action_tokens,
+                wait_s=live.env_seconds,
+            )
+        return Trajectory(
+            id=live.id,
+            group=live.group,
+            domain=live.domain.name,
+            seed=live.seed,
+            purpose=live.purpose,
+            v0=live.v0,
+            segments=tuple(live.segments),
+            turns=tuple(live.turns),
+            success=step.success,
+            final_observation=step.observation.text,
+            metadata=step.metadata,
+            engine_seconds=live.engine_seconds,
+        )
+
+    async def _reset(
+        self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
+    ) -> Observation:
+        """The first observation, from a reset made here or from a prefetched environment."""
+        try:
+            await (
+                prepare_environment(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared()
+            )
+            self._barrier.join()  # not before: waiting for a host slot must not delay running trajectories
+            live.joined = True
+            with (
+                self._leases.hold(
+                    live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
+                ) as lease,
+                UserCodeGuard(),
+            ):
+                if ahead is not None:
+                    observation = await ahead.observed()
+                    live.reset_seconds = ahead.seconds
+                    return observation
+                observation = checked_observation(await require_awaitable(environment.reset(live.seed), "reset"))
+        except Exception as error:
+            raise environment_fault("reset", error, environment) from None
+        live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
+        if self._prefetch is not None and live.purpose is Purpose.TRAIN:
+            self._prefetch.reset(live.domain.name, live.reset_seconds)
+        return observation
+
+    async def _step(self, live: TrajectoryState, environment: Environment, text: str) -> Step:
+        try:
+            with (
+                self._leases.hold(
+                    live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
+                ) as lease,
+                UserCodeGuard(),
+            ):
+                step = checked_step(await require_awaitable(environment.step(text), "step"))
+        except Exception as error:
+            raise environment_fault("step", error, environment) from None
+        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        return step
+
+    async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
+        """Release the prefix KV and the environment of the episode. A close that stalls is recorded by its lease; a
+        close that fails is ignored."""
+        limit = self._limits.env_close_s
+        try:
+            with (
+                contextlib.suppress(Exception),
+                self._leases.hold(live.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
+            ):
+                await self._gateway.forget(live.id)
+        finally:
+            with (
+                contextlib.suppress(Exception),
+                self._leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
+                UserCodeGuard(),
+            ):
+                if environment is not None:
+                    await environment.close()
+
+
+def _make_environment(live: TrajectoryState) -> Environment:
+    try:
+        with UserCodeGuard():
+            return live.domain.environment()
+    except Exception as error:
+        raise environment_fault("factory", error, None) from None

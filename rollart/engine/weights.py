@@ -1,0 +1,110 @@
+"""Staging of new weights before they are loaded: from a published directory, or from the trainer's broadcast.
+
+Requests are unaffected until the server loads the staged weights. Errors: `EngineError`, one line.
+
+The weights of a Hugging Face checkpoint directory, and checks that it was published completely.
+
+`rollart.architecture` reads the architecture. Errors: `UsageError`, one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollart.architecture import architecture_of, read_architecture, stamp_of, weight_files
+from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
+from rollart.engine.network import Network
+from rollart.errors import EngineError, UsageError
+
+MARKER = "COMPLETE"
+"""A published directory holds this file once it is complete: the trainer writes it last. It is empty, or JSON with the
+`version`."""
+
+
+def read_tensors(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, on the CPU, memory-mapped. One file or a sharded index."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            tensors.update(load_file(path))
+        except Exception as error:  # the library raises its own types for truncated and foreign files
+            raise UsageError(f"{path}: not a readable safetensors file ({error})") from error
+    return tensors
+
+
+def require_complete(directory: str | Path) -> None:
+    """Refuse an incomplete directory."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise UsageError(f"weights directory {path} does not exist")
+    if not (path / MARKER).exists():
+        raise UsageError(f"weights directory {path} has no {MARKER} marker", remedy="wait until it was published whole")
+
+
+def published_version(directory: str | Path) -> int:
+    """The version in a directory's marker; 0 for a checkpoint that was not published by a trainer."""
+    try:
+        return int(json.loads((Path(directory) / MARKER).read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+class WeightStaging:
+    """The weight staging of one engine. Broadcasts are received in separate threads, concurrently with the steps."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._receiver = WeightReceiver(network.device, check=self._loadable)
+
+    def take_part(self, info: object) -> bool:
+        """Take part in the broadcast that vLLM's `init_info` orders; False if it holds no order."""
+        if not isinstance(info, dict) or not info:
+            return False
+        try:
+            self._receiver.take_part(BroadcastOrder(**info))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"init_info: {error}", retryable=False) from None
+        return True
+
+    async def stage(self, info: object) -> tuple[str, dict[str, Tensor], str]:
+        """The directory named in `update_info`, the version's tensors, and the stamp of their content. The tensors are
+        those broadcast under `update_info`'s `stamp`, else those of the directory."""
+        path, stamp = (info.get("path"), info.get("stamp")) if isinstance(info, dict) else (None, None)
+        if not isinstance(path, str):
+            raise EngineError("update_info.path must name a published directory", retryable=False)
+        received = self._receiver.take(stamp) if isinstance(stamp, str) else None
+        if received is not None:
+            return path, dict(received.tensors), received.stamp
+        return path, *await asyncio.get_running_loop().run_in_executor(None, self._read, path)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _read(self, path: str) -> tuple[dict[str, Tensor], str]:
+        """Tensors and stamp of a directory; it must be complete and of the engine's architecture."""
+        try:
+            require_complete(path)
+            stamp = stamp_of(path)
+            if read_architecture(path) != self._network.architecture:
+                raise UsageError(f"{path} is another architecture than the engine's")
+            tensors = read_tensors(path)
+            self._network.check(tensors)
+        except UsageError as error:
+            raise EngineError(str(error), retryable=False) from error
+        return self._network.staged(tensors), stamp
+
+    def _loadable(self, received: ReceivedWeights) -> None:
+        try:
+            config: dict[str, Any] = json.loads(received.config)
+            if architecture_of(config, Path("a broadcast")) != self._network.architecture:
+                raise UsageError("it is another architecture than the engine's")
+            self._network.check(received.tensors)
+        except UsageError as error:
+            raise ValueError(str(error)) from None

@@ -1,0 +1,572 @@
+"""Engines on the cluster's devices: device assignment, billing, and processes.
+
+Engines and the trainer as programs on the cluster, with their clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from placement.types import Assignment, Role
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import VllmEngine, VllmHost
+from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.adapters.weights.buckets import first_failure_only
+from rollart.errors import LeaseExpired, PartDied, RunFailed, TrainerError, TrainerRefused
+from rollart.fleet import EngineKind
+from rollart.launch.broadcasts import WeightBroadcaster
+from rollart.launch.clusters import exit_cause, place_actor
+from rollart.launch.layout import (
+    attached_urls,
+    engine_actor,
+    engine_tolerance,
+    free_devices,
+    idle_devices_clock,
+    part_clock,
+    required_vllm_options,
+)
+from rollart.launch.routing import SERVING_ROLES, engine_placement
+from rollart.launch.start_limits import StartWatcher, engine_start_limits
+from rollart.launch.trainer import MultiHostTrainer
+from rollart.launch.weight_store import SharedWeightStore, probe_logprobs, write_agreement
+from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock, ResourceState
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
+from rollart.ports import Engine, Handle, Recorder, RunEvent, Runtime
+from rollart.settings.cluster import EnginesSpec
+from rollart.settings.planning import pools_of
+from rollart.settings.resolve import Resolved
+from rollart.supervise.fleet import ReservedEngine
+
+T = TypeVar("T")
+
+MAX_START_TRIES = 3
+"""Tries of the trainer's first start: one failure is an accident, three are a wrong setting."""
+
+RETRY_S = 1.0
+"""Seconds between health checks of a lost server: starting one takes a minute."""
+
+
+def engine_client(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
+    """Factory of clients for the kind of engine: (id, url, version) -> Engine."""
+    return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
+
+
+class EngineProgram:
+    """Implements `supervise.EnginePart` over a `Program` actor."""
+
+    def __init__(
+        self,
+        name: EngineId,
+        program: Handle,
+        *,
+        client: Callable[..., HttpEngine] = HttpEngine,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        broadcasts: WeightBroadcaster | None = None,
+        starting: StartWatcher | None = None,
+    ) -> None:
+        """`client`: see `engine_client`. `local`: local path of a version on the program's host, once it is there;
+        without it the host reads published files. `broadcasts`: broadcasts that the running engine takes part in.
+        `starting`: watches its starts."""
+        self._broadcasts = broadcasts
+        self._starting = starting
+        self._id = name
+        self._program = program
+        self._connect = client
+        self._local = local
+        self._client: HttpEngine | None = None
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        await self.close()
+        path = weights.path if self._local is None else await self._local(weights)
+        address = await self._start_program(["--model", path, "--weight-version", str(weights.version)])
+        self._client = self._connect(self._id, address, version=weights.version, local=self._local)
+        await self._client.started_with(weights)
+        if self._broadcasts is not None:
+            self._broadcasts.join(self._client)
+        return self._client
+
+    async def _start_program(self, arguments: list[str]) -> str:
+        """Start the program; its address."""
+        if self._starting is None:
+            return str(await self._program.call("start", arguments))
+        async with first_failure_only(), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self._id}")
+            address = str(await self._program.call("start", arguments))
+            watching.cancel()
+        return address
+
+    async def wait(self) -> str:
+        return await exit_cause(self._program)
+
+    async def close(self) -> None:
+        if self._broadcasts is not None:
+            self._broadcasts.leave(self._id)
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class AttachedEngine:
+    """Implements `supervise.EnginePart` over a vLLM server that is not managed by rollart: it loads the run's weights,
+    and keeps running after the run. Failed calls reveal its end."""
+
+    def __init__(
+        self,
+        name: EngineId,
+        url: str,
+        *,
+        needed: VllmOptions,
+        tolerance: float = 0.0,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        broadcasts: WeightBroadcaster | None = None,
+    ) -> None:
+        """`needed`: options that the server must have been started with. `local`: local path of a version on the
+        server's host, once it is there; without it the server reads published files. `broadcasts`: broadcasts that the
+        running engine takes part in."""
+        self._local, self._broadcasts = local, broadcasts
+        self._id = name
+        self._url = url
+        self._needed = needed
+        self._tolerance = tolerance
+        self._client: VllmEngine | None = None
+        self._served = False
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        await self.close()
+        self._client = VllmEngine(
+            self._id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
+        )
+        answers = await self._client.healthy()
+        while self._served and not answers:  # its operator restarts it; the caller's lease bounds the wait
+            await asyncio.sleep(RETRY_S)
+            answers = await self._client.healthy()
+        if not answers:
+            raise PartDied(
+                self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
+            )
+        wrong = wrong_options(self._needed, await self._client.options())
+        if wrong:
+            raise PartDied(
+                self._id,
+                f"{self._url} was started with other options: {'; '.join(wrong)}",
+                remedy="`rollart launch --dry-run` prints the required ones",
+            )
+        if self._local is not None:
+            await self._local(weights)  # pulled before the engine is paused
+        await self._client.pause(PauseMode.ABORT)  # running requests belong to an earlier life of the run
+        await self._client.update_weights(weights)
+        await self._client.resume()
+        await self._client.tried()
+        self._client.silent.clear()
+        self._served = True
+        if self._broadcasts is not None:
+            self._broadcasts.join(self._client)
+        return self._client
+
+    async def wait(self) -> str:
+        assert self._client is not None, "it was started"
+        await self._client.silent.wait()  # its process cannot be waited for
+        return self._client.why
+
+    async def close(self) -> None:
+        if self._broadcasts is not None:
+            self._broadcasts.leave(self._id)
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class TrainerProgram:
+    """Implements the `Trainer` port over a `Program` actor, and restarts it when it dies.
+
+    One caller at a time: training, then publish. A staged version is published during the next step, and columns are
+    filled during either. `recover` restarts the process and restores the current version. Unfinished work of the dead
+    process is lost, which is correct: none of it was committed.
+    """
+
+    def __init__(
+        self,
+        program: Handle | MultiHostTrainer,
+        leases: Leases,
+        recorder: Recorder,
+        clock: ResourceClock,
+        *,
+        current: Callable[[], WeightsRef | None],
+        start_s: float,
+        max_restarts: int = 3,
+        agreement: TrainSample | None = None,
+        share: Callable[[WeightsRef], Awaitable[None]] | None = None,
+        broadcasts: WeightBroadcaster | None = None,
+    ) -> None:
+        """`agreement`: the probe that engines are compared on after they load a version; None: no comparison. `share`:
+        distributes a published version further; a publish ends after it. `broadcasts`: sends a version to engines while
+        it is written."""
+        self._broadcasts = broadcasts
+        self._staged = -1
+        self._agreement = agreement
+        self._probe_logprobs: tuple[int, tuple[float, ...]] = (-1, ())
+        self._share = share
+        self._program = program
+        self._leases = leases
+        self._recorder = recorder
+        self._clock = clock
+        self._current = current
+        self._start_s = start_s
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._client: HttpTrainer | None = None
+
+    async def start(self) -> None:
+        """The first start, with up to `MAX_START_TRIES` tries. `PartDied` with the last cause."""
+        for tries in range(1, MAX_START_TRIES + 1):
+            try:
+                return await self._start()
+            except (PartDied, TrainerError, LeaseExpired) as error:
+                cause = error.message.removeprefix("trainer: ").removeprefix("trainer-0: ")
+                if tries == MAX_START_TRIES:
+                    raise PartDied(
+                        "trainer-0", f"{cause}, {MAX_START_TRIES} starts in a row", remedy=error.remedy or "see its log"
+                    ) from None
+                self._restarted(tries, cause)
+                await self.close()
+                await asyncio.sleep(RETRY_S * tries)
+
+    async def _start(self) -> None:
+        async with self._leases.hold("trainer", "its start", self._start_s, Expiry.RESTART_PART):
+            self._client = HttpTrainer(await self._program.call("start", []))
+            await self._client.greet()
+
+    def _restarted(self, restarts: int, cause: str = "") -> None:
+        now = asyncio.get_running_loop().time()
+        fields = {"restarts": restarts} | ({"cause": cause} if cause else {})
+        self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", fields))
+
+    async def recover(self) -> None:
+        """Restart the process and continue from the current version. `TrainerError` after `max_restarts`."""
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
+        self._clock.enter(ResourceState.DOWN, "trainer_restart")
+        await self.close()
+        self._probe_logprobs, self._staged = (-1, ()), -1
+        self._restarted(self._restarts)
+        try:
+            await self._start()
+        except PartDied:  # its node may have died unnoticed until now
+            await self.recover()
+            return
+        current = self._current()
+        if current is not None:
+            await self.restore(current)
+
+    async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        report = await self._running_client().train(samples, version)
+        self._restarts = 0  # the bound is on crash loops, not on restarts in a long life
+        return report
+
+    @property
+    def streams(self) -> bool:
+        return self._client is not None and self._client.streams
+
+    async def begin(self, version: int) -> None:
+        await self._running_client().begin(version)
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        await self._running_client().accumulate(samples)
+
+    async def finish(self) -> TrainReport:
+        report = await self._running_client().finish()
+        self._restarts = 0
+        return report
+
+    async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
+        return await self._running_client().imitate(samples, batches)
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._running_client().logprobs(samples)
+
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._running_client().reference(samples)
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._running_client().advantages(samples)
+
+    async def stage(self, version: int) -> None:
+        """Stage a version. The next step may begin when this returns, so the probe is scored before that."""
+        await self._stage(version)
+        if self._agreement is not None:
+            self._probe_logprobs = version, await probe_logprobs(self._running_client(), self._agreement)
+
+    async def publish(self, version: int) -> WeightsRef:
+        weights = await self._publish(version)
+        if self._agreement is not None:
+            staged, found = self._probe_logprobs
+            if staged != version:  # the trainer still has the published weights
+                found = await probe_logprobs(self._running_client(), self._agreement)
+            write_agreement(weights, self._agreement, found)
+        if self._share is not None:
+            await self._share(weights)
+        return weights
+
+    async def _stage(self, version: int) -> None:
+        if self._broadcasts is not None and self._broadcasts.has_engines:
+            await self._running_client().stage(version, send=True)
+        else:
+            await self._running_client().stage(version)
+        self._staged = version
+
+    async def _publish(self, version: int) -> WeightsRef:
+        """Write the version to disk, and broadcast it to engines at the same time."""
+        client = self._running_client()
+        if self._broadcasts is None or not self._broadcasts.has_engines:
+            return await client.publish(version)
+        if self._staged != version:
+            await self._stage(version)
+        async with first_failure_only(), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._broadcasts.send(client, version), name=f"a broadcast of v{version}")
+            return await client.publish(version)
+
+    async def restore(self, weights: WeightsRef) -> None:
+        self._staged = -1
+        async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
+            await self._running_client().restore(weights)
+
+    async def resume(self, weights: WeightsRef) -> None:
+        """The restore at the start of a resumed run. If the trainer dies, hangs or cannot read, it is restarted, with
+        `MAX_START_TRIES` tries in all. `VersionDamaged` if the version is not as it was published."""
+        await self.supervised(functools.partial(self.restore, weights))
+
+    async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run trainer work before training begins. If the trainer dies, hangs or fails, it is restarted and the work
+        repeated, with `MAX_START_TRIES` tries in all."""
+        for _ in range(MAX_START_TRIES - 1):
+            try:
+                return await work()
+            except TrainerRefused:
+                raise
+            except (PartDied, TrainerError, LeaseExpired):
+                with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # a failed recovery counts as a try
+                    await self.recover()
+        return await work()
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _running_client(self) -> HttpTrainer:
+        if self._client is None:
+            raise TrainerError("the trainer is not running")
+        return self._client
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedEngine:
+    part: EngineProgram | AttachedEngine
+    program: Handle | None
+    clock: ResourceClock
+    host: VllmHost | None = None
+
+
+class ClusterEngineSite:
+    """Implements `EngineSite`. Owns the engines, their clocks, and one clock per pool for paid devices that are idle.
+
+    Called by the fleet, one change at a time. Invariant: no two parts hold the same device, and every device of a pool
+    that is not rented is billed at any time.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        directory: Path,
+        ledger: Ledger,
+        runtime: Runtime,
+        *,
+        names: Iterable[str] = (),
+        stored: SharedWeightStore | None = None,
+        broadcasts: WeightBroadcaster | None = None,
+        began: float | None = None,
+    ) -> None:
+        """`names`: names of parts in earlier lives of the run, not reused for new engines. `stored`: the weight store
+        that engines pull from; None: engines read the run's directory. `broadcasts`: sends new versions to engines
+        earlier. `began`: start of billing for pools that are not rented; now by default."""
+        self._starting = StartWatcher(engine_start_limits(resolved), ledger)
+        self._stored, self._broadcasts = stored, broadcasts
+        self._resolved = resolved
+        self._directory = directory
+        self._ledger = ledger
+        self._runtime = runtime
+        self._pools = {pool.name: pool for pool in pools_of(resolved.cluster, resolved.prices)}
+        self._sizes = {name: pool.count for name, pool in self._pools.items()}
+        """Present devices by pool."""
+        self._resized = False
+        self._assignments = {a.name: a for a in resolved.plan.assignments}
+        self._engines: dict[EngineId, _PlacedEngine] = {}
+        self._idle_clocks: dict[str, ResourceClock] = {}
+        self._next: Counter[Role] = Counter()
+        for name in (*names, *self._assignments):
+            role, _, number = name.rpartition("-")
+            if role in SERVING_ROLES and number.isdecimal():
+                self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
+        now = asyncio.get_running_loop().time()
+        owned = sum(pool.count * pool.usd_per_device_hour for pool in self._pools.values() if not pool.rented)
+        self._usd, self._usd_at = 0.0 if began is None else (now - began) / 3600.0 * owned, now
+        self.shares: dict[EngineId, EngineShares] = {}
+
+    async def open(self) -> None:
+        """Create the plan's engines by role, without starting them."""
+        for role in SERVING_ROLES:
+            for assignment in self._resolved.plan.of(role):
+                await self._make_engine(assignment)
+        for pool in self._pools:
+            self._rebill_idle(pool)
+
+    @property
+    def parts(self) -> list[EngineProgram | AttachedEngine]:
+        return [engine.part for engine in self._engines.values()]
+
+    @property
+    def clocks(self) -> list[ResourceClock]:
+        """Open clocks, of engines and of idle devices."""
+        return [*(engine.clock for engine in self._engines.values()), *self._idle_clocks.values()]
+
+    def free(self) -> Mapping[str, int]:
+        return {name: size - len(self._taken(name)) for name, size in self._sizes.items()}
+
+    def where(self) -> Mapping[EngineId, str]:
+        """The node of each engine; '' for an engine without a node."""
+        return {e: "" if engine.program is None else engine.program.node for e, engine in self._engines.items()}
+
+    def resize(self, devices: Mapping[str, int]) -> None:
+        self._accumulate_cost()
+        self._resized = True
+        self._sizes = {name: min(pool.count, devices.get(name, 0)) for name, pool in self._pools.items()}
+        for pool in self._pools:
+            self._rebill_idle(pool)
+
+    async def place(self, kind: EngineKind) -> ReservedEngine:
+        taken = self._taken(kind.pool)
+        pool, free = self._pools[kind.pool], self.free()[kind.pool]
+        if self._resized:  # the pool is partial: the runtime knows which nodes have free devices
+            pool = replace(pool, device=replace(pool.device, devices_per_host=None))
+        devices = free_devices(pool, taken, kind.tp) if kind.tp <= free else None
+        if devices is None:
+            raise RunFailed(f"pool '{kind.pool}' has {free} free devices, and no {kind.tp} of them in one host")
+        role = Role(kind.role)
+        assignment = Assignment(role, self._next[role], kind.pool, devices)
+        part = await self._make_engine(assignment)
+        self._next[role] += 1
+        self._rebill_idle(kind.pool)
+        return ReservedEngine(part, engine_placement(self._resolved, assignment))
+
+    async def clear(self, engine_id: EngineId) -> None:
+        engine = self._engines.pop(engine_id, None)
+        if engine is None:
+            return
+        if self._stored is not None:
+            self._stored.leave(engine_id)
+        try:
+            await engine.part.close()
+            if engine.host is not None:
+                await engine.host.close()
+            if engine.program is not None:
+                await engine.program.kill()
+                await self._runtime.release(engine_id)
+        finally:
+            engine.clock.close()
+            self._accumulate_cost()
+            pool = self._assignments.pop(engine_id).pool
+            self._rebill_idle(pool)
+
+    async def close(self) -> None:
+        """End of the run: release the engines, whose processes the runtime stops, and end all billing."""
+        for engine in self._engines.values():
+            await engine.part.close()
+            if engine.host is not None:
+                await engine.host.close()
+        for clock in self.clocks:
+            clock.close()
+
+    def spent_usd(self) -> float:
+        """Dollars for the cluster's devices since the run's process began, busy or idle."""
+        now = asyncio.get_running_loop().time()
+        return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
+
+    async def _make_engine(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
+        name, url = EngineId(assignment.name), attached_urls(self._resolved).get(assignment.name)
+        program: Handle | None = None
+        host: VllmHost | None = None
+        part: EngineProgram | AttachedEngine
+        if url is not None:
+            if self._stored is not None:
+                host = VllmHost(name, url, self._stored.location)
+            part = AttachedEngine(
+                name,
+                url,
+                needed=required_vllm_options(self._resolved, assignment),
+                tolerance=engine_tolerance(self._resolved),
+                local=None if host is None else self._register_puller(host),
+                broadcasts=self._broadcasts,
+            )
+        else:
+            actor = engine_actor(self._resolved, self._directory, assignment)
+            program = await place_actor(self._resolved, self._runtime, actor)
+            local = None if self._stored is None else self._register_puller(program)
+            client = engine_client(self._resolved.cluster.engines, engine_tolerance(self._resolved))
+            part = EngineProgram(
+                name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
+            )
+        self._accumulate_cost()
+        self._assignments[assignment.name] = assignment
+        clock = part_clock(self._resolved, self._ledger, assignment)
+        self._engines[part.id] = _PlacedEngine(part, program, clock, host)
+        self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
+        return part
+
+    def _register_puller(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
+        """Register the program that pulls new versions ahead of the engine; returns the lookup of a version's local
+        path."""
+        assert self._stored is not None, "there is a store"
+        self._stored.join(program)
+        return functools.partial(self._stored.local, program)
+
+    def _taken(self, pool: str) -> set[int]:
+        return {device for a in self._assignments.values() if a.pool == pool for device in a.devices}
+
+    def _accumulate_cost(self) -> None:
+        """Accumulate the cost at the current rate, before assignments change."""
+        self._usd, self._usd_at = self.spent_usd(), asyncio.get_running_loop().time()
+
+    def _usd_per_hour(self) -> float:
+        return sum(
+            (taken if pool.rented else max(taken, self._sizes[name])) * pool.usd_per_device_hour
+            for name, pool in self._pools.items()
+            if (taken := len(self._taken(name))) is not None
+        )
+
+    def _rebill_idle(self, pool: str) -> None:
+        """Restart the clock of the pool's idle devices after their number changed."""
+        old = self._idle_clocks.pop(pool, None)
+        if old is not None:
+            old.close()
+        unused = self.free()[pool]
+        if unused > 0 and not self._pools[pool].rented:
+            self._idle_clocks[pool] = idle_devices_clock(self._resolved, self._ledger, pool, unused)

@@ -1,0 +1,550 @@
+"""Function providers by name: deployment and calls of rewards, with errors translated to the product's.
+
+Live scaling of a run's functions: expected load from the scheduler, and the cost of idle workers and of waiting.
+
+Records functions in the ledger: the bill of every call, the time of every worker, and the pipeline's counters.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from pydantic import ValidationError
+
+from rollart.adapters.rewards.offload import DomainRewards
+from rollart.control.groups import ActiveRollouts
+from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.reader import FUNCTION_HEALTH, OFFLOAD_STAGE
+from rollart.ports import RunEvent
+from rollart.settings.cluster import ClusterFunctions, FunctionProvider, LocalFunctions
+from rollart.settings.load import builtin, load_prices, value_problem
+from rollart.settings.prices import PriceList
+from rollart.settings.resolve import Resolved
+from serverless.declare import declarations
+from serverless.deploy.package import Package, build
+from serverless.errors import (
+    BackendFailed,
+    CredentialsMissing,
+    ExtraMissing,
+    PackageError,
+    ServerlessError,
+    SpecInvalid,
+    UnknownFunction,
+)
+from serverless.meter import MeterSink, NullMeter, Saving, WorkerSpan
+from serverless.pipeline.offload import Offload
+from serverless.pipeline.settings import PipelineSpec
+from serverless.providers.base import Backend, Deployer
+from serverless.scaling.decisions import StatisticsMeter
+from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision, ScalingPrices
+from serverless.scaling.settings import ScalingSpec
+from serverless.spec import FunctionSpec
+from serverless.types import Invocation
+from serverless.workers.remote import WorkerHosts
+
+PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
+"""Provider names as in the ledger and the price list."""
+
+DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
+"""Providers that functions are deployed to; an `http` host has its functions already."""
+
+ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
+
+
+def canonical_provider(name: str) -> str:
+    """A provider's name from a name or alias. `UsageError` for an unknown one."""
+    found = ALIASES.get(name, name)
+    if found not in PROVIDERS:
+        known = [*PROVIDERS, *ALIASES]
+        raise UsageError(f"no provider '{name}' (rule: a provider of functions{did_you_mean(name, known)})")
+    return found
+
+
+@contextlib.contextmanager
+def translated_errors(prefix: str = "") -> Iterator[None]:
+    """Translate errors of the function layer into the product's, by who has to fix them. `prefix` is the message's
+    prefix."""
+    try:
+        yield
+    except ServerlessError as error:
+        raise _translate(error, prefix) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise StorageFailed(
+            f"{prefix}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
+        ) from None
+
+
+def _translate(error: ServerlessError, prefix: str) -> RollartError:
+    kind: type[RollartError] = RunFailed
+    if isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
+        kind = ProviderError
+    elif isinstance(error, SpecInvalid):
+        kind = SpecError
+    elif isinstance(error, PackageError | UnknownFunction):
+        kind = UsageError
+    return kind(prefix + error.message, remedy=error.remedy)
+
+
+def packages_in(source: str, *, name: str | None = None, base: Path | None = None) -> list[Package]:
+    """The packed rewards of `FILE.py`, or the one of `FILE.py:attribute`. Their code is read, not run.
+
+    `name` renames a single reward. `UsageError` for a file without rewards; packing errors are translated.
+    """
+    head, _, attribute = source.partition(":")
+    with translated_errors():
+        if attribute or not head.endswith(".py"):
+            return [build(_spec(name or _name(attribute or head), source), base=base)]
+        declared = _declared(Path(base or ".") / head)
+        if name is not None and len(declared) != 1:
+            raise UsageError(f"{head} has {len(declared)} rewards: --name is for one", remedy=f"name one: {head}:NAME")
+        return [
+            build(_spec(name or str(settings.get("name") or _name(found)), f"{head}:{found}"), base=base)
+            for found, settings in declared.items()
+        ]
+
+
+def _spec(name: str, source: str) -> FunctionSpec:
+    try:
+        return FunctionSpec(name=name, source=source)
+    except ValidationError:
+        raise UsageError(
+            f"'{name}' cannot name a function (rule: up to 64 letters, digits, '_', '-')",
+            remedy="name it with --name, or `name` of @reward",
+        ) from None
+
+
+def _declared(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """The decorated rewards of a file; a single plain function counts as one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", remedy="give the path of a Python file with rewards") from None
+    declared = declarations(text, filename=str(path))
+    if declared:
+        return declared
+    plain = [
+        node.name
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+    ]
+    if len(plain) == 1:
+        return {plain[0]: {}}
+    raise UsageError(
+        f"{path} has no function with @reward, and {len(plain)} functions without",
+        remedy=f"decorate the reward, or name it: {path}:NAME",
+    )
+
+
+def _name(attribute: str) -> str:
+    return attribute.rpartition(".")[2].rpartition("/")[2]
+
+
+def deployer(
+    provider: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    root: Path,
+    meter: MeterSink | None = None,
+    allow_unsafe: bool = False,
+) -> Deployer:
+    """The control plane of a provider, not open yet. `root`: directory of local deployments; `meter`: receives the
+    bills of trials; `allow_unsafe`: for local trials. SpecError for invalid settings."""
+    with translated_errors():
+        if provider == "local":
+            from serverless.deploy.local import LocalDeployer
+
+            return LocalDeployer(root, meter=meter, allow_unsafe=allow_unsafe)
+        if provider == "aws_lambda":
+            from serverless.deploy.aws import AwsDeployer
+
+            return AwsDeployer(_aws(settings), meter=meter)
+        if provider == "modal":
+            from serverless.deploy.modal_app import ModalDeployer
+
+            return ModalDeployer(_modal(settings), meter=meter)
+    raise UsageError(
+        f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentTrial:
+    """Cost of the trial of a new version: a deployment calls it once before it becomes current."""
+
+    function: str
+    provider: str
+    status: str
+    billed_s: float
+    memory_mb: int
+    usd: float
+    billed: bool
+    """False for a provider that sends no bill: the dollars are then an equivalent price."""
+
+
+class TrialMeter(NullMeter):
+    """The meter of a deployer. `bills`: its trials, priced by a list."""
+
+    def __init__(self, prices: PriceBook) -> None:
+        self._prices = prices
+        self.bills: list[DeploymentTrial] = []
+
+    def invocation(self, invocation: Invocation) -> None:
+        call, prices = invocation, self._prices
+        usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
+        billed = prices.billed(call.provider)
+        self.bills.append(
+            DeploymentTrial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd, billed)
+        )
+
+
+def backend(
+    provider: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    meter: MeterSink | None = None,
+    root: Path | None = None,
+    allow_unsafe: bool = False,
+    hosts: WorkerHosts | None = None,
+    run: str = "",
+) -> Backend:
+    """The backend for calls, not open yet. `root`: directory for logs of local workers; `hosts`: hosts of local
+    workers, if any; `run`: an id of the caller that is unique in the provider's account; without one, a deployment for
+    calls does not become current. SpecError for invalid settings."""
+    with translated_errors():
+        if provider == "local":
+            return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
+        if provider == "aws_lambda":
+            from serverless.providers.aws import AwsLambdaBackend
+
+            return AwsLambdaBackend(_aws(settings), meter=meter, run=run)
+        if provider == "modal":
+            from serverless.providers.modal import ModalBackend
+
+            return ModalBackend(_modal(settings), meter=meter, current=bool(run))
+        if provider == "http":
+            from serverless.providers.http import HttpBackend
+
+            return HttpBackend(_endpoints(settings or {}), meter=meter)
+    raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
+
+
+async def attach_function(backend: Backend, provider: str, function: str, *, root: Path) -> None:
+    """Route calls of a function to its current version, which for `local` is below `root`."""
+    from serverless.deploy.local import LocalDeployer
+    from serverless.providers.base import AttachableBackend
+
+    if provider == "local":
+        await backend.deploy(LocalDeployer(root).package(function))
+    elif isinstance(backend, AttachableBackend):
+        await backend.attach(function)
+    else:
+        raise UsageError(f"'{function}' cannot be called by its name on '{provider}'", remedy="give its file")
+
+
+def _local(
+    settings: Mapping[str, Any],
+    *,
+    meter: MeterSink | None,
+    root: Path | None,
+    allow_unsafe: bool,
+    hosts: WorkerHosts | None,
+) -> Backend:
+    """Workers on this machine or on `hosts`, either plain or in imitation of a provider (`rehearse`), with its start
+    delay, throttling and overhead."""
+    from serverless.workers.local import LocalBackend
+    from serverless.workers.remote import HostedBackend
+
+    try:
+        local = LocalFunctions(**settings)
+    except ValidationError as error:
+        raise _invalid_settings("local", error) from None
+
+    def workers(**more: Any) -> Backend:
+        if hosts is not None:
+            return HostedBackend(hosts, meter=meter, allow_unsafe=allow_unsafe, **more)
+        return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=allow_unsafe, **more)
+
+    if local.rehearse is None:
+        return workers()
+    from serverless.providers.rehearsal import PLATFORMS, RehearsedBackend, RehearsedLauncher
+
+    platform = PLATFORMS[local.rehearse]
+    inner = workers(launcher=lambda own: RehearsedLauncher(own, platform, seed=local.seed))
+    return RehearsedBackend(inner, platform, seed=local.seed)
+
+
+def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) -> None:
+    """Check everything about the run's providers that is known without asking them: settings, client libraries, named
+    secrets, and the URLs of the run's functions. `SpecError` or `ProviderError`. Credentials are tested only when a
+    provider is called."""
+    pipeline_settings(functions.pipeline)
+    for name in functions.chain:
+        backend(name, functions.settings(name))
+        for library in _LIBRARIES.get(name, ()):
+            if importlib.util.find_spec(library) is None:
+                raise ProviderError(f"{library} is not installed", remedy=f"pip install 'rollart[{_EXTRAS[name]}]'")
+
+    if "http" in functions.chain and (without := sorted(set(names) - functions.http.keys())):
+        raise SpecError(
+            f"functions.http has no URL for function '{without[0]}' (rule: one for each function of the run)",
+            remedy=f"give it one; functions with a URL: {', '.join(functions.http) or 'none'}",
+        )
+
+
+_LIBRARIES = {"aws_lambda": ("boto3", "aiobotocore"), "modal": ("modal",)}
+_EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
+
+
+def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
+    """SpecError for an unknown stage or constant."""
+    try:
+        return PipelineSpec.model_validate(given)
+    except ValidationError as error:
+        raise _invalid_settings("pipeline", error) from None
+
+
+def function_settings(provider: str, functions: ClusterFunctions) -> Any:
+    """A provider's own settings, validated: `AwsSettings` or `ModalSettings`. SpecError for invalid ones."""
+    return {"aws_lambda": _aws, "modal": _modal}[provider](functions.settings(provider))
+
+
+def _aws(settings: Mapping[str, Any] | None) -> Any:
+    from serverless.deploy.aws_function import AwsSettings
+
+    return _validated("aws_lambda", AwsSettings, settings)
+
+
+def _modal(settings: Mapping[str, Any] | None) -> Any:
+    from serverless.providers.modal_client import ModalSettings
+
+    return _validated("modal", ModalSettings, settings)
+
+
+def _validated(provider: str, model: Any, settings: Mapping[str, Any] | None) -> Any:
+    try:
+        return model(**(settings or {}))
+    except ValidationError as error:
+        raise _invalid_settings(provider, error) from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"functions.{provider}: {error}") from None
+
+
+def _invalid_settings(part: str, error: ValidationError) -> SpecError:
+    """For settings that were not validated with a file: those of library callers and overrides."""
+    first = error.errors()[0]
+    return SpecError(value_problem(first, ".".join(["functions", part, *map(str, first["loc"])])))
+
+
+def _endpoints(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`{function: {url, token_env | secret_env + key}}`: specs name secrets and never contain them."""
+    from serverless.providers.http import Bearer, Endpoint, Signed
+
+    try:
+        functions = ClusterFunctions(http=dict(settings)).http
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(value_problem(first, ".".join(["functions", *map(str, first["loc"])]))) from None
+    found = {}
+    for name, given in functions.items():
+        auth: Bearer | Signed | None = None
+        if given.token_env is not None:
+            auth = Bearer(_secret(name, given.token_env))
+        elif given.secret_env is not None:
+            auth = Signed(given.key, _secret(name, given.secret_env))
+        found[name] = Endpoint(given.url, auth, idempotent=given.idempotent)
+    return found
+
+
+def _secret(function: str, variable: str) -> str:
+    value = os.environ.get(variable, "")
+    if not value:
+        raise ProviderError(
+            f"functions.http.{function}: the environment variable {variable} is not set", remedy=f"export {variable}=…"
+        )
+    return value
+
+
+def units_by_provider(
+    prices: PriceList | None = None, providers: Sequence[str] | None = None
+) -> dict[str, dict[str, float]]:
+    """Dollars by unit for each function provider in a price list."""
+    listed = prices or load_prices(builtin("prices.yaml"))
+    found: dict[str, dict[str, float]] = {}
+    for entry in listed.prices:
+        if entry.unit != "device-hour" and (providers is None or entry.name in providers):
+            found.setdefault(entry.name, {})[entry.unit] = entry.usd
+    return found
+
+
+PROVISIONED_FILE = "provisioned.json"
+"""File in the run's directory with the provisioned levels from before the run changed them, until they are restored."""
+
+
+def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
+    """SpecError for an unknown setting or an invalid value."""
+    try:
+        return ScalingSpec.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["functions", "scaling", *(str(key) for key in first["loc"] if key not in _BRANCHES)])
+        raise SpecError(value_problem(first, where)) from None
+
+
+_BRANCHES = ("float", "constrained-float", "literal['auto']")
+"""Location parts that pydantic adds for a value that is a number or "auto"."""
+
+
+class TrajectoryDemand:
+    """Implements `serverless.scaling.scaler.DemandSource`: kinds are domains, and a domain's functions are those of its
+    rewards."""
+
+    def __init__(self, rolling: ActiveRollouts, plan: Mapping[str, DomainRewards]) -> None:
+        self._rolling = rolling
+        self._kinds: dict[str, tuple[str, ...]] = {}
+        for domain, rewards in plan.items():
+            for term in rewards.terms:
+                self._kinds[term.function] = (*self._kinds.get(term.function, ()), domain)
+
+    def live(self) -> Mapping[str, Sequence[float]]:
+        return self._rolling.began()
+
+    def ended(self) -> Iterable[tuple[str, float]]:
+        return self._rolling.ended()
+
+    def kinds(self, function: str) -> Collection[str]:
+        return self._kinds.get(function, ())
+
+
+def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices:
+    """An idle local worker costs a core of the cluster's own `cpu` pools (the dearest), else the listed price; a
+    waiting trajectory costs its share of all devices of the plan."""
+    pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
+    hourly = [resolved.usd_per_device_hour[name] for name in pools if name in resolved.usd_per_device_hour]
+    listed = [p.usd for p in resolved.prices.prices if (p.name, p.unit) == ("cpu", "device-hour")]
+    core = max(hourly or listed or [0.0]) / 3600.0
+    every_second = resolved.plan.usd_per_hour / 3600.0
+
+    def idle(spec: FunctionSpec, provider: str) -> float:
+        return core * (spec.cpu or 1.0)
+
+    return ScalingPrices(idle, lambda: every_second / max(1, live()))
+
+
+class RunEventSink(Protocol):
+    """Receiver of scaling events."""
+
+    def event(self, event: RunEvent) -> None: ...
+
+
+def make_scaler(
+    resolved: Resolved,
+    offload: Offload,
+    chain: Sequence[Backend],
+    *,
+    seen: StatisticsMeter,
+    rolling: ActiveRollouts,
+    plan: Mapping[str, DomainRewards],
+    live: Callable[[], int],
+    events: RunEventSink,
+    directory: Path,
+) -> Scaler:
+    """The run's scaler, not open yet. `live`: number of live trajectories. Every change is an event of kind
+    `function_scaled`, a change that a provider refused one of kind `function_scaling_failed`."""
+
+    def emit(scaled: ScalingDecision) -> None:
+        fields: dict[str, str | int | float | bool | None] = {
+            "provider": scaled.provider,
+            "from": scaled.before,
+            "to": scaled.after,
+            "why": scaled.why,
+        }
+        kind = "function_scaled"
+        if scaled.failed:
+            kind, fields = "function_scaling_failed", {**fields, "detail": scaled.failed}
+        events.event(RunEvent(scaled.t, kind, scaled.function, fields))
+
+    def route(function: str) -> str:
+        states = offload.providers(function)
+        return next((provider for provider, (state, _) in states.items() if state != "open"), "")
+
+    around = ScalerContext(
+        demand=TrajectoryDemand(rolling, plan),
+        prices=scaling_prices(resolved, live),
+        waiting=offload.waiting_for,
+        route=route,
+        tell=emit,
+        remember=directory / PROVISIONED_FILE,
+    )
+    settings = scaling_settings(resolved.cluster.functions.scaling)
+    return Scaler(offload.functions, chain, seen=seen, meter=seen, settings=settings, around=around)
+
+
+class LedgerWriter(Protocol):
+    """The part of a ledger that receives function records."""
+
+    def event(self, event: RunEvent) -> None: ...
+
+    def invocation(self, invocation: Invocation) -> None: ...
+
+    def saving(self, saving: Saving) -> None: ...
+
+    def worker(self, span: WorkerSpan) -> None: ...
+
+
+class LedgerMeter:
+    """`MeterSink` over a ledger. Spans of zero length are omitted.
+
+    A ledger that can no longer write ends the run by itself (`Ledger.watch`). Later reports come from pools and workers
+    that are being closed, and must not disturb that.
+    """
+
+    def __init__(self, ledger: LedgerWriter) -> None:
+        self._ledger = ledger
+
+    def invocation(self, invocation: Invocation) -> None:
+        with contextlib.suppress(StorageFailed):
+            self._ledger.invocation(invocation)
+
+    def worker(self, span: WorkerSpan) -> None:
+        if span.t1 > span.t0:
+            with contextlib.suppress(StorageFailed):
+                self._ledger.worker(span)
+
+    def saving(self, saving: Saving) -> None:
+        with contextlib.suppress(StorageFailed):
+            self._ledger.saving(saving)
+
+
+def record_offload(ledger: LedgerWriter, offload: Offload, now: float) -> None:
+    """At the end of a run's life, record work, cost and savings of every pipeline stage, and the health of every
+    function."""
+    with contextlib.suppress(StorageFailed):
+        for event in offload_events(offload, now):
+            ledger.event(event)
+
+
+def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
+    """The same records as events. Unused stages and functions have none."""
+    for function, stages in offload.stages().items():
+        for stage, counts in stages.items():
+            fields = {k: v for k, v in asdict(counts).items() if v}
+            if fields:
+                yield RunEvent(now, OFFLOAD_STAGE, function, {"stage": str(stage), **fields})
+    for function, health in offload.health().items():
+        if not health.outcomes:
+            continue
+        kinds = {f"fault.{kind}": n for kind, n in sorted(health.by_kind.items())}
+        fields = {"outcomes": health.outcomes, "faults": health.faults, "model_faults": health.model_faults, **kinds}
+        yield RunEvent(now, FUNCTION_HEALTH, function, fields)

@@ -1,0 +1,588 @@
+"""Environment hosts as programs on the cluster, and the run's fleet of them.
+
+Location of reward function workers: on the controller's machine, or on hosts that the runtime starts.
+
+Host autoscaling: fleets whose number of hosts follows the cluster's nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import secrets
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from placement.types import Assignment, Role
+from rollart.adapters.env_hosts.client import HostConnection
+from rollart.adapters.env_hosts.host import ENVIRONMENT_HOST_TOKEN
+from rollart.adapters.envs.worked import WORKED
+from rollart.adapters.rewards.function_hosts import FunctionHostConnection
+from rollart.errors import SpecError
+from rollart.fleet import ActorSpec
+from rollart.hosted import EnvironmentHost, FunctionHost
+from rollart.launch.clusters import exit_cause, place_actor, present_devices
+from rollart.launch.layout import cpu_pool, node_selector, part_resources, resource_kind
+from rollart.launch.routing import SERVING_ROLES
+from rollart.launch.strategies import node_wait_s
+from rollart.launch.weight_store import run_id
+from rollart.leases import Leases
+from rollart.ledger.intervals import ResourceClock
+from rollart.policy.hosts import BUSY, MemoryRules, hosts_for
+from rollart.ports import EnvironmentFactory, Handle, Recorder, Runtime
+from rollart.resident import machine_bytes, resident_bytes
+from rollart.settings.cluster import UNLESS_QUICK, EnvironmentsSpec, PoolSpec
+from rollart.settings.resolve import Resolved, Specs, concurrent_episodes
+from rollart.settings.run import DomainSpec, RunSpec
+from rollart.supervise.autoscaling import HostAutoscaler
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
+from rollart.supervise.function_hosts import FunctionHostSupervisor
+from rollart.supervise.nodes import NodeTracker
+from rollart.supervise.supervisor import HostLimits
+from serverless.workers.host import FUNCTION_HOST_TOKEN
+from serverless.workers.remote import WorkerHosts
+
+ENVIRONMENT_ROLE = "environment"
+ENVIRONMENT_HOST_MODULE = "rollart.adapters.env_hosts.host"
+
+MEMORY_POLL_S = 5.0
+"""Seconds between checks of the controller's memory."""
+
+ENVIRONMENT_PROGRAM_CALLS = 4
+"""Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
+
+
+def environment_fleet(
+    resolved: Resolved,
+    directory: Path,
+    runtime: Runtime,
+    leases: Leases,
+    recorder: Recorder,
+    *,
+    used: frozenset[str],
+    wanted: Resolved | None = None,
+) -> EnvironmentHostSupervisor | None:
+    """The run's environment hosts, not started; None if environments live in the controller. `used`: part names of
+    earlier lives of the run, which new hosts do not reuse. `wanted`: the run with its whole plan, if only a part fits
+    on the initial nodes."""
+    spec, waits, count = resolved.cluster.environments, resolved.run.leases, host_count(resolved)
+    if not count:
+        return None
+    domains = write_domains(resolved, directory)
+    token, assignments = secrets.token_hex(16), HostAssignments(resolved, wanted or resolved)
+
+    async def make(name: str) -> HostProgram:
+        with assignments.assigned(name, fleet.where(), present_devices(resolved, runtime)) as given:
+            actor = host_actor(resolved, directory, name, domains, token, given=given)
+            program = await place_actor(resolved, runtime, actor)
+        return HostProgram(name, program, runtime, _environment_clock(resolved, name, recorder, given), token)
+
+    numbers = [
+        int(n.rpartition("-")[2])
+        for n in used
+        if n.startswith(f"{ENVIRONMENT_ROLE}-") and n.rpartition("-")[2].isdecimal()
+    ]
+    fleet = EnvironmentHostSupervisor(
+        make,
+        count,
+        leases=leases,
+        recorder=recorder,
+        limits=HostLimits(
+            per_host=spec.per_worker,
+            health_s=spec.health_s,
+            start_s=spec.start_s,
+            call_s=waits.env_step_s,
+            pull_s=spec.pull_s,
+            patience_s=node_wait_s(resolved),
+            memory=memory_rules(spec),
+        ),
+        later=max([assignments.first_unplanned, *(n + 1 for n in numbers)]),
+    )
+    return fleet
+
+
+def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
+    return MemoryRules() if spec.memory_gb == "auto" else MemoryRules(spec.memory_gb * 1e9)
+
+
+async def watch_memory(spec: EnvironmentsSpec, emit: Callable[..., None]) -> None:
+    """For environments in the controller: report when its memory has grown by a host's bound, and at each doubling."""
+    rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
+    bound = rules.bound(machine, 1)
+    while True:
+        await asyncio.sleep(MEMORY_POLL_S)
+        grown = resident_bytes(below=False) - before
+        if grown > bound:
+            emit(
+                "controller_memory",
+                "controller",
+                grown_gb=round(grown / 1e9, 2),
+                bound_gb=round(bound / 1e9, 2),
+                cause=f"environments live in the controller and may leak ({rules.describe(machine, 1)}): on hosts "
+                "(environments.workers) they are started again",
+            )
+            bound = 2 * grown
+
+
+class HostAssignments:
+    """Assigns the plan's environment devices to hosts as they start: each host has one assignment of its own, or
+    none."""
+
+    def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
+        """`wanted`: the run with its whole plan; `resolved`: the part that fits on the initial nodes."""
+        self._wanted = wanted
+        self._plan = wanted.plan.of(Role.ENVIRONMENT)
+        begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
+        self._available = [a for a in self._plan if a.replica < count or a.name not in begun]
+        self._host_of: dict[str, str] = {}
+        self._starting: set[str] = set()
+
+    @property
+    def first_unplanned(self) -> int:
+        """The first number that no part of the plan has."""
+        return max((a.replica for a in self._plan), default=-1) + 1
+
+    @contextlib.contextmanager
+    def assigned(
+        self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
+    ) -> Iterator[Assignment | None]:
+        """The host's assignment while the host is being placed, out of the assignments that fit on the `devices` by
+        pool and belong to no host in `staying`; preferably the one of the host's own name. None if none is free."""
+        excluded = self._starting.union(staying)
+        free = [a for a in self._available if self._host_of.get(a.name, "") not in excluded]
+        found = None
+        if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
+            found = next((a for a in free if a.name == name), free[0])
+            self._host_of[found.name] = name
+        self._starting.add(name)
+        try:
+            yield found
+        finally:
+            self._starting.discard(name)
+
+
+def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
+    """Hosts at the start of a run, or for the given devices by pool; 0 if environments live in the controller.
+    Monotonic in the devices."""
+    spec, run, given = resolved.cluster.environments, resolved.run, len(resolved.plan.of(Role.ENVIRONMENT))
+    if spec.workers == UNLESS_QUICK:  # still undecided: only a run decides
+        return 0
+    here = given if devices is None else fitting_hosts(resolved, devices)
+    if spec.workers != "auto":  # without the hosts whose planned cores are absent
+        return min(spec.workers, max(1, spec.workers - max(0, min(given, spec.workers) - here)))
+    pool = _environment_pool(resolved)
+    cores = pool.count if devices is None else devices.get(pool.name, 0)
+    return hosts_for(
+        cores=here * BUSY if given else _expected_busy_cores(resolved),
+        most=here if given else cores,
+        episodes=concurrent_episodes(run).most,
+        per_host=spec.per_worker,
+    )
+
+
+def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
+    """Number of planned environment hosts whose cores exist, given devices by pool and after all other parts except
+    engines; all of them for a static cluster."""
+    given = resolved.plan.of(Role.ENVIRONMENT)
+    if devices is None:
+        return len(given)
+    fixed = {
+        a.name: a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.role is not Role.ENVIRONMENT
+    }
+    left = {pool: n - sum(len(a.devices) for a in fixed.values() if a.pool == pool) for pool, n in devices.items()}
+    found = 0
+    for assignment in given:
+        left[assignment.pool] = left.get(assignment.pool, 0) - len(assignment.devices)
+        found += left[assignment.pool] >= 0
+    return found
+
+
+def environment_host_names(resolved: Resolved) -> frozenset[str]:
+    """Names of the plan's parts that run as environment hosts, which keep their own billing clocks."""
+    count = host_count(resolved)
+    return frozenset(a.name for a in resolved.plan.of(Role.ENVIRONMENT) if a.replica < count)
+
+
+def _expected_busy_cores(resolved: Resolved) -> float:
+    """Cores that environments keep busy at the predicted rate; 0 without a prediction."""
+    rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
+    if resolved.problem is None:
+        return 0.0
+    batch = resolved.run.batch.trajectories
+    return sum(
+        rate * resolved.quotas.get(d.name, 0) / batch * d.turns.mean * d.environment.core_s
+        for d in resolved.problem.domains
+    )
+
+
+def worked_example_factory(
+    fleet: EnvironmentHostSupervisor | None,
+) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+    """Factories of a domain's worked examples, as episodes on environment hosts; None without hosts."""
+    return None if fleet is None else lambda domain: fleet.environment(worked_example_domain(domain.name))
+
+
+def hosted_environment_factory(
+    fleet: EnvironmentHostSupervisor | None,
+) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+    """Factories of a domain's environments on hosts; None without hosts."""
+    return None if fleet is None else lambda domain: fleet.environment(domain.name)
+
+
+def hosted_domains(run: RunSpec) -> dict[str, Any]:
+    """The domains that hosts can create environments for, with their arguments."""
+    return {
+        d.name: {"environment": d.environment, "arguments": dict(d.environment_args)}
+        for d in run.domains
+        if isinstance(d.environment, str)
+    }
+
+
+def write_domains(resolved: Resolved, directory: Path) -> Path:
+    """Write the hosts' domain file, including the worked examples of the warm start."""
+    path, domains = directory / "environments.json", hosted_domains(resolved.run)
+    warm = resolved.run.warm_start
+    worked = {
+        worked_example_domain(n): {"environment": WORKED, "arguments": domains[n]}
+        for n in (warm.domains if warm else ())
+        if n in domains
+    }
+    path.write_text(json.dumps(domains | worked, indent=2) + "\n")
+    return path
+
+
+def worked_example_domain(domain: str) -> str:
+    """The domain name under which hosts serve worked examples. No real domain name contains a space."""
+    return f"worked examples of {domain}"
+
+
+def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
+    """The image hook's configuration, as hosts receive it."""
+    if spec.images is None:
+        return None
+    most = None if spec.images_gb is None else int(spec.images_gb * 1e9)
+    return {"hook": spec.images, "arguments": spec.images_args, "bytes": most}
+
+
+def import_paths(specs: Resolved | Specs) -> list[str]:
+    """Import paths of environments on hosts: the run spec's directory and, under the controller's own interpreter, the
+    controller's import paths (the directory of a launching script, PYTHONPATH) without installed packages."""
+    if specs.cluster.environments.python:
+        return [specs.base]
+    packages = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = (os.path.abspath(path) for path in sys.path)
+    return list(dict.fromkeys([specs.base, *(p for p in own if os.path.isdir(p) and not p.startswith(packages))]))
+
+
+def host_actor(
+    resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
+) -> ActorSpec:
+    """The actor of a host: on the planned resources, or without any, beside other parts."""
+    on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
+    reservation = (
+        ({}, node_selector(resolved, _environment_pool(resolved))) if given is None else part_resources(resolved, given)
+    )
+    return ActorSpec(
+        name=name,
+        factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
+        args=(
+            name,
+            ENVIRONMENT_HOST_MODULE,
+            [
+                "--domains",
+                str(domains),
+                *(f"--path={path}" for path in import_paths(resolved)),
+                *_warm_arguments(resolved),
+            ],
+            str(directory / "logs" / f"{name}.log"),
+        ),
+        kwargs={
+            "env": {ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            "python": resolved.cluster.environments.python,
+        },
+        resources=reservation[0],
+        labels=reservation[1],
+        max_restarts=-1 if on_ray else 0,
+        max_concurrency=ENVIRONMENT_PROGRAM_CALLS if on_ray else 1000,
+    )
+
+
+class HostProgram:
+    """Implements `hosting.HostPart` over a `Program` actor."""
+
+    def __init__(self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, token: str) -> None:
+        self._name = name
+        self._program = program
+        self._runtime = runtime
+        self._clock = clock
+        self._token = token
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    @property
+    def node(self) -> str:
+        return self._program.node
+
+    async def start(self) -> EnvironmentHost:
+        await self._program.call("kill")  # without a grace period: a leftover process hangs
+        try:
+            address = str(await self._program.call("start", []))
+        except OSError as error:
+            reason = f"{error.strerror or error}: {error.filename}"
+            raise SpecError(f"environments.python: {reason}", remedy="name an interpreter that is there") from None
+        connection = await HostConnection.open(self._name, address, self._token)
+        for domain, problem in connection.problems.items():
+            await connection.aclose()
+            raise SpecError(
+                f"environment of domain '{domain}': {problem} (on {self._name})",
+                remedy="mend environment_args, or install its dependencies where environments.python points to "
+                "(pip install 'rollart[envs]')",
+            )
+        return connection
+
+    async def wait(self) -> str:
+        return await exit_cause(self._program)
+
+    async def close(self) -> None:
+        await self._program.kill()
+        await self._runtime.release(self._name)
+
+
+def _warm_arguments(resolved: Resolved) -> list[str]:
+    spec = resolved.cluster.environments
+    warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
+    images = image_hook_config(spec)
+    return warm if images is None else [*warm, "--images", json.dumps(images)]
+
+
+def _environment_pool(resolved: Resolved) -> PoolSpec:
+    """The pool of hosts without planned devices."""
+    return cpu_pool(resolved, resolved.cluster.environments.pool)
+
+
+def _environment_clock(resolved: Resolved, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
+    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
+    extra."""
+    now = asyncio.get_running_loop().time
+    if given is None:
+        return ResourceClock(role=ENVIRONMENT_ROLE, resource=name, recorder=recorder, clock=now)
+    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
+    return ResourceClock(
+        role=ENVIRONMENT_ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd
+    )
+
+
+FUNCTION_ROLE = "reward"
+FUNCTION_HOST_MODULE = "serverless.workers.host"
+
+FUNCTION_PROGRAM_CALLS = 4
+"""Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
+
+
+def function_fleet(
+    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
+) -> tuple[FunctionHostSupervisor, WorkerHosts] | tuple[None, None]:
+    """The fleet of the run's function hosts, not started, and the registry that starts workers on them; none if workers
+    run on the controller's machine. `used`: part names of earlier lives of the run, which later hosts do not reuse."""
+    count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
+    if not count:
+        return None, None
+    hosts, token = WorkerHosts(), secrets.token_hex(16)
+
+    async def make(name: str) -> FunctionProgram:
+        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
+        clock, cores = _function_clock(resolved, name, recorder), _cores(resolved, name)
+        return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
+
+    limits = HostLimits(
+        health_s=local.health_s,
+        start_s=local.start_s,
+        call_s=waits.reward_s,
+        patience_s=node_wait_s(resolved),
+    )
+    fleet = FunctionHostSupervisor(
+        make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
+    )
+    return fleet, hosts
+
+
+def initial_function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
+    """Names of the initial hosts; none if workers run on the controller's machine, or if the run has no function.
+    `profiled`: functions exist that only a profile describes."""
+    count = function_host_count(resolved) if profiled or resolved.run.functions else 0
+    return tuple(itertools.islice(function_host_names(resolved, frozenset()), count))
+
+
+def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
+    """Names of the plan's parts first, then new names that no earlier part had."""
+    given = [a.name for a in _reward_assignments(resolved)]
+    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
+    fresh = (name for name in (f"{FUNCTION_ROLE}-{n}" for n in itertools.count()) if name not in planned)
+    first = list(itertools.islice(fresh, max(0, function_host_count(resolved) - len(given))))
+    return itertools.chain(given, first, (name for name in fresh if name not in used))
+
+
+def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
+    """Names of the plan's parts that run as function hosts, which keep their own billing clocks."""
+    return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
+
+
+def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
+    """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
+    other parts."""
+    on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
+    module, given = "rollart.adapters.clusters", _assignment(resolved, name)
+    reservation = (
+        ({}, node_selector(resolved, _function_pool(resolved))) if given is None else part_resources(resolved, given)
+    )
+    unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
+    return ActorSpec(
+        name=name,
+        factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
+        args=(
+            name,
+            FUNCTION_HOST_MODULE,
+            ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
+            str(directory / "logs" / f"{name}.log"),
+        ),
+        kwargs={"env": {FUNCTION_HOST_TOKEN: token}},
+        resources=reservation[0],
+        labels=reservation[1],
+        max_restarts=-1 if on_ray else 0,
+        max_concurrency=FUNCTION_PROGRAM_CALLS if on_ray else 1000,
+    )
+
+
+class FunctionProgram:
+    """Implements `function_hosts.FunctionPart` over a `Program` actor."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Handle,
+        runtime: Runtime,
+        clock: ResourceClock,
+        hosts: WorkerHosts,
+        token: str,
+        cores: float,
+    ) -> None:
+        """`cores`: the host's cores for workers, as a weight relative to other hosts."""
+        self._name = name
+        self._program = program
+        self._runtime = runtime
+        self._clock = clock
+        self._hosts = hosts
+        self._token = token
+        self._cores = cores
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    @property
+    def node(self) -> str:
+        return self._program.node
+
+    async def start(self, notify: Callable[[], None]) -> FunctionHost:
+        await self._program.call("kill")  # without a grace period: a leftover process hangs
+        address = str(await self._program.call("start", []))
+        return await FunctionHostConnection.open(
+            self._hosts, self._name, address, self._token, weight=self._cores, notify=notify
+        )
+
+    async def wait(self) -> str:
+        return await exit_cause(self._program)
+
+    async def close(self) -> None:
+        await self._program.kill()
+        await self._runtime.release(self._name)
+
+
+def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
+    """Hosts at the start of a run, or for the given devices by pool."""
+    functions = resolved.cluster.functions
+    if "local" not in functions.chain:
+        return 0
+    wanted = functions.local.hosts
+    if wanted != "auto":
+        return wanted
+    if resolved.cluster.runtime.backend == "local":
+        return 0
+    pool = _function_pool(resolved)
+    present = pool.count if devices is None else devices.get(pool.name, 0)
+    machines = math.ceil(present / (pool.devices_per_host or pool.count))
+    workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
+    return len(_reward_assignments(resolved)) or max(1, min(machines, workers))
+
+
+def provider_run_id(directory: Path) -> str:
+    """The run's id at function providers: its name and a suffix that is unique in the account. A resume keeps it."""
+    return run_id(directory, directory / "functions" / "run")
+
+
+def _reward_assignments(resolved: Resolved) -> list[Assignment]:
+    """The plan's reward parts on cores. A reward model on a GPU is not run by rollart."""
+    pools = {pool.name: pool for pool in resolved.cluster.pools}
+    return [a for a in resolved.plan.of(Role.REWARD) if resource_kind(resolved, pools[a.pool]) == "CPU"]
+
+
+def _assignment(resolved: Resolved, name: str) -> Assignment | None:
+    return next((a for a in _reward_assignments(resolved) if a.name == name), None)
+
+
+def _cores(resolved: Resolved, name: str) -> float:
+    given = _assignment(resolved, name)
+    return 1.0 if given is None else float(len(given.devices))
+
+
+def _function_pool(resolved: Resolved) -> PoolSpec:
+    """The pool of hosts without planned cores."""
+    return cpu_pool(resolved, resolved.cluster.functions.local.pool)
+
+
+def _function_clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
+    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
+    extra."""
+    given, now = _assignment(resolved, name), asyncio.get_running_loop().time
+    if given is None:
+        return ResourceClock(role=FUNCTION_ROLE, resource=name, recorder=recorder, clock=now)
+    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
+    return ResourceClock(
+        role=FUNCTION_ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd
+    )
+
+
+def host_count_keepers(
+    wanted: Resolved,
+    nodes: NodeTracker | None,
+    environments: EnvironmentHostSupervisor | None,
+    functions: FunctionHostSupervisor | None,
+    recorder: Recorder,
+) -> list[HostAutoscaler]:
+    """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
+    found = []
+    if nodes is not None and environments is not None:
+        count = functools.partial(host_count, wanted)
+        found.append(HostAutoscaler(environments, nodes, count, recorder, what="environments"))
+    if nodes is not None and functions is not None:
+        count = functools.partial(function_host_count, wanted)
+        found.append(HostAutoscaler(functions, nodes, count, recorder, what="function workers"))
+    return found

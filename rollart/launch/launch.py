@@ -1,0 +1,303 @@
+"""`launch`: start the parts of a resolved run, run it, and stop every one of them again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from rollart import controller_loop
+from rollart.architecture import stamp_of
+from rollart.controller_loop import ControllerLoop, LoopWatchdog
+from rollart.errors import (
+    Interrupted,
+    RollartError,
+    RunFailed,
+    StorageFailed,
+    VersionDamaged,
+)
+from rollart.launch.clusters import follow_nodes, record_cluster_events
+from rollart.launch.hosts import host_count_keepers, watch_memory, worked_example_factory
+from rollart.launch.plan import RunStart, resolve_start
+from rollart.launch.preflight import decide_workers, refuse_unlaunchable
+from rollart.launch.prepare import produce_artefacts, warm_start_samples
+from rollart.launch.resume import refuse_changed
+from rollart.launch.rewards import build_rewards
+from rollart.launch.weight_store import SharedWeightStore
+from rollart.launch.wiring import RunContext, open_run
+from rollart.leases import Expiry
+from rollart.ledger.intervals import ResourceState
+from rollart.model import AbortReason, WeightsRef
+from rollart.orphans import kill_at_end
+from rollart.ports import Recovered, RunEvent
+from rollart.settings.resolve import Resolved
+from rollart.supervise.autoscaling import HostAutoscaler
+from rollart.supervise.engines import EngineMeter
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
+from rollart.supervise.function_hosts import FunctionHostSupervisor
+
+__all__ = ["launch"]
+
+ProgressCallback = Callable[[RunEvent], None]
+
+ORPHANS_S = 3.0
+"""Seconds in which parts can clean up and end by themselves after the controller has died."""
+
+
+def launch(
+    resolved: Resolved,
+    *,
+    run_dir: str | Path,
+    resume: bool = False,
+    on_progress: ProgressCallback | None = None,
+    since_s: float = 0.0,
+) -> None:
+    """Run to the end, in this process. Blocks; `on_progress` is called on the loop for each event worth a line. The
+    run's ledger begins `since_s` seconds ago, for example at the start of a process that exists for this run alone.
+
+    Errors: `RollartError` with its exit code; SIGINT, SIGTERM and SIGHUP end as `Interrupted`. In every case all child
+    processes are stopped before it returns, and finished work is in the run directory. A second signal ends this
+    process and its children at once.
+    """
+    directory = Path(run_dir).resolve()
+    try:
+        controller_loop.run(_main(resolved, directory, resume, on_progress or (lambda _: None), since_s))
+    except KeyboardInterrupt:
+        raise _interrupted(directory) from None
+    except BaseExceptionGroup as group:
+        raise _user_error(group, directory) from None
+    except OSError as error:
+        raise StorageFailed(
+            f"{error.strerror or error}: {error.filename or directory}", remedy="see rollart doctor"
+        ) from None
+
+
+async def _main(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback, since_s: float) -> None:
+    main, loop = asyncio.current_task(), asyncio.get_running_loop()
+    began = loop.time() - since_s
+    assert main is not None
+    assert isinstance(loop, ControllerLoop)
+    stopped = asyncio.Event()
+
+    def stop() -> None:
+        stopped.set()
+        main.cancel()
+
+    def end(why: str, interrupted: bool) -> NoReturn:
+        error = _interrupted(directory) if interrupted else RunFailed(why, remedy="rollart launch --resume continues")
+        late = f" ({why})" if interrupted and why else ""
+        with contextlib.suppress(OSError):  # stderr may be closed
+            os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
+        os._exit(error.exit_code)
+
+    def report_pause(holder: str, seconds: float) -> None:
+        progress(RunEvent(loop.time(), "controller_held", "run", {"holder": holder, "seconds": seconds}))
+
+    watch = LoopWatchdog(loop, stop=stop, say=report_pause, end=end, limit_s=resolved.run.leases.env_step_s)
+    try:
+        with watch.watching():
+            await _run(resolved, directory, resume, progress, began)
+    except BaseException:
+        if stopped.is_set():  # an interrupt takes precedence over errors of the shutdown
+            raise _interrupted(directory) from None
+        raise
+
+
+async def _run(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback, began: float) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    kill_at_end(ORPHANS_S)
+    if resolved.base not in sys.path:
+        # Environments and functions that a spec names lie in its directory.
+        sys.path.insert(0, resolved.base)
+    refuse_unlaunchable(resolved)
+    resolved = decide_workers(resolved)
+    if resume:
+        refuse_changed(resolved, directory)
+    start = resolve_start(resolved, directory) if resume else RunStart(resolved)
+    resolved = start.resolved
+    async with open_run(start, directory, progress, began=began) as context:
+        recovered = await context.ledger.recover() if resume else None
+        async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
+            ending.callback(context.ledger.stopping)
+            watchers = [
+                background.create_task(context.ledger.watch(), name="ledger"),
+                background.create_task(context.watchdog().run(), name="watchdog"),
+            ]
+            if resolved.cluster.runtime.backend == "ray":
+                watchers.append(
+                    background.create_task(record_cluster_events(context.runtime, context.emit), name="cluster")
+                )
+            if context.environments is None:
+                memory = watch_memory(resolved.cluster.environments, context.emit)
+                watchers.append(background.create_task(memory, name="memory"))
+            context.emit("starting", "run", directory=str(directory), resume=resume)
+            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(context)]
+            if start.moved or start.why_not:
+                context.emit("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
+            artefacts = background.create_task(_produce_artefacts(resolved, directory, context), name="artefacts")
+            await context.trainer.start()
+            context.trainer_clock.enter(ResourceState.IDLE)
+            if recovered is None:
+                _refuse_lost_ledger(directory, context)
+                weights = await context.trainer.supervised(lambda: _first_version(resolved, context))
+                step = 0
+            else:
+                weights, recovered = await _resume(resolved, directory, context, recovered)
+                step = recovered.step
+            context.begin(weights)
+            if context.nodes is not None:
+                watchers.append(
+                    background.create_task(follow_nodes(context.runtime, resolved, context.nodes), name="nodes")
+                )
+            # Concurrently with the functions: wrong credentials then fail before engines have cost much.
+            engines = background.create_task(_start_engines(context), name="engines")
+            async with context.open_functions(build_rewards(resolved, await artefacts)):
+                await engines
+                watchers += [
+                    background.create_task(one.run(), name="hosts' nodes") for one in await _start_hosts(context)
+                ]
+                meter = EngineMeter(context.control.gateway.stats, context.ledger)
+                watchers.append(background.create_task(meter.run(), name="engines' counters"))
+                await context.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
+                await meter.look()
+            for watcher in watchers:
+                watcher.cancel()
+        context.emit("finished", "run", steps=resolved.run.steps, version=context.control.gateway.version)
+
+
+async def _resume(
+    resolved: Resolved, directory: Path, context: RunContext, recovered: Recovered
+) -> tuple[WeightsRef, Recovered]:
+    """The version to continue from, restored by the trainer and available to engines, and the recovered state."""
+    weights, damage = await _restore_newest(directory, context, recovered)
+    if weights.version < recovered.version:
+        newest, samples = recovered.version, await context.ledger.roll_back(weights.version)
+        found = await context.ledger.recover()
+        assert found is not None, "it was rolled back to a committed version"
+        recovered = replace(found, damaged=recovered.damaged)
+        context.emit("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
+    if isinstance(context.weights, SharedWeightStore):  # its last push may be incomplete
+        async with context.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
+            await context.weights.push(weights)
+    for group, why in recovered.damaged.items():
+        context.emit("group_dropped", group, reason=str(AbortReason.INFRA_FAULT), detail=why)
+    context.emit("resumed", "run", step=recovered.step, version=weights.version, samples=len(recovered.samples))
+    return weights, recovered
+
+
+async def _restore_newest(directory: Path, context: RunContext, recovered: Recovered) -> tuple[WeightsRef, str]:
+    """The newest version that the trainer can restore, and the damage of the newest version if an older one is used.
+    Errors leave the ledger unchanged."""
+    damage = ""
+    older = [version for version in context.weights.versions() if version < recovered.version]
+    for version in (recovered.version, *reversed(older)):
+        path = context.weights.path(version)
+        weights = WeightsRef(version, path, stamp=stamp_of(path))
+        if not context.weights.complete(version):
+            damage = damage or f"{path} is not complete on disk"
+            continue
+        if recovered.stamps.get(version, weights.stamp) != weights.stamp:
+            damage = damage or f"{path} holds other weights than were published as v{version}"
+            continue
+        try:
+            await context.trainer.resume(weights)
+        except VersionDamaged as error:
+            damage = damage or error.message
+        else:
+            return weights, damage
+    raise RunFailed(
+        f"no version of {directory} can be restored: {damage}",
+        remedy="restore the newest version's directory from a backup, or start a new run; its ledger and reports stay "
+        "readable",
+    )
+
+
+def _refuse_lost_ledger(directory: Path, context: RunContext) -> None:
+    """A run without a committed version has written version 0 at most: a later version proves that its ledger was
+    lost."""
+    newest = max(context.weights.versions(), default=0)
+    if newest > 0:
+        raise StorageFailed(
+            f"the ledger of {directory} knows of no version, but v{newest} of its weights is there: the ledger, or its "
+            "-wal file, was lost (rule: a run resumes from its ledger)",
+            remedy="restore ledger.sqlite and ledger.sqlite-wal from a backup, or start a new run",
+        )
+
+
+async def _first_version(resolved: Resolved, context: RunContext) -> WeightsRef:
+    """Version 0: the initial weights, after the warm start if there is one."""
+    limits = resolved.run.leases
+    if resolved.run.warm_start is not None and context.environments is not None:
+        await context.environments.ready()
+    samples = await warm_start_samples(
+        resolved, context.tokenizer, worked_example_factory(context.environments), context.leases
+    )
+    if samples and resolved.run.warm_start is not None:
+        context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
+        async with context.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
+            report = await context.trainer.imitate(samples, resolved.run.warm_start.batches)
+        context.emit("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
+    context.trainer_clock.enter(ResourceState.SYNC)
+    async with context.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
+        weights = await context.trainer.publish(0)
+        await context.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
+    context.trainer_clock.enter(ResourceState.IDLE)
+    return weights
+
+
+async def _produce_artefacts(resolved: Resolved, directory: Path, context: RunContext) -> dict[str, list[str]]:
+    async with context.leases.hold(
+        "launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN
+    ):
+        return await produce_artefacts(resolved, directory)
+
+
+def _fleets(context: RunContext) -> list[EnvironmentHostSupervisor | FunctionHostSupervisor]:
+    return [fleet for fleet in (context.environments, context.functions) if fleet is not None]
+
+
+async def _start_hosts(context: RunContext) -> list[HostAutoscaler]:
+    """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
+    for fleet in _fleets(context):
+        await fleet.ready()
+    return host_count_keepers(context.wanted, context.nodes, context.environments, context.functions, context)
+
+
+async def _start_engines(context: RunContext) -> None:
+    await context.supervisor.begin(context.site.parts)
+
+
+def _interrupted(directory: Path) -> Interrupted:
+    return Interrupted(
+        "interrupted; every finished trajectory is kept", remedy=f"rollart launch --resume {os.path.relpath(directory)}"
+    )
+
+
+def _user_error(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
+    """The error to show: the first `RollartError`, else the first error that is not a cancellation."""
+    leaves = list(_leaves(group))
+    for error in leaves:
+        if isinstance(error, RollartError):
+            return error
+    for error in leaves:
+        if isinstance(error, KeyboardInterrupt):
+            return _interrupted(directory)
+        if isinstance(error, OSError):
+            return StorageFailed(
+                f"{error.strerror or error}: {error.filename or directory}",
+                remedy="look at the disk and at the run's directory, then rollart launch --resume",
+            )
+    return leaves[0]
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

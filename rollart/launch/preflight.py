@@ -1,0 +1,632 @@
+"""Checks before the first part of a launch starts. `validate`, the dry run and the launch share one function.
+
+The model's configuration and weight headers are read as the embedded engine reads them, the tokenizer is loaded, and
+the reward functions are packed as for their workers. Environments are checked where they will live: the controller's in
+this process, those of hosts once in a process of the hosts' interpreter, with a time limit. Then every part's program
+is described as the launch describes it. Programs and files on other machines are not checked, and only the launch asks
+other machines; `unchecked_remotes` names these questions.
+
+Warnings of `rollart validate`, `launch --dry-run` and `launch` about runs that can start and about which the user
+has to know something.
+
+Lines that `launch --dry-run` adds to the specs: commands of vLLM engines, number formats of parts on GPUs, the
+weight path, and the placement of function workers.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from placement.types import Role
+from rollart.adapters.env_hosts.checks import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
+from rollart.adapters.text import HubTokenizer
+from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
+from rollart.errors import RollartError, SpecError, UsageError
+from rollart.launch.broadcasts import collective_backend
+from rollart.launch.functions import check_providers, scaling_settings
+from rollart.launch.hosts import function_actor, hosted_domains, image_hook_config, import_paths, initial_function_hosts
+from rollart.launch.layout import attached_urls, engine_command, torch_device
+from rollart.launch.prepare import (
+    harness_factory,
+    prepare_tokenizer,
+    refuse_incomplete,
+    stop_token_ids,
+    trainer_config,
+)
+from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
+from rollart.launch.rewards import check_function, function_packages
+from rollart.launch.routing import SERVING_ROLES
+from rollart.launch.strategies import refuse_lending
+from rollart.settings.base import host_and_port
+from rollart.settings.cluster import UNLESS_QUICK
+from rollart.settings.planning import initial_config
+from rollart.settings.resolve import (
+    Resolved,
+    SpecFinding,
+    Specs,
+    SpecSources,
+    engine_dtype,
+    raise_findings,
+    resolve_specs,
+    trainer_dtype,
+)
+from serverless.deploy.package import Package
+
+_launchable: Resolved | None = None
+"""The last run that `launchable` returned to a launch."""
+
+_CHECKED: dict[str, bool] = {}
+"""Environments that passed their check in this process, with True if all of them declare themselves quick. The command
+line checks before it makes a run's directory; the run checks again for direct callers of `launch`."""
+
+SHIPPED_PREFIX = "rollart."
+"""Shipped environments may be imported in any process."""
+
+PARENT_DEATH_MODULE = "rollart.lifeline"
+"""Runs a module that ends with this process."""
+
+PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
+"""Seconds to wait for a port in use, and between tries: parts end within 3 s of their controller."""
+
+INSTALL_REMEDY = "install its dependencies where environments live: see docs/environments.md"
+
+
+def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
+    """The run that a launch would start. `RollartError` for anything that a launch would refuse. `where`: the spec
+    documents, for line numbers in errors. `others`: ask other machines as well."""
+    global _launchable
+    refuse_missing(specs)
+    refuse_files(specs, where, launch=True)
+    resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
+    _refuse_local_problems(resolved, others)
+    _launchable = resolved if others else None
+    return resolved
+
+
+def refuse_unlaunchable(resolved: Resolved) -> None:
+    """The same check, skipped for a run that `launchable` has just returned."""
+    if resolved is not _launchable:
+        launchable(resolved)
+
+
+def refuse_files(specs: Resolved | Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
+    """SpecError with a line per problem in files and code that the specs name: the model, reward functions,
+    environments, an image hook or interpreter. `launch`: the model must have weights or be initialised in place; a
+    configuration suffices for plans."""
+    with _spec_directory_on_path(specs.base):
+        found = [*model_problems(specs, launch=launch), *function_problems(specs)]
+    raise_findings([*found, *environment_problems(specs)], where)
+
+
+def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
+    """Questions that a launch asks other machines, each as a clause with whether."""
+    cluster = resolved.cluster
+    if cluster.runtime.backend == "ray" and _runs_remotely(resolved) and cluster.runtime.address != "start":
+        yield f"whether a Ray cluster answers at {cluster.runtime.address}, and has nodes for the plan"
+    for url in cluster.engines.attach:
+        yield f"whether {url} serves the model"
+    for provider in cluster.functions.chain if resolved.run.functions else ():
+        if provider != "local":
+            yield f"whether {provider} answers, and takes the credentials of this machine"
+
+
+def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
+    token = resolved.cluster.runtime.token
+    if token is not None and not Path(token).is_file():
+        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
+    refuse_lending(resolved)
+    with _spec_directory_on_path(resolved.base):
+        _refuse_programs(resolved)
+    functions = resolved.cluster.functions
+    check_providers(functions, [function.name for function in resolved.run.functions])
+    scaling_settings(functions.scaling)
+    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
+        from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
+
+        refuse_without_vllm(resolved)
+        if others:
+            refuse_dead_servers(resolved)
+
+
+def _refuse_programs(resolved: Resolved) -> None:
+    """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
+    from rollart.launch.layout import attached_urls, engine_actor, torch_device, trainer_actors
+
+    cluster, plan = resolved.cluster, resolved.plan
+    engines = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
+    with tempfile.TemporaryDirectory() as name:
+        config = trainer_config(resolved, Path(name), Path(name))
+        trainer_actors(resolved, Path(name), config)
+        for engine in engines:
+            if engine.name not in attached_urls(resolved):
+                engine_actor(resolved, Path(name), engine)
+    if resolved.run.weights.collective is not None:
+        from rollart.launch.broadcasts import collective_backend
+
+        collective_backend(resolved)
+    if cluster.runtime.port:
+        _refuse_unavailable_address(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
+    if cluster.runtime.backend != "local":
+        return
+    if cluster.trainer.external is not None:
+        _refuse_unavailable_address(cluster.trainer.external, "trainer.external")
+    else:
+        engines += plan.of(Role.TRAINER)
+    for part in engines if cluster.engines.kind != "vllm" else ():
+        if torch_device(resolved, part) == "cuda":
+            refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
+
+
+def _refuse_unavailable_address(address: str, key: str) -> None:
+    """SpecError for a local address that a server cannot bind. A port in use is waited for, since a part of a killed
+    controller keeps its port until it ends as well."""
+    for left in reversed(range(round(PORT_WAIT_S / PORT_POLL_S))):
+        try:
+            with socket.create_server(host_and_port(address)):
+                return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and left:
+                threading.Event().wait(PORT_POLL_S)
+                continue
+            why = f"{key}: no server can listen on {address}: {error.strerror or error}"
+            raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
+
+
+def is_plan_only(specs: Resolved | Specs) -> bool:
+    """True for a model that is only good for plans: a configuration without weights, which cannot be launched."""
+    return specs.run.model.path is None and specs.run.model.init is None
+
+
+def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
+    """Problems of the policy's directory, configuration and tokenizer."""
+    model, base = specs.run.model, Path(specs.base)
+    try:
+        if launch or not is_plan_only(specs):
+            refuse_incomplete(model)
+    except SpecError as error:
+        yield SpecFinding(("run", "model"), error.message, error.remedy)
+    vocabulary: int | None = None
+    if model.path is not None and not (_runs_remotely(specs) and model.tokenizer is not None):
+        found = list(_directory_problems(specs, base / model.path))
+        yield from found
+        if found:
+            return
+    if model.init is not None:
+        try:
+            init = initial_config(model.init, specs.base)
+            if specs.cluster.engines.kind != "vllm":
+                refuse_unsupported(init, "model.init")
+            vocabulary = init.get("vocab_size")
+        except (SpecError, UsageError) as error:
+            yield SpecFinding(("run", "model", "init"), error.message, _remedy_with_vllm(error))
+    yield from _tokenizer_problems(specs, vocabulary)
+    lora = specs.run.training.lora
+    if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
+        for name in lora.targets:
+            if name.rpartition(".")[2] not in LINEAR:
+                why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
+                yield SpecFinding(("run", "training", "lora", "targets"), why)
+
+
+def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
+    """`vocabulary`: number of embeddings of a model that is initialised in place."""
+    model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
+    named = model.tokenizer or model.path
+    if named is None:
+        return
+    if ":" not in named and not (Path(specs.base) / named / "tokenizer.json").is_file():
+        why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
+        yield SpecFinding(
+            ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
+        )
+        return
+    if is_plan_only(specs):
+        return
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            tokenizer = HubTokenizer(prepare_tokenizer(specs, Path(made)))
+        except SpecError as error:
+            yield SpecFinding(("run", "model", key), error.message, error.remedy)
+            return
+    for number, domain in enumerate(specs.run.domains):
+        try:
+            stop_token_ids(domain, tokenizer)
+        except SpecError as error:
+            yield SpecFinding(("run", "domains", number, "stop"), error.message, error.remedy)
+    if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
+        why = f"model.init has vocab_size {vocabulary}, and the tokenizer {tokenizer.vocabulary_size} tokens"
+        yield SpecFinding(("run", "model", "init"), f"{why} (rule: an embedding for each)")
+
+
+def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFinding]:
+    """Problems of `model.path`."""
+    name, key = specs.run.model.path, ("run", "model", "path")
+    if not path.is_dir():
+        why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
+        yield SpecFinding(key, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        return
+    try:
+        if specs.cluster.engines.kind != "vllm":
+            read_architecture(path)
+        for file in weight_files(path):
+            refuse_truncated(file)
+    except UsageError as error:
+        yield SpecFinding(key, f"model.path: {error.message}", _remedy_with_vllm(error))
+
+
+def _remedy_with_vllm(error: RollartError) -> str:
+    """Add vLLM to the remedy for model families that the embedded engine does not support."""
+    unsupported = "not supported" in error.message
+    return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
+
+
+def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
+    """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
+    for number, function in enumerate(specs.run.functions):
+        try:
+            check_function(function, specs)
+        except RollartError as error:
+            yield SpecFinding(("run", "functions", number), error.message, error.remedy)
+
+
+def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
+    """Problems of the environments, in the order of the domains."""
+    key = _check_key(specs)
+    if key in _CHECKED:
+        return []
+    quick: set[str] = set()
+    with _spec_directory_on_path(specs.base):
+        found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
+        if _checks_in_process(specs):
+            problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
+            found += [_locate_problem(specs, problem) for problem in problems]
+    if not _checks_in_process(specs) and not _runs_remotely(specs):
+        found += _check_on_host_interpreter(specs, quick)
+    if not found:
+        _CHECKED[key] = quick.issuperset(hosted_domains(specs.run))
+    return found
+
+
+def decide_workers(resolved: Resolved) -> Resolved:
+    """The run with `environments.workers` decided if it depends on the environments' declarations. SpecError as from
+    `refuse_unlaunchable`."""
+    spec = resolved.cluster.environments
+    if spec.workers != UNLESS_QUICK:
+        return resolved
+    raise_findings(environment_problems(resolved))
+    environments = spec.model_copy(update={"workers": 0 if _CHECKED[_check_key(resolved)] else "auto"})
+    return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
+
+
+def _check_key(specs: Resolved | Specs) -> str:
+    spec = specs.cluster.environments
+    key = [
+        hosted_domains(specs.run),
+        image_hook_config(spec),
+        _warm_start_domains(specs),
+        specs.base,
+        spec.python,
+        spec.workers,
+    ]
+    return json.dumps(key, default=str)
+
+
+def _checks_in_process(specs: Resolved | Specs) -> bool:
+    """True if environments are created in this process for the check: they will live here, or are shipped ones."""
+    spec = specs.cluster.environments
+    if spec.workers != UNLESS_QUICK:
+        return not spec.workers
+    paths = [str(one["environment"]) for one in hosted_domains(specs.run).values()]
+    return spec.python is None and all(path.startswith(SHIPPED_PREFIX) for path in paths)
+
+
+def _warm_start_domains(specs: Resolved | Specs) -> list[str]:
+    """Domains whose worked examples the warm start uses."""
+    return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
+
+
+def _runs_remotely(specs: Resolved | Specs) -> bool:
+    runtime = specs.cluster.runtime
+    return runtime.backend == "ray" and runtime.address != "local"
+
+
+@contextmanager
+def _spec_directory_on_path(base: str) -> Iterator[None]:
+    """Make modules beside a spec importable."""
+    if base in sys.path:
+        yield
+        return
+    sys.path.insert(0, base)
+    try:
+        yield
+    finally:
+        sys.path.remove(base)
+
+
+def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFinding]:
+    try:
+        harness_factory(specs.run.domains[index], None)
+    except SpecError as error:
+        yield SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy)
+
+
+def _locate_problem(specs: Resolved | Specs, problem: EnvironmentProblem) -> SpecFinding:
+    """The problem, located at the responsible key of the specs."""
+    if not problem.domain:
+        key: tuple[str | int, ...] = ("cluster", "environments", "images_args" if problem.argument else "images")
+        message, remedy = f"environments.images: {problem.message}", ""
+    else:
+        index = next(i for i, d in enumerate(specs.run.domains) if d.name == problem.domain)
+        key = ("run", "domains", index, "environment_args" if problem.argument else "environment")
+        message = f"environment of domain '{problem.domain}': {problem.message}"
+        remedy = INSTALL_REMEDY if "ModuleNotFoundError" in message or "ImportError" in message else ""
+    if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
+        remedy = "environments.python is for hosts: set environments.workers to 1 or more"
+    if problem.argument == WARM_START_ARGUMENT:
+        number = _warm_start_domains(specs).index(problem.domain)
+        return SpecFinding(("run", "warm_start", "domains", number), f"warm_start.domains: {problem.message}")
+    named = problem.argument not in ("", "*")
+    return SpecFinding((*key, problem.argument) if named else key, message, remedy, key=named)
+
+
+def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
+    """Problems in the hosts' own interpreter. Domains with quick environments are added to `quick`."""
+    spec = specs.cluster.environments
+    python, key = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
+    request = {
+        "path": import_paths(specs),
+        "domains": hosted_domains(specs.run),
+        "images": image_hook_config(spec),
+        "worked": _warm_start_domains(specs),
+    }
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as on hosts
+    try:
+        done = _run_check(
+            [python, "-m", PARENT_DEATH_MODULE, str(os.getpid()), MODULE], json.dumps(request), spec.start_s, env
+        )
+    except OSError as error:
+        why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
+        yield SpecFinding(key, why, "name an interpreter that is there")
+        return
+    except subprocess.TimeoutExpired as late:
+        yield _interrupted_check(
+            specs,
+            _parse_check_output(_text(late.stdout))[1],
+            f"was not over within {spec.start_s:g} s (environments.start_s)",
+            key,
+        )
+        return
+    problems, where = _parse_check_output(done.stdout, quick)
+    yield from (_locate_problem(specs, problem) for problem in problems)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        code = done.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])[:300]
+        if where is None:  # the check did not begin
+            why = f"environments.python is '{python}', under which no host could run: {last}"
+            yield SpecFinding(key, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
+        else:
+            yield _interrupted_check(specs, where, f"{how}: {last}", key)
+
+
+def _run_check(
+    command: Sequence[str], stdin: str, seconds: float, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its exit. Output goes to files, since a pipe would stay open as long as any process that an
+    environment has started."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+
+        def text(file: IO[bytes]) -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        try:
+            code = subprocess.run(
+                command, input=stdin.encode(), stdout=out, stderr=errors, timeout=seconds, env=env
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(command, seconds, text(out)) from None
+        return subprocess.CompletedProcess(command, code, text(out), text(errors))
+
+
+def _interrupted_check(specs: Resolved | Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> SpecFinding:
+    """The step at which the check ended or timed out."""
+    index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
+    if index is not None:
+        return SpecFinding(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
+    if where == "environments.images":
+        return SpecFinding(("cluster", "environments", "images"), f"the look at {where} {how}")
+    return SpecFinding(key, f"the look at the environments {how}")
+
+
+def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:
+    """The problems found, and the last step of the check; None if it did not begin."""
+    problems, where = [], None
+    for line in output.splitlines():
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:  # a truncated line
+            break
+        if "trouble" in message:
+            problems.append(EnvironmentProblem(*message["trouble"]))
+        elif "quick" in message:
+            if quick is not None:
+                quick.add(message["quick"])
+        else:
+            where = str(message["looking"])
+    return problems, where
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+LAMBDA_PACKAGE_MB = 250
+"""Unpacked size of a function's zip on AWS Lambda."""
+
+LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
+"""Distributions larger than that by themselves."""
+
+LONG_RUN_STEPS = 200
+"""Steps from which a run is worth more than its last two versions. A guess: hours on GPUs, minutes on cores."""
+
+ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
+
+
+def launch_warnings(specs: Resolved | Specs) -> list[str]:
+    """The warnings, one line each."""
+    found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
+    with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
+        for package in function_packages(specs, {}):
+            found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
+    return found
+
+
+def _unauthenticated_services(specs: Resolved | Specs) -> Iterator[str]:
+    cluster = specs.cluster
+    if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
+        yield (
+            "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
+            "ports: keep those ports inside the cluster's network"
+        )
+
+
+def _few_kept_versions(specs: Resolved | Specs) -> Iterator[str]:
+    if specs.run.steps >= LONG_RUN_STEPS:
+        yield (
+            f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
+            "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
+            "versions out of the run's directory weights as it goes, or train in several runs"
+        )
+
+
+def _unused_cuda(specs: Resolved | Specs) -> Iterator[str]:
+    cores = all(pool.device == "cpu" for pool in specs.cluster.pools)
+    if cores and specs.cluster.runtime.backend == "local" and torch_build() == "cuda":
+        yield (
+            "torch is installed with gigabytes of CUDA packages, and the cluster has CPU cores alone: pip install "
+            f"--index-url {CPU_INDEX} torch, and uninstall the nvidia packages"
+        )
+
+
+def _package_warnings(package: Package, specs: Resolved | Specs) -> Iterator[str]:
+    yield from package.warnings
+    remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
+    if not remote:
+        return
+    where = " and ".join(remote)
+    pinned = {_canonical(re.split(r"[=<>!~ \[;@]", line)[0]): line for line in package.spec.requirements}
+    for line in pinned.values():
+        if "+" in line.partition("==")[2]:
+            yield (
+                f"requirement {line} is a local build, which no package index has: {where} cannot install it; "
+                f"require the released version"
+            )
+    if "aws_lambda" in remote and (large := sorted(LARGE_DISTRIBUTIONS & pinned.keys())):
+        limit = f"the {LAMBDA_PACKAGE_MB} MB that AWS Lambda unpacks"
+        yield f"{large[0]} is larger than {limit}: use another provider for it"
+    trees = list(_syntax_trees(package))
+    for name in sorted({name for tree in trees for name in _imports(tree)}):
+        if not _is_provided(name, package, pinned.keys()):
+            yield f"it imports {name}, which is neither packed nor in its requirements: on {where} the import may fail"
+    for variable in sorted({name for tree in trees for name in _environment_variables(tree)}):
+        yield (
+            f"it reads the environment variable {variable}, and functions on {where} are given no variables or secrets"
+        )
+
+
+def _syntax_trees(package: Package) -> Iterator[ast.Module]:
+    for name, data in package.files.items():
+        if name.startswith("function/") and name.endswith(".py"):
+            yield ast.parse(data)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Top-level names of imported modules, imports inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _environment_variables(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT_VARIABLE.match(ast.unparse(node))):
+            yield match[1]
+
+
+def _is_provided(name: str, package: Package, pinned: Collection[str]) -> bool:
+    if name in sys.stdlib_module_names or name in ("rollart", "serverless"):
+        return True
+    prefix = f"function/{name}"
+    if any(file == f"{prefix}.py" or file.startswith(f"{prefix}/") for file in package.files):
+        return True
+    return any(_canonical(one) in pinned for one in (name, *_distributions().get(name, ())))
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def dry_run_lines(resolved: Resolved) -> Iterator[str]:
+    """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
+    one per host of function workers."""
+    ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
+    for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
+        if ours:
+            device = torch_device(resolved, assignment)
+            yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
+            continue
+        command = engine_command(resolved, assignment)
+        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
+        line = f"{env} vllm serve MODEL {shlex.join(command.args)}"
+        url = urls.get(assignment.name)
+        yield f"{assignment.name}: {line if url is None else f'{url}, which runs already, started with {line}'}"
+    for assignment in resolved.plan.of(Role.TRAINER):
+        if resolved.cluster.trainer.external is None:
+            device = torch_device(resolved, assignment)
+            yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
+    if resolved.run.weights.collective is not None:
+        yield f"weights: broadcast over {collective_backend(resolved)}"
+    yield from _function_host_lines(resolved)
+
+
+def _dtype_line(name: str, device: str, dtype: str) -> Iterator[str]:
+    if (device, dtype) != ("cpu", "float32"):
+        yield f"{name}: computes in {dtype} on {device}"
+
+
+def _function_host_lines(resolved: Resolved) -> Iterator[str]:
+    for name in initial_function_hosts(resolved):
+        actor = function_actor(resolved, Path(), name, "")
+        labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
+        resources = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
+        where = f"in {resources}" if resources else "beside its other parts"
+        yield f"{name}: function workers on a node with {labels}, {where}"

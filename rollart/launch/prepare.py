@@ -1,0 +1,382 @@
+"""Prerequisites of the parts: tokenizer, trainer config, function packages, environments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placement.types import Role
+from rollart.adapters.envs.in_process import in_process
+from rollart.adapters.envs.worked import METHOD
+from rollart.adapters.rewards.offload import CreditAssignment, DomainRewards, RewardTerm
+from rollart.adapters.text import HubTokenizer
+from rollart.control.domain import Domain, derive_seed
+from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
+from rollart.launch.layout import torch_device, trainer_ranks
+from rollart.leases import Expiry, Leases
+from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.ports import EnvironmentFactory, HarnessFactory
+from rollart.settings.planning import initial_config
+from rollart.settings.resolve import Resolved, Specs, trainer_dtype
+from rollart.settings.run import DomainSpec, ModelSpec
+from rollart.settings.training import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
+from rollart.user_code import UserCodeGuard, guard
+
+if TYPE_CHECKING:
+    from rollart.adapters.proxy.harness import HarnessRunner  # its server is not needed to check a spec
+
+__all__ = [
+    "runtime_domains",
+    "environment_factory",
+    "harness_factory",
+    "import_attribute",
+    "prepare_tokenizer",
+    "produce_artefacts",
+    "refuse_incomplete",
+    "reward_plan",
+    "stop_token_ids",
+    "trainer_config",
+    "warm_start_samples",
+]
+
+
+CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
+"""Concurrent requests for worked examples to hosts, and tries for each: a host may end during a request."""
+
+
+@guard
+def import_attribute(path: str, purpose: str) -> Any:
+    """The object at `package.module:attribute`. `purpose` appears in the `SpecError`."""
+    module, _, name = path.partition(":")
+    try:
+        with UserCodeGuard():
+            holder = importlib.import_module(module)
+    except ImportError as error:
+        raise SpecError(
+            f"{purpose} '{path}' cannot be imported: {error}",
+            remedy="install it, or run from the directory that holds it",
+        ) from None
+    except Exception as error:  # a user's module may raise anything on import
+        raise SpecError(f"{purpose} '{path}' cannot be imported: {one_line(error)}", remedy=f"mend {module}") from None
+    if not hasattr(holder, name):
+        raise SpecError(f"{purpose} '{path}': module {module} has no '{name}'")
+    return getattr(holder, name)
+
+
+def refuse_incomplete(model: ModelSpec) -> None:
+    """`SpecError` for a model without weights (good for plans only) or without a tokenizer."""
+    if model.path is None and model.init is None:
+        raise SpecError(
+            "model has neither 'path' nor 'init' (rule: a run needs one; 'config' alone is for plans)",
+            remedy="give model.path a directory with weights, or model.init a configuration",
+        )
+    if model.tokenizer is None and model.path is None:
+        raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
+
+
+def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
+    """The directory with tokenizer.json: the spec's, the model's, or the one of a producer, written into the run
+    directory."""
+    model = resolved.run.model
+    refuse_incomplete(model)
+    if model.tokenizer is not None and ":" in model.tokenizer:
+        directory = run_dir / "tokenizer"
+        if not (directory / "tokenizer.json").exists():
+            temporary = directory.with_name("tokenizer.new")  # the output of a killed producer is never used
+            shutil.rmtree(temporary, ignore_errors=True)
+            _write_tokenizer(model.tokenizer, temporary)
+            if not (temporary / "tokenizer.json").exists():
+                raise SpecError(f"model.tokenizer '{model.tokenizer}' wrote no tokenizer.json into its directory")
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
+        return directory
+    named = model.tokenizer or model.path
+    assert named is not None
+    return Path(resolved.base) / named
+
+
+@guard
+def _write_tokenizer(producer: str, directory: Path) -> None:
+    write = import_attribute(producer, "model.tokenizer")
+    try:
+        with UserCodeGuard():
+            write(directory)
+    except Exception as error:
+        raise SpecError(
+            f"model.tokenizer '{producer}' failed: {one_line(error, 500)}", remedy=f"mend {producer}"
+        ) from None
+
+
+def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
+    """Write the trainer's `trainer.json`; its path."""
+    run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
+    shape, device = resolved.cluster.trainer, torch_device(resolved, trainer)
+    if run.model.path is not None:
+        model = PolicyConfig(path=str(Path(resolved.base) / run.model.path))
+    else:
+        assert run.model.init is not None, "refused before"
+        model = PolicyConfig(init=initial_config(run.model.init, resolved.base), seed=run.seed)
+    imitation = run.warm_start.model_dump(include=set(ImitationSpec.model_fields)) if run.warm_start else {}
+    config = TrainerConfig(
+        **run.training.model_dump(),
+        model=model,
+        weights_root=str(run_dir / "weights"),
+        tokenizer=str(tokenizer),
+        seed=run.seed,
+        steps=run.steps,
+        domains={d.name: CreditSpec(advantage=d.advantage, loss_weight=d.loss_weight) for d in run.domains},
+        imitation=ImitationSpec(**imitation),
+        temperature=run.domains[0].temperature,
+        threads=max(1, len(trainer.devices) // trainer_ranks(resolved)),
+        device=device,
+        parallel=ParallelConfig(
+            ranks=trainer_ranks(resolved),
+            dtype=trainer_dtype(resolved, device),
+            activation_checkpointing=shape.activation_checkpointing,
+            compile=shape.compile,
+            bucket_mb=shape.bucket_mb,
+        ),
+    )
+    path = run_dir / "trainer.json"
+    path.write_text(config.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def runtime_domains(
+    resolved: Resolved,
+    tokenizer: HubTokenizer,
+    harnesses: HarnessRunner | None = None,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None = None,
+) -> list[Domain]:
+    """The runtime's domains. Environments are imported, not created. `harnesses`: runs agent programs, if episodes are
+    to be played; `hosted`: factories of environments on hosts."""
+    return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses, hosted) for spec in resolved.run.domains]
+
+
+def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
+    """The functions that score each domain, with their weights."""
+    return {
+        d.name: DomainRewards(
+            tuple(RewardTerm(r.function, r.weight, CreditAssignment(r.pays)) for r in d.rewards), d.env_reward_weight
+        )
+        for d in resolved.run.domains
+    }
+
+
+async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[str, list[str]]:
+    """Artefact paths by function. A producer runs once per run, in a separate process, since it may import torch."""
+    found: dict[str, list[str]] = {}
+    for function in resolved.run.functions:
+        if function.artefact is None:
+            continue
+        given = [function.artefact] if isinstance(function.artefact, str) else function.artefact
+        if not (len(given) == 1 and ":" in given[0]):
+            found[function.name] = [str(Path(resolved.base) / path) for path in given]
+            continue
+        directory = run_dir / "artefacts" / function.name
+        marker = directory / "COMPLETE"
+        if not marker.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            await _produce(function.name, given[0], directory, resolved.run.seed)
+            marker.touch()
+        found[function.name] = [str(p) for p in sorted(directory.iterdir()) if p != marker]
+    return found
+
+
+async def warm_start_samples(
+    resolved: Resolved,
+    tokenizer: HubTokenizer,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
+    leases: Leases,
+) -> list[TrainSample]:
+    """Worked examples of the warm start's domains as samples, with loss on the answer and none on the prompt. `hosted`:
+    factories of the examples as episodes on hosts."""
+    warm = resolved.run.warm_start
+    samples = []
+    for name in warm.domains if warm is not None else ():
+        spec = resolved.run.domain(name)
+        seeds = [derive_seed(resolved.run.seed, "warm", name, i) % 2**30 for i in range(warm.examples if warm else 0)]
+        if hosted is not None and isinstance(spec.environment, str):
+            pairs = await _examples_from_hosts(hosted(spec), seeds, leases, resolved.run.leases.env_step_s)
+        else:
+            pairs = _examples_in_process(spec, seeds)
+        for index, (prompt, answer) in enumerate(pairs):
+            samples.append(_example_sample(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
+    return samples
+
+
+@guard
+def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
+    """Worked examples from an environment in this process."""
+    environment = environment_factory(spec)()
+    solve = getattr(environment, METHOD, None)
+    if solve is None:
+        raise SpecError(
+            f"warm_start.domains: environment '{spec.environment}' gives no worked examples",
+            remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
+        )
+    try:
+        with UserCodeGuard():
+            return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
+    except Exception as error:
+        raise SpecError(
+            f"warm_start.domains: environment '{spec.environment}' gave no worked example: {one_line(error)}",
+            remedy="mend it, or leave the domain out",
+        ) from None
+
+
+async def _examples_from_hosts(
+    make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
+) -> list[tuple[str, str]]:
+    """Worked examples from hosts. A request is repeated if its host ends."""
+    semaphore = asyncio.Semaphore(CONCURRENT_EXAMPLES)
+
+    async def once(seed: int) -> tuple[str, str]:
+        environment = make()
+        try:
+            async with leases.hold("launch", "a worked example", limit_s, Expiry.FAIL_RUN):
+                prompt = (await environment.reset(seed)).text
+                return prompt, (await environment.step("")).observation.text
+        finally:
+            await environment.close()
+
+    async def one(seed: int) -> tuple[str, str]:
+        async with semaphore:
+            for _ in range(EXAMPLE_TRIES - 1):
+                with contextlib.suppress(EnvironmentFault):
+                    return await once(seed)
+            return await once(seed)
+
+    async with asyncio.TaskGroup() as tasks:
+        found = [tasks.create_task(one(seed), name="worked example") for seed in seeds]
+    return [task.result() for task in found]
+
+
+def _example_sample(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:
+    p, a = len(prompt), len(answer)
+    return TrainSample(
+        id=TrajectoryId(f"worked-{domain}-{index}"),
+        group=GroupId(f"worked-{domain}-{index}"),
+        domain=domain,
+        v0=0,
+        token_ids=prompt + answer,
+        loss_mask=(False,) * p + (True,) * a,
+        logprobs=(0.0,) * (p + a),
+        versions=(-1,) * p + (0,) * a,
+        turn=(-1,) * p + (0,) * a,
+        rewards=(0.0,) * (p + a),
+        score=1.0,
+        success=True,
+    )
+
+
+def _domain(
+    spec: DomainSpec,
+    quota: int,
+    tokenizer: HubTokenizer,
+    harnesses: HarnessRunner | None,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
+) -> Domain:
+    return Domain(
+        name=spec.name,
+        environment=hosted(spec)
+        if hosted and isinstance(spec.environment, str)
+        else in_process(environment_factory(spec)),
+        quota=quota,
+        group_size=spec.group_size,
+        max_turns=spec.max_turns,
+        max_tokens=spec.max_tokens,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        stop_token_ids=stop_token_ids(spec, tokenizer),
+        harness=harness_factory(spec, harnesses),
+    )
+
+
+def stop_token_ids(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
+    """SpecError for a stop text that is not a single token."""
+    try:
+        return tuple(tokenizer.token_id(text) for text in spec.stop)
+    except ValueError as error:
+        raise SpecError(f"domain '{spec.name}', stop: {error}") from None
+
+
+def harness_factory(spec: DomainSpec, harnesses: HarnessRunner | None) -> HarnessFactory | None:
+    if isinstance(spec.environment, str):
+        return None
+    path = spec.environment.harness
+    agent = import_attribute(path, f"harness of domain '{spec.name}'")
+    if not inspect.iscoroutinefunction(agent):
+        raise SpecError(
+            f"harness of domain '{spec.name}': {path} is no coroutine function",
+            remedy="async def agent(base_url, session, seed, ...) -> float",
+        )
+    try:
+        inspect.signature(agent).bind(base_url="", session="", seed=0, **spec.environment_args)
+    except TypeError as error:
+        raise SpecError(f"harness of domain '{spec.name}': {path} refuses its arguments: {error}") from None
+    return None if harnesses is None else harnesses.factory(agent, spec.environment_args)
+
+
+@guard
+def environment_factory(spec: DomainSpec) -> Callable[[], Any]:
+    if not isinstance(spec.environment, str):
+        return functools.partial(_no_environment, spec.name)
+    make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
+    arguments = dict(spec.environment_args)
+    try:
+        with UserCodeGuard():
+            make(**arguments)
+    except ImportError as error:
+        raise SpecError(f"environment of domain '{spec.name}': {error}", remedy="pip install 'rollart[envs]'") from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"environment of domain '{spec.name}' refuses its arguments {arguments}: {error}") from None
+    except Exception as error:
+        raise SpecError(
+            f"environment of domain '{spec.name}' cannot be made: {one_line(error)}", remedy=f"mend {spec.environment}"
+        ) from None
+    return lambda: make(**arguments)
+
+
+def _no_environment(domain: str) -> Any:
+    raise SpecError(
+        f"domain '{domain}' is a harness, which nothing but the policy plays",
+        remedy="give it a `profile` for plans and simulations, and leave it out of warm_start",
+    )
+
+
+async def _produce(function: str, producer: str, directory: Path, seed: int) -> None:
+    module, _, name = producer.partition(":")
+    guard = f"from rollart.lifeline import die_with_parent; die_with_parent({os.getpid()})"
+    code = f"{guard}; import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        str(directory),
+        str(seed),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _, stderr = await process.communicate()
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    if process.returncode != 0:
+        lines = stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        raise PartDied(f"artefact of function '{function}'", f"{producer} failed: {lines[-1][:300]}")

@@ -1,0 +1,141 @@
+"""The stand-alone proxy in front of running engines, and the run's own proxy for agent programs.
+
+AsyncFlow's service interface as a stand-alone program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import KEEPALIVE_S
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.harness import HarnessRunner
+from rollart.adapters.proxy.pool import EnginePool
+from rollart.adapters.proxy.record import SessionRecorder
+from rollart.adapters.proxy.server import Proxy
+from rollart.adapters.proxy.sessions import SessionLimits
+from rollart.adapters.service.server import ServiceServer
+from rollart.adapters.service.state import ServiceState
+from rollart.adapters.service.storage import ServiceStore
+from rollart.adapters.service.uploads import WeightUploads
+from rollart.architecture import vocab_of
+from rollart.errors import SpecError, StorageFailed, UsageError
+from rollart.model import EngineId
+from rollart.settings.resolve import Resolved
+
+SHUTDOWN_S = 2.0
+"""Seconds for active responses after the proxy is asked to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """Options of `rollart proxy`."""
+
+    engines: Sequence[str]
+    tokenizer: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    template: Path | None = None
+    tools: str | None = None
+    record: Path | None = None
+    token: str = ""
+    model: str = "policy"
+    limits: SessionLimits = field(default_factory=SessionLimits)
+
+
+@contextlib.asynccontextmanager
+async def serve_proxy(settings: ProxySettings) -> AsyncIterator[str]:
+    """Serve while the body runs; yields the proxy's URL. EngineError for an engine that does not answer."""
+    for engine in settings.engines:
+        if not engine.startswith(("http://", "https://")):
+            raise UsageError(f"--engine {engine} (rule: a URL)", remedy="for example http://127.0.0.1:8000")
+    form = chat_format(settings.tokenizer, template=settings.template, tools=settings.tools)
+    pool = EnginePool(
+        [
+            HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # the engine may be vLLM
+            for i, url in enumerate(settings.engines)
+        ],
+        vocab=vocab_of(settings.tokenizer),
+    )
+    recording = SessionRecorder(settings.record)
+    proxy = Proxy(
+        form,
+        policy=pool.session,
+        paused=pool.paused,
+        recording=recording,
+        token=settings.token,
+        model=settings.model,
+        limits=settings.limits,
+    )
+    try:
+        await pool.open()
+        async with serve_app(proxy.app(), host=settings.host, port=settings.port) as url:
+            yield url
+    finally:
+        await pool.close()
+        recording.close()
+
+
+async def open_harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, tokenizer: Path) -> HarnessRunner | None:
+    """The runner of the run's agent programs, with a proxy for their requests that listens on this machine only; None
+    for a run without agent programs."""
+    if all(isinstance(d.environment, str) for d in resolved.run.domains):
+        return None
+    proxy = Proxy(chat_format(tokenizer), model=resolved.run.name)
+    url = await stack.enter_async_context(serve_app(proxy.app(), host="127.0.0.1", port=0))
+    return await stack.enter_async_context(HarnessRunner(proxy, url, context=resolved.run.model.context))
+
+
+@contextlib.asynccontextmanager
+async def serve_app(app: web.Application, *, host: str, port: int) -> AsyncIterator[str]:
+    """Serve while the body runs; yields the URL. A client that disconnects cancels its request. UsageError if the
+    address is taken."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="choose another address"
+            ) from None
+        bound = runner.addresses[0]
+        yield f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def chat_format(directory: Path, *, template: Path | None = None, tools: str | None = None) -> ChatFormat:
+    """SpecError for an unreadable directory or template, or if Jinja is not installed."""
+    try:
+        source = None if template is None else template.read_text()
+    except OSError as error:
+        raise SpecError(f"cannot read {template}: {error.strerror}") from None
+    try:
+        return ChatFormat(directory, template=source, tools=tools)
+    except ImportError as error:
+        raise SpecError(f"chat templates need Jinja: {error}", remedy="pip install 'rollart[proxy]'") from None
+
+
+@contextlib.asynccontextmanager
+async def serve_service(*, host: str, port: int, token: str, data: Path | None = None) -> AsyncIterator[str]:
+    """Serve while the body runs; yields the URL. `data`: directory of the state, recovered at the start. UsageError if
+    the address or the directory is taken."""
+    store = None if data is None else ServiceStore(data)
+    try:
+        state = None if store is None else ServiceState.recovered(store)
+        uploads = None if data is None else WeightUploads(data / "weights")
+        app = ServiceServer(token=token, state=state, store=store, uploads=uploads).app()
+        async with serve_app(app, host=host, port=port) as url:
+            yield url
+    finally:
+        if store is not None:
+            with contextlib.suppress(StorageFailed):
+                await store.flush()
+            store.close()

@@ -1,0 +1,198 @@
+"""Changes of tensor parallelism during a run, as runtime settings: the sizes of each pool, and the engines that may
+start.
+
+Update policies of engines, and time limits of waits, from the run spec.
+
+Rollout settings of a run spec, for the control plane.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from placement.types import Performance, Pool
+from rollart.errors import SpecError
+from rollart.fleet import EngineKind
+from rollart.launch.plan import rebalance_settings
+from rollart.launch.routing import SERVING_ROLES
+from rollart.launch.start_limits import engine_start_limits
+from rollart.policy.parallelism import TensorParallelRule
+from rollart.settings.resolve import Resolved
+from rollart.settings.rollout import FairnessSpec, FilterSpec, ParallelismSpec
+from rollart.settings.run import RunSpec
+from rollart.shares import DomainShare
+from rollart.strategies.fairness import DriftSettings, FairnessSettings
+from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.lending import LendingSettings
+from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
+from rollart.strategies.tp_change import ReshardSettings
+
+DEFAULT_SIZES = (1, 2, 4, 8)
+
+
+def engines_are_elastic(resolved: Resolved) -> bool:
+    """True if engines may come and go during the run."""
+    return resolved.run.rollout.parallelism is not None or resolved.cluster.runtime.elastic is not None
+
+
+def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
+    """None if the run does not ask for it. A pool's sizes are permitted by the model, around the sizes of the plan, and
+    each doubles the previous one. A pool with a single size has no rule."""
+    spec, problem = resolved.run.rollout.parallelism, resolved.problem
+    if spec is None or problem is None:
+        return None
+    rules = {}
+    for pool in problem.pools:
+        engines = [a for a in resolved.plan.assignments if a.role in SERVING_ROLES and a.pool == pool.name]
+        sizes = _sizes(spec, problem.performance, pool, sorted(len(a.devices) for a in engines))
+        if len(sizes) > 1:
+            host = min(pool.device.devices_per_host or pool.count, pool.count)
+            rules[pool.name] = TensorParallelRule(
+                sizes,
+                devices=host - host % sizes[-1],
+                rise=spec.rise,
+                quiet_steps=spec.quiet_steps,
+                most_quiet_steps=max(64, spec.quiet_steps),
+            )
+
+    def speed(kind: EngineKind, context: float) -> float:
+        device = next(p.device for p in problem.pools if p.name == kind.pool)
+        model = problem.performance.instance(device, kind.tp)
+        assert not isinstance(model, str), "only sizes that fit are in a rule"
+        room = model.kv_capacity_bytes / problem.performance.shape.kv_bytes(context)
+        batch = max(1.0, min(float(resolved.cluster.engines.max_slots), room))
+        return batch / model.decode_step_s(batch, context) / kind.tp
+
+    settings, rebalance = rebalance_settings(resolved), resolved.run.placement.rebalance
+    return ReshardSettings(
+        rules,
+        horizon_s=rebalance.horizon_s,
+        restart_s=rebalance.restart_s,
+        move_s=settings.move_s + rebalance.restart_s,
+        refuses=lambda kind: "the cluster spec gives the engines" if resolved.cluster.engines.fixed else "",
+        speed=speed,
+    )
+
+
+def launch_reshard_settings(resolved: Resolved) -> ReshardSettings | None:
+    """The same for real engines: vLLM engines take several GPUs each, embedded engines one."""
+    settings = reshard_settings(resolved)
+    if settings is None or resolved.cluster.engines.kind == "vllm":
+        return settings
+
+    def refuses(kind: EngineKind) -> str:
+        if kind.tp > 1:
+            return f"{kind.role} with tp {kind.tp} on {kind.pool}: the embedded engine has no tensor parallelism"
+        return settings.refuses(kind)
+
+    return replace(settings, refuses=refuses)
+
+
+def lending_settings(resolved: Resolved) -> LendingSettings | None:
+    """Settings of device lending, for trainers that can borrow devices; None if the run does not ask for it."""
+    run = resolved.run
+    if (spec := run.rollout.lending) is None:
+        return None
+    size = 1.0 if resolved.problem is None else resolved.problem.performance.shape.kv_bytes(1.0)
+    return LendingSettings(
+        setup_s=spec.setup_s,
+        headroom=spec.headroom,
+        move_s=run.leases.publish_s,
+        context_tokens=run.model.context,
+        bytes_per_token=size,
+    )
+
+
+def refuse_lending(resolved: Resolved) -> None:
+    """SpecError for a run whose trainer cannot use borrowed devices."""
+    if resolved.run.rollout.lending is not None:
+        raise SpecError(
+            "rollout.lending is given, and the embedded trainer takes no other devices (rule: in simulations)",
+            remedy="leave rollout.lending out, or see its gain with `rollart simulate`",
+        )
+
+
+def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
+    """The longest chain of doublings that contains the plan's smallest size."""
+    if not planned:
+        return ()
+    host = min(pool.device.devices_per_host or pool.count, pool.count)
+
+    def fits(tp: int) -> bool:
+        found = performance.instance(pool.device, tp)
+        return tp <= host and not isinstance(found, str) and found.kv_capacity_bytes > 0
+
+    allowed = {tp for tp in (spec.sizes or DEFAULT_SIZES) if fits(tp)} | {planned[0]}
+    halves = (planned[0] // 2**n for n in range(1, 8) if planned[0] % 2**n == 0)
+    down = list(itertools.takewhile(allowed.__contains__, halves))
+    up = list(itertools.takewhile(allowed.__contains__, (planned[0] * 2**n for n in range(8))))
+    return (*reversed(down), *up)
+
+
+STALL_S = 600.0
+"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
+
+DELAYED_UPDATE_S = 120.0
+"""Default limit of a turn's generation: most iterations end before it."""
+
+
+def update_policy(resolved: Resolved) -> UpdatePolicy | None:
+    """None if all engines update at once."""
+    weights = resolved.run.weights
+    match weights.update:
+        case "delayed":
+            return Delayed(DELAYED_UPDATE_S if weights.longest_s is None else weights.longest_s)
+        case "staggered":
+            return Staggered() if weights.fraction is None else Staggered(weights.fraction)
+        case "on_divergence":
+            assert weights.threshold is not None, "a rule of the spec"
+            return OnDivergence(VersionProbe(-1, "", {}), weights.threshold)
+        case "all":
+            return None
+
+
+def engine_wait_s(resolved: Resolved) -> float:
+    """Additional seconds that a turn may wait for an engine, beyond a restart and an update."""
+    policy = update_policy(resolved)
+    return (policy.longest_s if isinstance(policy, Delayed) else 0.0) + node_wait_s(resolved)
+
+
+def node_wait_s(resolved: Resolved) -> float:
+    """Seconds that the run waits for a node when no engine is left."""
+    elastic = resolved.cluster.runtime.elastic
+    return 0.0 if elastic is None else elastic.wait_s
+
+
+def stall_limit_s(resolved: Resolved) -> float:
+    """Longer than any wait that ends by itself: no lease expires later."""
+    leases, hosts = resolved.run.leases, resolved.cluster.environments
+    longest = max(
+        hosts.start_s if hosts.workers else 0.0,
+        hosts.pull_s if hosts.workers and hosts.images is not None else 0.0,
+        leases.generate_s,
+        engine_start_limits(resolved).most_s + leases.publish_s,
+        leases.env_step_s,
+        1.5 * leases.reward_s,
+        leases.train_s,
+    )
+    return max(STALL_S, 2.0 * longest)
+
+
+def fairness_settings(run: RunSpec) -> FairnessSettings | None:
+    """Domain shares, if the run asks for them."""
+    if not run.fair:
+        return None
+    spec = run.rollout.fairness or FairnessSpec()
+    shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
+    units = run.batch.trajectories // run.domains[0].group_size
+    follow = None if spec.follow is None else DriftSettings(**spec.follow.model_dump())
+    return FairnessSettings(shares, int(spec.slack * units + 1e-9), follow)
+
+
+def filter_settings(spec: FilterSpec) -> FilterSettings:
+    """The filter of groups, and the number of additional groups in their place."""
+    return FilterSettings(
+        spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
+    )

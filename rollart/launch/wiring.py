@@ -1,0 +1,579 @@
+"""Chooses the concrete part behind each port, and connects them.
+
+Fields of the events that are shown during a run.
+
+Billing clocks of plan parts without a supervisor: the trainer, and reward devices without a host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollart.adapters.rewards.offload import OffloadRewarder, RewardFunctions
+from rollart.adapters.text import HubTokenizer
+from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.architecture import stamp_of
+from rollart.control.buffer import BatchDeadline, SampleColumn
+from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
+from rollart.control.domain import Domain
+from rollart.control.evaluation import EvaluationResult
+from rollart.control.scheduler import SchedulerSettings
+from rollart.control.session import EvaluationPlan, RunSession
+from rollart.control.training import StepDone
+from rollart.control.trajectory import WaitLimits
+from rollart.controller_loop import ControllerLoop
+from rollart.fleet import EngineRole
+from rollart.launch.broadcasts import weight_broadcaster
+from rollart.launch.clusters import elastic_nodes, elastic_planner, open_cluster
+from rollart.launch.engines import ClusterEngineSite, TrainerProgram
+from rollart.launch.functions import (
+    LedgerMeter,
+    backend,
+    make_scaler,
+    pipeline_settings,
+    record_offload,
+    translated_errors,
+)
+from rollart.launch.hosts import (
+    environment_fleet,
+    environment_host_names,
+    function_fleet,
+    hosted_environment_factory,
+    planned_function_hosts,
+    provider_run_id,
+)
+from rollart.launch.layout import part_clock
+from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
+from rollart.launch.prepare import prepare_tokenizer, reward_plan, runtime_domains, trainer_config
+from rollart.launch.rewards import RunRewards
+from rollart.launch.routing import SERVING_ROLES, concurrency_settings, engine_placements, make_router
+from rollart.launch.servers import open_harnesses
+from rollart.launch.start_limits import engine_start_limits, trainer_start_s
+from rollart.launch.strategies import (
+    engine_wait_s,
+    fairness_settings,
+    filter_settings,
+    launch_reshard_settings,
+    lending_settings,
+    node_wait_s,
+    stall_limit_s,
+    update_policy,
+)
+from rollart.launch.trainer import place_trainer
+from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
+from rollart.leases import Leases
+from rollart.ledger.intervals import ResourceClock
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.policy.collapse import CollapseAlarm
+from rollart.policy.schedules import resolve as schedule
+from rollart.ports import Charge, RunEvent, Runtime
+from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.resolve import Resolved
+from rollart.settings.rollout import RolloutSpec
+from rollart.settings.run import BatchSpec
+from rollart.strategies.prefetch import PrefetchSettings
+from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.tail_batching import TailSettings
+from rollart.supervise.engines import EngineSupervisor, Watchdog
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
+from rollart.supervise.fleet import EngineFleet
+from rollart.supervise.function_hosts import FunctionHostSupervisor
+from rollart.supervise.nodes import NodeTracker
+from serverless.pipeline.offload import Offload
+from serverless.scaling.decisions import StatisticsMeter
+from serverless.workers.remote import WorkerHosts
+
+EventFields = dict[str, str | int | float | bool | None]
+
+SHOWN_METRICS = (
+    "loss",
+    "entropy",
+    "clip_fraction",
+    "approx_kl",
+    "grad_norm",
+    "staleness_mean",
+    "mismatch_gap",
+    "stale_gap",
+)
+
+
+def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
+    """One training step: progress, speed, and results by domain (`success.lake`, `score.lake`)."""
+    fields: EventFields = {
+        "step": done.step + 1,
+        "steps": steps,
+        "version": done.version,
+        "train_s": done.t1 - done.t0,
+        "waited_s": done.waited_s,
+        "trained_tokens": done.report.trained_tokens,
+        "live": live,
+    }
+    by_domain: dict[str, list[tuple[float, bool | None]]] = {}
+    for group in done.groups:
+        for sample in group.samples:
+            by_domain.setdefault(sample.domain, []).append((sample.score, sample.success))
+    for domain, results in sorted(by_domain.items()):
+        judged = [s for _, s in results if s is not None]
+        fields[f"success.{domain}"] = sum(judged) / len(judged) if judged else None
+        fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
+    for name in SHOWN_METRICS:
+        if name in done.report.metrics:
+            fields[name] = done.report.metrics[name]
+    return fields
+
+
+def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> EventFields:
+    """Held-out success by domain at a version."""
+    fields: EventFields = {"version": version}
+    for domain, result in sorted(results.items()):
+        fields[f"success.{domain}"] = result.rate
+        fields[f"episodes.{domain}"] = result.episodes
+        fields[f"faults.{domain}"] = result.faults
+    return fields
+
+
+SHOWN_EVENTS = frozenset(
+    {
+        "affinity_fallback",
+        "affinity_restored",
+        "engine_drained",
+        "engine_given_up",
+        "engine_lost",
+        "engine_started",
+        "no_engine_left",
+        "engine_down",
+        "engine_starting",
+        "handoffs_pull_nothing",
+        "prefill_unused",
+        "filter_exhausted",
+        "function_scaling_failed",
+        "group_dropped",
+        "host_draining",
+        "host_given_up",
+        "host_lost",
+        "host_quarantined",
+        "host_started",
+        "infra_fault",
+        "lease_expired",
+        "prefill_barred",
+        "rebalance_failed",
+        "rebalance_measured",
+        "rebalance_proposed",
+        "rebalanced",
+        "role_flipped",
+        "stalled",
+        "trainer_restarted",
+        "wrong_answer",
+    }
+)
+"""Part events that are shown at the terminal."""
+
+
+def unsupervised_clocks(
+    stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger
+) -> dict[str, ResourceClock]:
+    """Clocks of the plan's parts other than engines and hosts, which have their own. Closed with the stack."""
+    hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
+    others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
+    found = {a.name: part_clock(resolved, ledger, a) for a in others}
+    for clock in found.values():
+        stack.callback(clock.close)
+    return found
+
+
+NOTABLE_PAUSE_S = 5.0
+"""Pauses of the controller's loop from which on they are shown, seconds."""
+
+
+@dataclass(slots=True)
+class RunContext:
+    """All parts of one run, created but not started. `begin` and then `open_functions` complete it."""
+
+    resolved: Resolved  # the part of `wanted`, the run of the specs, that fits on the initial nodes
+    wanted: Resolved
+    roles: Mapping[str, EngineRole]
+    directory: Path
+    progress: Callable[[RunEvent], None]
+    ledger: Ledger
+    runtime: Runtime
+    leases: Leases
+    tokenizer: HubTokenizer
+    domains: Sequence[Domain]
+    trainer: TrainerProgram
+    trainer_clock: ResourceClock
+    site: ClusterEngineSite
+    clocks: Sequence[ResourceClock]
+    weights: DirectoryWeightStore
+    devices_before: float
+    environments: EnvironmentHostSupervisor | None
+    functions: FunctionHostSupervisor | None
+    workers: WorkerHosts | None
+    current: WeightsRef | None = None
+    emitted: int = 0
+    collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
+    control: ControlPlane = field(init=False)
+    supervisor: EngineSupervisor = field(init=False)
+    fleet: EngineFleet = field(init=False)
+    nodes: NodeTracker | None = None
+    rewarder: OffloadRewarder = field(init=False)
+
+    def emit(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        """Record an event in the ledger and show it."""
+        self.emitted += 1
+        event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
+        self.ledger.event(event)
+        if kind not in SHOWN_EVENTS:  # the ledger itself shows those in the set
+            self.progress(event)
+
+    def on_loop_pause(self, seconds: float) -> None:
+        """The controller's loop was paused for `seconds`: extend all leases, so that none expires because of it."""
+        self.leases.moved(seconds)
+        event = RunEvent(asyncio.get_running_loop().time(), "controller_paused", "run", {"seconds": round(seconds, 3)})
+        self.ledger.event(event)
+        if seconds >= NOTABLE_PAUSE_S:
+            self.progress(event)
+
+    def begin(self, weights: WeightsRef) -> None:
+        """Create the control plane, with the version that engines start with."""
+        self.current = weights
+        self.control = ControlPlane(
+            self.domains,
+            tokenizer=self.tokenizer,
+            rewarder=self,
+            trainer=self.trainer,
+            journal=self.ledger,
+            weights=self.weights,
+            recorder=self,
+            leases=self.leases,
+            trainer_clock=self.trainer_clock,
+            version=weights.version,
+            settings=control_settings(self.resolved, self.roles, self.weights.vocab(weights.version)),
+            planner=elastic_planner(self.wanted, self.resolved),
+            hooks=Hooks(
+                recover_trainer=self.trainer.recover,
+                suspect=lambda engine: self.supervisor.suspect(engine),
+                versions_in_use=lambda: self.supervisor.versions_in_use(),
+                version=self._on_published,
+                step=self._on_step,
+                evaluation=self._on_evaluated,
+            ),
+        )
+        self.supervisor = EngineSupervisor(
+            self.control.gateway,
+            self.leases,
+            self,
+            shares=self.site.shares,
+            weights=self._current_weights,
+            start_s=engine_start_limits(self.resolved).most_s,
+            on_gone=self._on_engine_gone,
+            patience_s=node_wait_s(self.resolved),
+        )
+        self.fleet = EngineFleet(
+            self.control.gateway, self.supervisor, self.site, self, drain_s=self.resolved.run.leases.generate_s
+        )
+        if engines_are_movable(self.resolved):
+            self.control.move_by(self.fleet)
+        self.control.reshard_by(self.fleet)
+        self.nodes = elastic_nodes(self.resolved, self.site.where)
+        self.control.follow(self.nodes)
+
+    @contextlib.asynccontextmanager
+    async def open_functions(self, rewards: RunRewards) -> AsyncIterator[None]:
+        """Deploy the reward functions while the body runs."""
+        spec, root = self.resolved.cluster.functions, self.directory / "functions"
+        meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
+        open_backend = functools.partial(
+            backend,
+            meter=meter,
+            root=root,
+            allow_unsafe=spec.allow_unsafe,
+            hosts=self.workers,
+            run=provider_run_id(self.directory),
+        )
+        for name, why in rewards.why.items():
+            self.emit("reward_beside", name, why=why)
+        if (played := spec.local.rehearse) is not None and "local" in spec.chain:
+            self.emit("rehearsal", "functions", provider=played, seed=spec.local.seed)
+        with translated_errors("reward functions: "):
+            async with contextlib.AsyncExitStack() as stack:
+                chain = [
+                    await stack.enter_async_context(open_backend(name, spec.settings(name))) for name in spec.chain
+                ]
+                offload = Offload(
+                    rewards.packages,
+                    chain,
+                    settings=pipeline_settings(spec.pipeline),
+                    cache=self.directory / "rewards.sqlite",
+                    meter=meter,
+                    seed=self.resolved.run.seed,
+                )
+                await stack.enter_async_context(offload)
+                self.rewarder = OffloadRewarder(RewardFunctions(offload, rewards.stateful), plan)
+                scheduler = self.control.scheduler
+                scaling = make_scaler(
+                    self.resolved,
+                    offload,
+                    chain,
+                    seen=meter,
+                    rolling=scheduler.rolling,
+                    plan=plan,
+                    live=scheduler.live,
+                    events=self,
+                    directory=self.directory,
+                )
+                await stack.enter_async_context(scaling)
+                try:
+                    yield
+                finally:  # most useful for a run that fails on function faults
+                    record_offload(self.ledger, offload, asyncio.get_running_loop().time())
+
+    def session(self) -> RunSession:
+        """The run over the started parts."""
+        return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
+
+    def watchdog(self) -> Watchdog:
+        """Monitors the run from the first part's start on."""
+        budget = self.resolved.run.budget
+        return Watchdog(
+            self.leases,
+            self,
+            progress=self._progress_count,
+            stall_s=stall_limit_s(self.resolved),
+            check=self._flush_clocks,
+            seconds=lambda: self.ledger.seconds,
+            budget_wall_s=budget.wall_s,
+            budget_usd=budget.usd,
+            spent_usd=self._spent_usd,
+        )
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        """`Rewarder`: the functions are opened after this object is created."""
+        return await self.rewarder.score(trajectory, deadline_s)
+
+    def interval(self, interval: object) -> None:
+        self.ledger.interval(interval)  # type: ignore[arg-type]
+
+    def event(self, event: RunEvent) -> None:
+        """`Recorder`."""
+        self.ledger.event(event)
+
+    def charge(self, charge: Charge) -> None:
+        self.ledger.charge(charge)
+
+    def _progress_count(self) -> int:
+        """A counter that grows while work gets done: started parts, generated turns, published versions."""
+        if self.current is None:
+            return self.emitted
+        gateway = self.control.gateway
+        return self.emitted + gateway.served + gateway.version + self.supervisor.waited
+
+    def _current_weights(self) -> WeightsRef:
+        assert self.current is not None, "engines start after the first version is published"
+        return self.current
+
+    def _on_engine_gone(self, engine: EngineId, cause: str) -> None:
+        self.fleet.gone(engine)
+        self.control.gone(engine, cause)
+
+    def _on_published(self, version: int) -> None:
+        path = self.weights.path(version)
+        self.current = WeightsRef(version, path, stamp=stamp_of(path))
+
+    def _on_step(self, done: StepDone) -> None:
+        if why := self.collapse.step(done.report.metrics):
+            self.emit("learning_stopped", "training", step=done.step + 1, why=why)
+        self.emit(
+            "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
+        )
+
+    def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
+        event = RunEvent(
+            asyncio.get_running_loop().time(),
+            "evaluated",
+            label,
+            evaluation_fields(results, self.control.gateway.version),
+        )
+        self.progress(event)
+
+    async def _flush_clocks(self) -> None:
+        """Once a second: flush open intervals, so that reports of a live run are current."""
+        hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
+        for clock in (*self.clocks, *self.site.clocks, *hosts):
+            clock.flush()
+
+    def _spent_usd(self) -> float:
+        """Dollars so far over all lives of the run: every device while a part holds it, busy or idle; all devices of
+        pools that are not rented; and calls of functions whose provider sends a bill."""
+        return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
+
+
+def control_settings(
+    resolved: Resolved, roles: Mapping[str, EngineRole] | None = None, vocab: int | None = None
+) -> ControlSettings:
+    """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
+    run, leases = resolved.run, resolved.run.leases
+    tail = run.rollout.tail_batching
+    return ControlSettings(
+        SchedulerSettings(
+            seed=run.seed,
+            steps=run.steps,
+            rules=schedule(run.schedule, run.staleness),
+            max_attempts=run.faults.max_attempts_per_group,
+            max_fault_rate=run.faults.max_rate,
+            min_faults=run.faults.min_count,
+            redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
+            tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
+            filter=filter_settings(run.rollout.filter),
+            fairness=fairness_settings(run),
+            prefetch=prefetch_settings(run.rollout),
+        ),
+        token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
+        cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
+        due=batch_deadline(run.batch),
+        columns=[SampleColumn(name) for name in run.training.columns],
+        reference=run.training.loss.kl > 0,
+        waits=WaitLimits(
+            env_reset_s=leases.env_step_s,
+            env_step_s=leases.env_step_s,
+            reward_s=leases.reward_s,
+            context_tokens=run.model.context,
+        ),
+        gateway=GatewayLimits(
+            generate_s=leases.generate_s,
+            engine_s=engine_start_limits(resolved).most_s + leases.publish_s + engine_wait_s(resolved),
+            sync_s=leases.publish_s,
+            slots=resolved.cluster.engines.max_slots,
+            handoff_s=leases.handoff_s,
+            handoffs=None if run.rollout.handoffs == "auto" else run.rollout.handoffs,
+            vocab=vocab,
+        ),
+        train_s=leases.train_s,
+        pace_s=leases.pace_s,
+        publish_s=leases.publish_s,
+        overlap=run.weights.overlap,
+        updates=update_policy(resolved),
+        evaluation=EvaluationPlan(
+            run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
+        ),
+        router=make_router(resolved),
+        seats=engine_placements(resolved, roles),
+        rebalance=rebalance_settings(resolved),
+        concurrency=concurrency_settings(resolved),
+        reshard=launch_reshard_settings(resolved),
+        lending=lending_settings(resolved),
+        together=not run.rollout.replication,
+    )
+
+
+def batch_deadline(batch: BatchSpec) -> BatchDeadline | None:
+    if batch.deadline_s is None:
+        return None
+    return BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
+
+
+def prefetch_settings(rollout: RolloutSpec) -> PrefetchSettings | None:
+    if rollout.prefetch == 0:
+        return None
+    return PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch)
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+    start: RunStart, directory: Path, progress: Callable[[RunEvent], None], *, began: float
+) -> AsyncIterator[RunContext]:
+    """Create every part of the run; stop all started parts at exit, in reverse order. `began`: the loop time at which
+    the run's process began."""
+    resolved = start.resolved
+    tokenizer_dir = prepare_tokenizer(resolved, directory)
+    tokenizer = HubTokenizer(tokenizer_dir)
+    config = trainer_config(resolved, directory, tokenizer_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        ledger = stack.enter_context(
+            Ledger(
+                directory,
+                clock=asyncio.get_running_loop().time,
+                config=resolved.to_dict(),
+                prices=PriceBook(resolved.prices),
+                began=began,
+                held=_owned_resources(resolved),
+                on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,
+            )
+        )
+        devices_before = ledger.spent_usd - ledger.functions_usd
+        leases = Leases(ledger)
+        weights = weight_store(resolved, directory, leases, ledger)
+        if (stored := weights if isinstance(weights, SharedWeightStore) else None) is not None:
+            stack.push_async_callback(stored.aclose)
+        runtime, resolved = await stack.enter_async_context(open_cluster(resolved, directory, progress))
+        by_part = unsupervised_clocks(stack, resolved, ledger)
+        broadcaster = weight_broadcaster(resolved, leases, ledger)
+        site = ClusterEngineSite(
+            resolved,
+            directory,
+            ledger,
+            runtime,
+            names=start.names,
+            stored=stored,
+            broadcasts=broadcaster,
+            began=began,
+        )
+        stack.push_async_callback(site.close)
+        created: list[RunContext] = []
+        trainer = TrainerProgram(
+            await place_trainer(stack, resolved, runtime, directory, config),
+            leases,
+            ledger,
+            by_part["trainer-0"],
+            current=lambda: created[0].current,
+            start_s=trainer_start_s(resolved),
+            agreement=agreement_sample(resolved),
+            share=None if stored is None else stored.push,
+            broadcasts=broadcaster,
+        )
+        stack.push_async_callback(trainer.close)
+        await site.open()
+        common = resolved, directory, runtime, leases, ledger
+        fleet = environment_fleet(*common, used=start.names, wanted=start.resolved)
+        context = RunContext(
+            resolved,
+            start.resolved,
+            start.roles,
+            directory,
+            progress,
+            ledger,
+            runtime,
+            leases,
+            tokenizer,
+            runtime_domains(
+                resolved,
+                tokenizer,
+                await open_harnesses(stack, resolved, tokenizer_dir),
+                hosted_environment_factory(fleet),
+            ),
+            trainer,
+            by_part["trainer-0"],
+            site,
+            tuple(by_part.values()),
+            weights,
+            devices_before,
+            fleet,
+            *function_fleet(*common, used=start.names),
+        )
+        created.append(context)
+        if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
+            loop.on_pause = context.on_loop_pause
+        yield context
+
+
+def _owned_resources(resolved: Resolved) -> set[str]:
+    """The plan's resources in pools that are not rented: their cost accrues whether the run uses them or not."""
+    owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}
+    parts = {a.name for a in resolved.plan.assignments if a.pool in owned}
+    return parts | {f"unused-{pool}" for pool in owned if resolved.plan.idle.get(pool)}

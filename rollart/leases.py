@@ -1,0 +1,236 @@
+"""Waiting under a lease: an owner, a deadline, and an attributed event when it passes.
+
+Leases: every wait has an owner, a deadline and an action on expiry. `leases` drives this book.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rollart.errors import LeaseExpired
+from rollart.ports import Recorder, RunEvent
+
+
+class Expiry(enum.StrEnum):
+    """Action on the expiry of a lease: bounded and automatic."""
+
+    RETRY = "retry"
+    GAP_FILL = "gap_fill"
+    RESTART_PART = "restart_part"
+    FAIL_RUN = "fail_run"
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'. A lease does not change
+    once granted, but it is not frozen: two are made per turn of every trajectory, and frozen dataclasses are slower."""
+
+    id: int
+    owner: str
+    waiting_for: str
+    granted: float
+    deadline: float
+    action: Expiry
+
+    def describe(self, now: float) -> str:
+        limit = "no deadline" if math.isinf(self.deadline) else f"deadline in {self.deadline - now:.1f} s"
+        return f"{self.owner} waits {now - self.granted:.1f} s for {self.waiting_for} ({limit})"
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """The open leases, in the order they were granted."""
+
+    open: dict[int, Lease] = field(default_factory=dict)
+    granted: int = 0
+
+    def grant(self, owner: str, waiting_for: str, *, now: float, seconds: float, action: Expiry) -> Lease:
+        lease = Lease(self.granted + 1, owner, waiting_for, now, now + seconds, action)
+        self.enter(lease)
+        return lease
+
+    def enter(self, lease: Lease) -> None:
+        """Open a lease."""
+        self.granted += 1
+        lease.id = self.granted
+        self.open[lease.id] = lease
+
+    def end(self, lease: Lease) -> None:
+        self.open.pop(lease.id, None)
+
+    def expired(self, now: float) -> tuple[Lease, ...]:
+        return tuple(lease for lease in self.open.values() if lease.deadline <= now)
+
+    def oldest(self, count: int = 5) -> tuple[Lease, ...]:
+        """The longest waits: the first ones that a watchdog reports."""
+        return tuple(sorted(self.open.values(), key=lambda x: (x.granted, x.id))[:count])
+
+
+COMPACT_AT = 1024
+"""Ended holds that may queue behind an open hold before they are removed: about 0.2 MB."""
+
+
+class Leases:
+    """Grants leases on one loop. Any task may call `hold`. The wait ends with the body or at the deadline, whichever
+    comes first. At the deadline a `lease_expired` event is recorded, whatever the body does, and `LeaseExpired` is
+    raised in the body.
+
+    Invariant: a lease is in the book exactly while its body runs.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lines: dict[float, _ExpiryQueue] = {}
+        self.book = LeaseBook()
+
+    def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> HeldLease:
+        """`async with leases.hold("lake-7.2", "a step of its environment", 30.0, Expiry.GAP_FILL): ...`"""
+        return HeldLease(self, owner, waiting_for, seconds, action)
+
+    def describe(self) -> list[str]:
+        """The longest waits, one line each: owner, duration and object of the wait."""
+        now = asyncio.get_running_loop().time()
+        return [lease.describe(now) for lease in self.book.oldest()]
+
+    def moved(self, seconds: float) -> None:
+        """The loop was suspended for `seconds`: move every deadline by as much. The timers move with its clock."""
+        now = asyncio.get_running_loop().time()
+        for lease in self.book.open.values():
+            lease.deadline += min(seconds, now - lease.granted)
+
+    def record_expiry(self, lease: Lease, now: float) -> None:
+        self._recorder.event(
+            RunEvent(
+                now,
+                "lease_expired",
+                lease.owner,
+                {
+                    "waiting_for": lease.waiting_for,
+                    "seconds": round(now - lease.granted, 3),
+                    "action": str(lease.action),
+                },
+            )
+        )
+
+    @contextmanager
+    def note(self, owner: str, waiting_for: str) -> Iterator[None]:
+        """A wait with a bound elsewhere (a watchdog, a queue with a rule): it is in the book, but has no timer."""
+        now = asyncio.get_running_loop().time()
+        lease = self.book.grant(owner, waiting_for, now=now, seconds=math.inf, action=Expiry.FAIL_RUN)
+        try:
+            yield
+        finally:
+            self.book.end(lease)
+
+
+class HeldLease(Lease):
+    """The context manager returned by `Leases.hold`; used once, by one task. It never waits itself, so `with` and
+    `async with` are equivalent. `with` saves two coroutines, which matters for the leases of turns.
+
+    It differs from `asyncio.timeout` in having no timer of its own: leases of equal length expire in the order in which
+    they were granted, so one timer serves all leases of a length. Each turn takes two leases.
+    """
+
+    __slots__ = ("_cancelling", "_expired", "_leases", "_task", "ended", "seconds")
+
+    def __init__(self, leases: Leases, owner: str, what: str, seconds: float, action: Expiry) -> None:
+        self._leases = leases
+        self.owner = owner
+        self.waiting_for = what
+        self.seconds = seconds
+        self.action = action
+        self.ended = False
+        self._expired = False
+
+    def __enter__(self) -> HeldLease:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self.granted = now = loop.time()
+        self.deadline = now + self.seconds
+        leases = self._leases
+        book = leases.book
+        book.granted = self.id = book.granted + 1
+        book.open[self.id] = self
+        line = leases._lines.get(self.seconds)
+        if line is None:
+            line = leases._lines[self.seconds] = _ExpiryQueue(loop, book)
+        holds = line.holds
+        holds.append(self)
+        if line.timer is None or len(holds) > line.sweep_at:
+            line.look()
+        return self
+
+    async def __aenter__(self) -> HeldLease:
+        return self.__enter__()
+
+    def renew(self, most_s: float) -> None:
+        """Restart the deadline after progress: `seconds` from now on, but no more than `most_s` since the grant."""
+        if self.ended:
+            return
+        self.deadline = max(self.deadline, min(asyncio.get_running_loop().time() + self.seconds, self.granted + most_s))
+        self._leases._lines[self.seconds].renewed = True
+
+    def expire(self) -> None:
+        """Handle the passed deadline: cancel the body; `__exit__` turns the cancellation into `LeaseExpired`."""
+        self._expired = True
+        self._leases.record_expiry(self, asyncio.get_running_loop().time())
+        self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended = True
+        del self._leases.book.open[self.id]
+        # Another cancellation of the task at the same instant stays a cancellation.
+        if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise LeaseExpired(self.owner, self.waiting_for, asyncio.get_running_loop().time() - self.granted) from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+
+class _ExpiryQueue:
+    """The holds of one length, in the order of their deadlines, and the timer of the first open hold."""
+
+    __slots__ = ("_book", "_loop", "holds", "renewed", "sweep_at", "timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, book: LeaseBook) -> None:
+        self._loop = loop
+        self._book = book
+        self.sweep_at = COMPACT_AT
+        self.holds: deque[HeldLease] = deque()
+        self.renewed = False
+        """True if a deadline was renewed: the holds are sorted before the next expiry."""
+        self.timer: asyncio.TimerHandle | None = None
+
+    def look(self) -> None:
+        """Set the timer if none is set, and remove ended holds if the queue is long."""
+        if len(self.holds) > self.sweep_at:
+            self.holds = deque(h for h in self.holds if not h.ended)
+            self.sweep_at = 2 * len(self._book.open) + COMPACT_AT
+        if self.timer is None:
+            self.timer = self._loop.call_at(self.holds[0].deadline, self._due)
+
+    def _due(self) -> None:
+        """Expire the holds that are due, then set the timer for the next open hold, if there is one."""
+        now = self._loop.time()
+        if self.renewed:
+            self.holds, self.renewed = deque(sorted(self.holds, key=lambda hold: hold.deadline)), False
+        holds = self.holds
+        while holds and (holds[0].ended or holds[0].deadline <= now):
+            hold = holds.popleft()
+            if not hold.ended:
+                hold.expire()
+        self.timer = self._loop.call_at(holds[0].deadline, self._due) if holds else None

@@ -1,0 +1,283 @@
+"""The cost report. Pure: a run's sums in, tables out.
+
+Every dollar is one `CostLine`; all tables are sums of the same lines, so they agree with the total (property test).
+Totals are billed dollars. The price elsewhere of function workers on the run's own cores is shown beside them.
+
+The prices behind a report's dollars: each with its amount, source and date. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rollart.ledger.intervals import ResourceState
+from rollart.report import functions
+from rollart.report.functions import BILLED, ELSEWHERE
+from rollart.report.rows import ENGINE_ROLES, CostLine, PoolPrice, RunRows
+from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.settings.prices import PriceEntry
+from serverless.meter import WorkerState
+
+
+def prices_table(rows: RunRows) -> Table:
+    """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
+    columns = (
+        TableColumn("price"),
+        TableColumn("unit"),
+        TableColumn("usd_per_unit", "number"),
+        TableColumn("amount", "number"),
+        TableColumn("usd", "usd"),
+        TableColumn("cost"),
+        TableColumn("date"),
+        TableColumn("source", wrap=True),
+    )
+    found: list[tuple[Cell, ...]] = []
+    for usd, hours in rows.device_hours:
+        same = [pool for pool in rows.pools if pool.usd == usd]
+        found.append(
+            (
+                _names(same),
+                "device-hour",
+                usd,
+                hours,
+                usd * hours,
+                BILLED,
+                ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
+                "; ".join(dict.fromkeys(pool.source for pool in same))
+                or "recorded by the run from an earlier price list",
+            )
+        )
+    amounts: dict[tuple[str, str], float] = defaultdict(float)
+    prices: dict[tuple[str, str], PriceEntry] = {}
+    for price, amount in _function_items(rows):
+        amounts[price.name, price.unit] += amount
+        prices[price.name, price.unit] = price
+    for key, amount in sorted(amounts.items()):
+        price = prices[key]
+        found.append(
+            (
+                price.name,
+                price.unit,
+                price.usd,
+                amount,
+                price.usd * amount,
+                BILLED if rows.prices.billed(price.name) else ELSEWHERE,
+                str(price.date),
+                price.source,
+            )
+        )
+    return Table("prices", "Prices, with their sources", columns, tuple(found))
+
+
+def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
+    book = rows.prices
+    for call in rows.invocations:
+        yield from book.function_items(
+            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
+        )
+    for worker in rows.workers:
+        if worker.state == WorkerState.IDLE:
+            yield from book.idle_items(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
+
+
+def _names(pools: Sequence[PoolPrice]) -> str:
+    """Devices with their pools, e.g. `H20 (a, b)`."""
+    by_device: dict[str, list[str]] = defaultdict(list)
+    for pool in pools:
+        by_device[pool.device].append(pool.pool)
+    named: Iterable[str] = (f"{device} ({', '.join(names)})" for device, names in by_device.items())
+    return ", ".join(named) or "device"
+
+
+WARM_START = "warm_start"
+"""Cause of busy time in the warm start, so that imitation and RL are reported separately. It is not waste."""
+
+NOT_WASTE = frozenset({"trained", "evaluated", "waiting", "unattributed"})
+"""Outcomes of trajectories whose engine time was useful, or may still be."""
+
+
+@dataclass(frozen=True, slots=True)
+class FateCost:
+    """Engine time of trajectories with one outcome, and its dollars."""
+
+    fate: str
+    trajectories: int
+    engine_seconds: float
+    usd: float
+
+
+def cost(rows: RunRows) -> Report:
+    """The cost report."""
+    lines = cost_lines(rows)
+    return Report(
+        "cost",
+        rows.run,
+        (
+            _total(rows, lines),
+            _by_role(lines),
+            _by_resource(lines),
+            _elsewhere(rows),
+            prices_table(rows),
+            _fates(rows),
+            _waste(rows, lines),
+            functions.calls(rows),
+            functions.workers(rows),
+            functions.savings(rows),
+            functions.stages(rows),
+        ),
+        tuple(functions.notes(rows)),
+    )
+
+
+def cost_lines(rows: RunRows) -> list[CostLine]:
+    """Every dollar that is billed, once: intervals, and functions at their provider's price."""
+    found = [CostLine(i.role, i.resource, i.state, i.cause, i.seconds, i.usd) for i in rows.intervals]
+    return [*found, *(line for line in functions.lines(rows) if line.billed)]
+
+
+def fates(rows: RunRows) -> list[FateCost]:
+    """Busy engine dollars by the outcome of trajectories; the rest is `unattributed`. They add up to all busy
+    dollars."""
+    engine = [i for i in rows.intervals if i.role in ENGINE_ROLES and i.state == ResourceState.BUSY]
+    busy_s, busy_usd = math.fsum(i.seconds for i in engine), math.fsum(i.usd for i in engine)
+    by_fate: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for charge in rows.charges:
+        by_fate[charge.outcome][0] += charge.trajectories
+        by_fate[charge.outcome][1] += charge.engine_seconds
+    charged = math.fsum(seconds for _, seconds in by_fate.values())
+    whole = max(busy_s, charged)
+
+    def part(seconds: float) -> float:
+        return seconds / whole * busy_usd if whole > 0 else 0.0
+
+    found = [FateCost(fate, int(n), seconds, part(seconds)) for fate, (n, seconds) in sorted(by_fate.items())]
+    if busy_s > charged:
+        found.append(FateCost("unattributed", 0, busy_s - charged, part(busy_s - charged)))
+    return found
+
+
+def waste(rows: RunRows, lines: Sequence[CostLine]) -> dict[tuple[str, str], float]:
+    """Dollars that trained nothing, by (role, cause): time that was not busy, engine time of lost trajectories, busy
+    time with a cause (failed calls, repeated work)."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for line in lines:
+        if line.role == functions.REWARD:
+            if line.cause:
+                found[line.role, line.cause] += line.usd
+        elif line.state != ResourceState.BUSY:
+            found[line.role, f"{line.state}: {line.cause}" if line.cause else line.state] += line.usd
+        elif line.cause and line.cause != WARM_START:
+            found[line.role, line.cause] += line.usd
+    for fate in fates(rows):
+        if fate.fate not in NOT_WASTE:
+            found["engine", f"trajectory {fate.fate}"] += fate.usd
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
+    facts, usd = rows.facts, _usd(lines)
+    generated = sum(c.trajectories for c in rows.charges if c.purpose != "eval")
+    wasted = math.fsum(waste(rows, lines).values())
+    values: list[tuple[Cell, ...]] = [
+        ("total", "USD", usd),
+        ("would cost elsewhere", "USD", _usd(line for line in functions.lines(rows) if not line.billed)),
+        ("per hour", "USD", _ratio(usd * 3600, facts.seconds)),
+        ("run time", "s", facts.seconds),
+        ("versions", "count", len(rows.versions)),
+        ("trajectories generated", "count", generated),
+        ("trajectories trained", "count", facts.trained_samples),
+        ("per trained trajectory", "USD", _ratio(usd, facts.trained_samples)),
+        ("trained tokens", "count", facts.trained_tokens),
+        ("per million trained tokens", "USD", _ratio(usd * 1e6, facts.trained_tokens)),
+        ("warm start", "USD", math.fsum(line.usd for line in lines if line.cause == WARM_START)),
+        ("idle and waste", "USD", wasted),
+        ("idle and waste", "share", _ratio(wasted, usd)),
+    ]
+    return Table(
+        "total",
+        "Total of what is billed",
+        (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
+        tuple(values),
+    )
+
+
+def _elsewhere(rows: RunRows) -> Table:
+    """By function: dollars of workers on the run's own cores at the list prices of a provider of functions."""
+    usd: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
+    for line in functions.lines(rows):
+        if not line.billed:
+            usd[line.resource] += line.usd
+            seconds[line.resource] += line.seconds
+    columns = (TableColumn("resource"), TableColumn("billed_s", "seconds"), TableColumn("usd", "usd"))
+    found = tuple((name, seconds[name], usd[name]) for name in sorted(usd, key=lambda name: -usd[name]))
+    return Table(
+        "elsewhere",
+        "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
+        columns,
+        found,
+        people=bool(found),
+    )
+
+
+def _by_role(lines: Sequence[CostLine]) -> Table:
+    return _grouped("by_role", "By role", "role", [(line.role, line) for line in lines])
+
+
+def _by_resource(lines: Sequence[CostLine]) -> Table:
+    return _grouped("by_resource", "By resource", "resource", [(line.resource, line) for line in lines])
+
+
+def _grouped(name: str, title: str, key: str, keyed: Sequence[tuple[str, CostLine]]) -> Table:
+    groups: dict[str, list[CostLine]] = defaultdict(list)
+    for group, line in keyed:
+        groups[group].append(line)
+    total = _usd(line for _, line in keyed)
+    rows: list[tuple[str, float, float | None, float, float]] = [
+        (
+            group,
+            _usd(own),
+            _ratio(_usd(own), total),
+            _usd(x for x in own if x.state == ResourceState.BUSY),
+            _usd(x for x in own if x.state != ResourceState.BUSY),
+        )
+        for group, own in groups.items()
+    ]
+    rows.sort(key=lambda row: -row[1])
+    columns = (
+        TableColumn(key),
+        TableColumn("usd", "usd"),
+        TableColumn("share", "share"),
+        TableColumn("busy_usd", "usd"),
+        TableColumn("not_busy_usd", "usd"),
+    )
+    return Table(name, title, columns, tuple(rows))
+
+
+def _fates(rows: RunRows) -> Table:
+    columns = (
+        TableColumn("fate"),
+        TableColumn("trajectories", "count"),
+        TableColumn("engine_seconds", "seconds"),
+        TableColumn("usd", "usd"),
+    )
+    found = [(f.fate, f.trajectories, f.engine_seconds, f.usd) for f in fates(rows)]
+    return Table("trajectories", "Engine time by what became of the trajectory", columns, tuple(found))
+
+
+def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
+    total = _usd(lines)
+    columns = (TableColumn("role"), TableColumn("cause"), TableColumn("usd", "usd"), TableColumn("share", "share"))
+    found = [(role, cause, usd, _ratio(usd, total)) for (role, cause), usd in waste(rows, lines).items()]
+    return Table("waste", "Idle and waste by cause", columns, tuple(found))
+
+
+def _usd(lines: Iterable[CostLine]) -> float:
+    return math.fsum(line.usd for line in lines)
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

@@ -1,0 +1,226 @@
+"""Pages of a run: pictures over the tables of a report, drawn from those tables.
+
+The page of a simulation: a chart per comparison and a timeline per schedule, from the report's own tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from rollart.report.charts import (
+    Bar,
+    BarGroup,
+    BarSegment,
+    bar_chart,
+    duration,
+    legend,
+    series_paint,
+    timeline_chart,
+    timeline_legend,
+)
+from rollart.report.render import Child, MarkupElement, card, document, element, folded, notes, page, table_of
+from rollart.report.tables import DOLLARS, PERCENT, PLAIN, Cell, Report, Table, estimate
+from rollart.report.timeline import SKETCHES, Timeline
+
+BUSY = (("busy", "busy"), ("not busy", "idle"))
+"""Name and class of the two parts of a role's cost."""
+
+
+def cost_page(report: Report) -> str:
+    """The report of `report.cost.cost` with charts of its dollars."""
+    tables = {table.name: table for table in report.tables}
+    charts = [
+        *_drawn("Dollars by role", "USD, busy and not", _by_role(tables["by_role"]), legend(BUSY)),
+        *_drawn("Idle and waste", "USD by role and cause", _single(tables["waste"], names=2, value=2)),
+        *_drawn(
+            "Engine time by what became of the trajectory", "USD", _single(tables["trajectories"], names=1, value=3)
+        ),
+    ]
+    return page(report, [element("div", *charts, class_="cards spaced")] if charts else [])
+
+
+def timeline_page(report: Report, found: Timeline) -> str:
+    """Any report of a run with the run's timeline above it."""
+    if not found.bands:
+        return page(report)
+    report = replace(report, tables=tuple(_without_sketches(table) for table in report.tables))
+    chart = element("div", timeline_chart(found), class_="scroll")
+    under = f"{duration(found.seconds)}; height is the share of devices, or trajectories and calls at a time"
+    return page(report, [card("Who did what when", timeline_legend([found]), chart, under=under)])
+
+
+def _drawn(
+    title: str, unit: str, groups: Sequence[BarGroup], keys: MarkupElement | None = None
+) -> Iterable[MarkupElement]:
+    """A chart; nothing if all values are 0."""
+    if any(bar.total > 0 for group in groups for bar in group.bars):
+        yield card(title, keys, bar_chart(title, groups, unit=DOLLARS), under=unit)
+
+
+def _by_role(table: Table) -> list[BarGroup]:
+    at = {column.name: n for n, column in enumerate(table.columns)}
+    groups = []
+    for row in table.rows:
+        name = str(row[at["role"]])
+        parts = (row[at["busy_usd"]], row[at["not_busy_usd"]])
+        segments = tuple(BarSegment(part, _number(usd), paint) for (part, paint), usd in zip(BUSY, parts, strict=True))
+        groups.append(BarGroup(name, (Bar(name, segments),)))
+    return groups
+
+
+def _single(table: Table, *, names: int, value: int) -> list[BarGroup]:
+    """One bar a row, the largest first: named by its first columns."""
+    rows = sorted(table.rows, key=lambda row: -_number(row[value]))
+    named = [(": ".join(str(cell).replace("_", " ") for cell in row[:names]), _number(row[value])) for row in rows]
+    return [BarGroup(name, (Bar(name, (BarSegment(name, usd, "s0"),)),)) for name, usd in named]
+
+
+def _without_sketches(table: Table) -> Table:
+    """The table without text sketches, which the chart replaces."""
+    columns = tuple(replace(c, people=c.people and c.name not in SKETCHES) for c in table.columns)
+    return replace(table, columns=columns)
+
+
+def _number(cell: Cell) -> float:
+    return float(cell) if isinstance(cell, int | float) else 0.0
+
+
+PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "busy"), ("publish_s", "publish", "sync"))
+"""The parts of a step: figure, name, class."""
+
+
+def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
+    """The page of a report of `report.simulation.simulation`, with charts of its figures."""
+    tables = {table.name: table for table in report.tables}
+    figures = _Figures(tables["figures"])
+    paints = {name: series_paint(n) for n, name in enumerate(figures.schedules)}
+    compared = element(
+        "div",
+        _step(figures),
+        _one("Throughput", "trained trajectories per second", figures, "trajectories_per_s", paints),
+        _one("Cost", "USD per 1,000 trained trajectories", figures, "usd_per_1k", paints),
+        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, PERCENT),
+        _grouped("Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause),
+        _grouped("Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause),
+        class_="cards",
+    )
+    parts = [
+        card("Figures", table_of(_merged(tables["figures"])), under="mean ± half of the 95 % interval over seeds"),
+        element("h2", "Comparisons"),
+        compared,
+        *_timelines(timelines),
+        element("h2", "Tables"),
+        *(folded(_merged(table)) for table in report.tables if table.people and table.name != "figures"),
+        *notes(report.notes),
+    ]
+    return document(f"Simulation of {report.run}", "Schedules beside each other on virtual time.", parts)
+
+
+class _Figures:
+    """The table of figures by key and schedule."""
+
+    def __init__(self, table: Table) -> None:
+        self.schedules = [c.name for c in table.columns[3::2]]
+        self._rows = {str(row[0]): row[3:] for row in table.rows}
+
+    def of(self, key: str, n: int) -> tuple[float, float | None]:
+        return _pair(self._rows[key], n)
+
+
+def _step(figures: _Figures) -> MarkupElement:
+    groups = []
+    for n, schedule in enumerate(figures.schedules):
+        segments = []
+        for key, name, paint in PARTS:
+            value, half = figures.of(key, n)
+            segments.append(BarSegment(name, value, paint, half))
+        step, half = figures.of("step_s", n)
+        groups.append(BarGroup(schedule, (Bar(schedule, tuple(segments), half, step),)))
+    keys = legend((name, paint) for _, name, paint in PARTS)
+    return card("Step time", keys, bar_chart("Step time", groups), under="seconds per training step")
+
+
+def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str]) -> MarkupElement:
+    groups = []
+    for n, schedule in enumerate(figures.schedules):
+        value, half = figures.of(key, n)
+        groups.append(BarGroup(schedule, (Bar(schedule, (BarSegment(schedule, value, paints[schedule]),), half),)))
+    return card(title, bar_chart(title, groups), under=unit)
+
+
+def _grouped(
+    title: str,
+    unit: str,
+    table: Table,
+    paints: Mapping[str, str],
+    name: Callable[[Cell], str],
+    kind: str = PLAIN,
+) -> MarkupElement:
+    """One group for each row, one bar for each schedule."""
+    groups = []
+    for row in table.rows:
+        own = []
+        for n, (schedule, paint) in enumerate(paints.items()):
+            value, half = _pair(row[1:], n)
+            own.append(Bar(schedule, (BarSegment(schedule, value, paint),), half))
+        groups.append(BarGroup(name(row[0]), tuple(own)))
+    if not groups:
+        return card(title, element("p", "nothing", class_="muted"), under=unit)
+    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bar_chart(title, groups, unit=kind)]
+    return card(title, *shown, under=unit)
+
+
+def _used(table: Table) -> Table:
+    """The table without unused devices: thousands of idle cores would dominate the chart."""
+    return replace(table, rows=tuple(row for row in table.rows if not str(row[0]).startswith("unused:")))
+
+
+def _timelines(found: Sequence[Timeline]) -> Sequence[MarkupElement]:
+    drawn = [one for one in found if one.bands]
+    if not drawn:
+        return ()
+    until = max(one.seconds for one in drawn)
+    cards = [
+        card(
+            one.label,
+            element("div", timeline_chart(one, until=until), class_="scroll"),
+            under="virtual time; height is the share of devices, or trajectories and calls at a time",
+        )
+        for one in drawn
+    ]
+    return [element("h2", "Who did what when"), timeline_legend(drawn), *cards]
+
+
+def _merged(table: Table) -> Table:
+    """Means and their intervals in one column, for people."""
+    columns, places = [], []
+    for n, column in enumerate(table.columns):
+        if not column.name.endswith(" ±"):
+            with_half = n + 1 < len(table.columns) and table.columns[n + 1].name == f"{column.name} ±"
+            columns.append(column)
+            places.append((n, with_half))
+    rows = tuple(tuple(_with_interval(row, n, half, table) for n, half in places) for row in table.rows)
+    return Table(table.name, table.title, tuple(columns), rows)
+
+
+def _with_interval(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cell:
+    value = row[n]
+    if isinstance(value, str) or value is None or not half:
+        return value
+    spread = row[n + 1]
+    unit = PERCENT if table.columns[n].kind == "share" or "share" in row else PLAIN
+    return estimate(value, spread if isinstance(spread, int | float) else None, unit)
+
+
+def _pair(cells: Sequence[Cell], n: int) -> tuple[float, float | None]:
+    value, half = cells[2 * n], cells[2 * n + 1]
+    return float(value or 0.0), None if half is None else float(half)
+
+
+def _lag(cell: Cell) -> str:
+    return f"lag {cell}"
+
+
+def _cause(cell: Cell) -> str:
+    return str(cell).replace("_", " ")

@@ -1,0 +1,438 @@
+"""The gateway: routes each turn to one engine, or to a prefill and a decode engine, and each weight update to all.
+
+Token in, token out; session-sticky; fenced by version. It owns the state of every engine (health, version, placement,
+load, sessions) and the gate that holds new turns while weights change.
+
+A synchronous weight update: which engines need the version, while all of them are suspended.
+
+suspend -> update -> resume. In-flight requests survive (pause mode KEEP) and the engine recomputes their KV (I5).
+Engines that are down are skipped: they load the current version when they come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+
+from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, KindLoad, Routes
+from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import EngineShares, ResourceState
+from rollart.model import Completion, CompletionChunk, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
+from rollart.policy.routing import RoutingPolicy
+from rollart.ports import Engine, Recorder, RunEvent
+from rollart.serving.engine_registry import EngineRegistry, GatewayLimits, RegisteredEngine, TurnRequest
+from rollart.serving.group_colocation import GroupColocation
+from rollart.serving.kv_admission import ConcurrencySettings, KvAdmission
+from rollart.serving.turns import TurnExecutor
+from rollart.strategies.rolling_update import RollingUpdater, UpdateRule
+
+
+def engines_to_update(versions: Mapping[str, int], healthy: Mapping[str, bool], target: int) -> tuple[str, ...]:
+    """Healthy engines below `target`, in id order. ValueError if an engine is past it already: versions never
+    decrease."""
+    ahead = [e for e, v in versions.items() if v > target]
+    if ahead:
+        raise ValueError(f"engines {sorted(ahead)} are past version {target}")
+    return tuple(sorted(e for e, v in versions.items() if v < target and healthy.get(e, False)))
+
+
+STATS_S = 5.0
+"""An engine answers `stats` from its event loop during any computation. Without an answer its step is not evaluated."""
+
+
+class Gateway:
+    """Called by trajectories (`generate`, `forget`), by the publisher (`update`), by the supervisor (`join`, `lose`)
+    and by the rebalancer (`follow`, `flip`, `drain`).
+
+    `generate` waits for the gate (unblocked by the end of an update), then for an eligible engine (unblocked by
+    `join`), then for the engine's answer. Invariant: no request is sent to an engine whose version is not current, nor
+    KV from one engine to another across an update.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        *,
+        limits: GatewayLimits,
+        version: int,
+        on_suspect: Callable[[EngineId], None],
+        recorder: Recorder | None = None,
+        router: RoutingPolicy | None = None,
+        seats: Mapping[str, EnginePlacement] | None = None,
+        pause: PauseMode = PauseMode.KEEP,
+        concurrency: ConcurrencySettings | None = None,
+        updates: UpdateRule | None = None,
+        together: GroupColocation | None = None,
+    ) -> None:
+        """`pause`: the effect of a weight update on running turns. KEEP resumes them under the new weights, ABORT
+        generates them again from their history. `concurrency`: trajectories per engine; None: unbounded. `updates`: the
+        policy of rolling updates; None: all engines at once. `together`: groups that stay on one engine."""
+        self._pause = pause
+        self._leases = leases
+        self._limits = limits
+        self._on_suspect = on_suspect
+        self._recorder = recorder
+        self._roster = EngineRegistry(seats or {})
+        # One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine.
+        self._moving = asyncio.Lock()
+        self._turns = TurnExecutor(
+            leases,
+            limits,
+            self._roster,
+            router or RoutingPolicy(),
+            version,
+            self._doubt,
+            self._event,
+            concurrency,
+            together,
+        )
+        self._requests = 0
+        self.on_lost: Callable[[EngineId], None] = lambda _: None
+        """Called with an engine that no longer serves."""
+        self.updates = (
+            None
+            if updates is None
+            else RollingUpdater(
+                updates,
+                self._turns,
+                self._roster,
+                leases,
+                limits=limits,
+                pause=pause,
+                suspect=self._suspect,
+                tell=self._event,
+            )
+        )
+        """Rolling updates; their `run` belongs to the owner of the gateway."""
+
+    @property
+    def version(self) -> int:
+        return self._turns.version
+
+    @property
+    def served(self) -> int:
+        """Turns generated so far."""
+        return self._turns.served
+
+    @property
+    def paths(self) -> Mapping[str, int]:
+        """Turns by routing reason; empty while load alone decides."""
+        return self._turns.paths
+
+    @property
+    def entrance(self) -> KvAdmission | None:
+        """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
+        return self._turns.entrance
+
+    @property
+    def routes(self) -> Routes:
+        return self._turns.router.routes
+
+    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None = None) -> None:
+        """Add an engine with `version` loaded. A lost engine may join again under the same id and keeps its present
+        placement, so `seat` is used only the first time."""
+        member = self._roster.join(engine, version=version, shares=shares, seat=seat)
+        shares.release()
+        if self.entrance is not None:
+            self.entrance.joined(member)
+        self._turns.notify()
+
+    async def bring_in(
+        self,
+        engine: Engine,
+        *,
+        loaded: int | None,
+        weights: Callable[[], WeightsRef],
+        shares: EngineShares,
+        seat: EnginePlacement | None = None,
+    ) -> int:
+        """Join an engine that started with version `loaded`, or is suspected (None), at the current version, which is
+        returned. Excludes weight updates, so the version cannot change meanwhile.
+
+        Raises `EngineError` or `LeaseExpired` if the weights do not load.
+        """
+        async with self._moving, self._alone(engine):
+            current = weights()
+            if loaded != current.version:
+                waiting_for = f"weights v{current.version} on {engine.id}"
+                async with self._leases.hold("supervise", waiting_for, self._limits.sync_s, Expiry.RESTART_PART):
+                    await engine.pause(PauseMode.KEEP)
+                    await engine.update_weights(current)
+                    await engine.resume()
+            self.join(engine, version=current.version, shares=shares, seat=seat)
+            return current.version
+
+    def trust(self, engine_id: EngineId) -> bool:
+        """Mark a suspected engine healthy after a passing health check. False if it was lost meanwhile."""
+        member = self._roster.members.get(engine_id)
+        if member is None or not member.healthy:
+            return False
+        member.doubted = False
+        self._turns.notify()
+        return True
+
+    def condemned(self, engine_id: EngineId) -> str:
+        """The reason to restart the engine although its health check may pass; '' if there is none."""
+        member = self._roster.members.get(engine_id)
+        return "" if member is None else member.condemned
+
+    def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
+        """Mark the engine lost: its sessions continue on other engines with a full prefill."""
+        member = self._roster.members.get(engine_id)
+        if member is None or not member.healthy:
+            return
+        member.healthy = False
+        member.shares.hold(ResourceState.DOWN, cause)
+        self._turns.unhome(member)
+        self.on_lost(engine_id)
+        if self.updates is not None:
+            self._turns.notify()
+
+    def spare(self, engine_id: EngineId) -> bool:
+        """True if the run can continue without this engine: another one serves and does not drain."""
+        return any(m.keeps for e, m in self._roster.members.items() if e != engine_id)
+
+    def seat_of(self, engine_id: EngineId) -> EnginePlacement | None:
+        return self._roster.seat_of(engine_id)
+
+    def follow(self, routes: Routes) -> None:
+        """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
+        assignments no longer count."""
+        self._turns.follow(routes)
+
+    def flip(self, engine_id: EngineId, role: EngineRole) -> None:
+        """Set the engine's role from the next turn on. Only the router changes, not the engine: running turns end where
+        they are, and a trajectory whose sticky engine becomes a prefill engine fetches its KV from there."""
+        seat = self._roster.seat_of(engine_id)
+        if seat is None:
+            raise ValueError(f"engine {engine_id} has no seat (rule: an engine that joined, or was given one)")
+        if seat.role is not role:
+            self._roster.seat(engine_id, dataclasses.replace(seat, role=role))
+            self._event("role_flipped", engine_id, before=str(seat.role), after=str(role))
+            self._turns.notify()
+
+    def seats(self) -> Mapping[EngineId, EnginePlacement]:
+        """The placement of every engine that joined and has not left for good."""
+        return {m.engine.id: m.seat for m in self._roster.members.values()}
+
+    def stable(self) -> set[EngineId]:
+        """Engines that serve or are only suspected, and do not drain."""
+        return {m.engine.id for m in self._roster.members.values() if m.keeps}
+
+    def at(self, kind: EngineKind) -> list[EngineId]:
+        """Engines of a kind in the order in which to flip them: fewest sessions first, then by id."""
+        members = [m for m in self._roster.members.values() if m.seat.kind == kind]
+        return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]
+
+    def retire(self, engine_id: EngineId) -> None:
+        """Send no turn to the engine until it joins again. Its trajectories continue on other engines from their next
+        turn on, with a full prefill."""
+        member = self._roster.members[engine_id]
+        member.draining = True
+        self._turns.unhome(member)
+
+    async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
+        """Retire the engine; returns when its running turns have ended. `LeaseExpired` after `seconds`."""
+        self.retire(engine_id)
+        member = self._roster.members[engine_id]
+        async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
+            await self._turns.quiet(member)
+
+    async def lend(self, engine_id: EngineId, *, seconds: float) -> None:
+        """Stop serving on the engine until `take_back`: its running turns continue on other engines with the tokens
+        they have. Returns when they left, or once it is taken back; `EngineError` or, after `seconds`,
+        `LeaseExpired`."""
+        member = self._roster.members[engine_id]
+        member.away, member.asked = True, frozenset(member.shares.requests)
+        self.retire(engine_id)
+        async with self._leases.hold("lending", f"{engine_id} to be left", seconds, Expiry.RETRY):
+            await member.engine.abort(sorted(member.asked))
+            await self._turns.quiet(member)
+        if member.away:
+            member.shares.hold(ResourceState.IDLE, "lent")
+
+    def take_back(self, engine_id: EngineId) -> None:
+        """Let a lent engine serve again, if it has not left."""
+        member = self._roster.members.get(engine_id)
+        if member is not None and member.away:
+            member.away = member.draining = False
+            if member.healthy:
+                member.shares.release()
+            self._turns.notify()
+
+    def homes(self) -> Mapping[str, EngineId]:
+        """The sticky engine of each session that has one."""
+        return {session: m.engine.id for m in self._roster.members.values() for session in m.sessions}
+
+    def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
+        """Remove the engine from the registry for good. Its unanswered turns are routed again. `cause` is recorded for
+        the time until the engine is closed."""
+        self.lose(engine_id, cause=cause)
+        self._roster.leave(engine_id)
+        self._turns.notify()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Exclude weight updates while the body runs: it waits for an update, and an update waits for it. Keep it
+        short."""
+        async with self._moving:
+            yield
+
+    def load(self) -> Mapping[EngineKind, KindLoad]:
+        """The load of all registered engines, by kind."""
+        return self._roster.load(asyncio.get_running_loop().time(), self._limits.slots)
+
+    async def stats(self) -> Mapping[EngineId, EngineStats]:
+        """The counters of every engine that serves and answers."""
+        found: dict[EngineId, EngineStats] = {}
+        for member in [m for m in self._roster.members.values() if m.serves]:
+            waiting_for = f"the counters of {member.engine.id}"
+            with contextlib.suppress(EngineError, LeaseExpired):
+                async with self._leases.hold("gateway", waiting_for, STATS_S, Expiry.RETRY):
+                    found[member.engine.id] = await member.engine.stats()
+        return found
+
+    def generate(
+        self,
+        session: str,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        spend: Callable[[float], None],
+        sent: Callable[[int], None] = lambda _: None,
+        domain: str = "",
+        length: int | None = None,
+        prompt: str = "",
+        last: bool = False,
+        told: Callable[[CompletionChunk], None] | None = None,
+    ) -> Coroutine[Any, Any, Completion]:
+        """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
+        names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
+        `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included. `sent` is
+        called with the version if the decode engine has a free slot and so begins at once.
+
+        Raises `EngineError` if no attempt succeeded, after at most `limits.attempts`. A retried turn is generated anew:
+        of a failed attempt only the tokens passed to `told` are kept. A failed hand-off does not count as an attempt:
+        the turn is prefilled on its decode engine.
+        """
+        self._requests += 1
+        turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
+        turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
+        turn.length = len(token_ids) if length is None else length
+        return self._turns.generate(turn)
+
+    def finished(self, session: str) -> None:
+        """Add the length of a trajectory that ended by itself to the statistics of its domain."""
+        self._turns.finished(session)
+
+    async def forget(self, session: str) -> None:
+        """End the session: its engines may drop its KV."""
+        if self.updates is not None:
+            self.updates.ended(session)
+        for member in self._turns.forget(session):
+            with contextlib.suppress(EngineError):
+                await member.engine.release(session)
+
+    async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
+        """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all are suspended.
+
+        An engine that fails is lost, and loads the version when it returns. New turns wait at the gate. With rolling
+        updates it returns as soon as an engine may serve.
+        """
+        if self.updates is not None:
+            await self.updates.ready(weights.version)
+        async with self._moving:
+            if self.updates is None:
+                await self._update(weights, on_version)
+            else:
+                self.updates.publish(weights, on_version)
+                self._turns.handed.report(weights.version, self._event, self.paths)
+                if self.entrance is not None:
+                    self.entrance.report(weights.version)
+
+    async def settle(self) -> None:
+        """Returns when every engine that serves has the current version."""
+        if self.updates is not None:
+            await self.updates.settle()
+
+    def _alone(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.updates is None else self.updates.alone(engine.id)
+
+    async def _update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
+        self._turns.gate.clear()
+        try:
+            taken = await self._turns.pulls.take_back(self._limits.sync_s)
+            if taken:
+                self._event("handoffs_taken_back", f"v{weights.version}", count=taken)
+            members = self._roster.members
+            targets = [
+                members[e]
+                for e in engines_to_update(
+                    {e: m.version for e, m in members.items()},
+                    {e: m.healthy for e, m in members.items()},
+                    weights.version,
+                )
+            ]
+            async with asyncio.TaskGroup() as group:
+                for member in targets:
+                    group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
+            self._turns.version = weights.version
+            on_version(weights.version)
+            self._turns.handed.report(weights.version, self._event, self.paths)
+            if self.entrance is not None:
+                self.entrance.report(weights.version)
+            async with asyncio.TaskGroup() as group:
+                for member in targets:
+                    if member.healthy:
+                        group.create_task(self._resume(member), name=f"resume {member.engine.id}")
+        finally:
+            self._turns.gate.set()
+            self._turns.notify()
+
+    async def _load(self, member: RegisteredEngine, weights: WeightsRef) -> None:
+        member.shares.hold(ResourceState.SYNC)
+        try:
+            async with self._leases.hold(
+                "publish", f"weights v{weights.version} on {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
+            ):
+                await member.engine.pause(self._pause)
+                await member.engine.update_weights(weights)
+            member.version = weights.version
+        except (EngineError, LeaseExpired) as error:
+            self._suspect(member, error)
+
+    async def _resume(self, member: RegisteredEngine) -> None:
+        try:
+            async with self._leases.hold(
+                "publish", f"resume of {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
+            ):
+                await member.engine.resume()
+            if member.healthy:
+                member.shares.release()
+        except (EngineError, LeaseExpired) as error:
+            self._suspect(member, error)
+
+    def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
+        """Suspect an engine after a failed turn. A broken connection removes the engine at once. After a slow turn the
+        engine's health is checked first, since it may be healthy and hold the KV of other sessions. Slow turns are
+        normal while weights load."""
+        if isinstance(error, EngineError):
+            self._suspect(member, error)
+        elif member.healthy and not member.updating and not self._moving.locked():
+            if not member.doubted:
+                member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
+            self._on_suspect(member.engine.id)
+
+    def _suspect(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
+        if member.healthy:
+            self._event("engine_down", member.engine.id, cause=str(error))
+            self.lose(member.engine.id)
+            self._on_suspect(member.engine.id)
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        if self._recorder is not None:
+            self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

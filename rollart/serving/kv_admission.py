@@ -1,0 +1,557 @@
+"""KV-memory admission: trajectories per engine, bounded by its KV memory, and the queue of waiting trajectories.
+
+Prefix KV is useful only while it is resident. If live trajectories need more KV than fits, engines evict blocks that
+are needed a moment later, and every turn recomputes its whole context. So a trajectory is assigned to an engine when
+its expected final context fits, and from then on its turns never wait here. A trajectory whose KV is evicted
+nevertheless queues again, before trajectories that have not begun.
+
+Trajectories that an engine may run at once, found by observing its KV cache: AIMD with hysteresis.
+
+Too few trajectories leave the engine's batch half empty. Too many fill the KV cache, and an engine that preempts
+computes the same prefill twice. The right number depends on lengths that are unknown in advance and change while the
+policy learns, so it is searched for as TCP searches for a window: additive increase, multiplicative decrease.
+
+Admission order: resumed work first, then arrival order or longest first.
+
+Longest processing time first (LPT) minimises the completion time of a set of trajectories (StreamRL, arXiv 2504.15930,
+§4.3; Graham 1969), but under a steady stream of arrivals a short item might wait for ever. Items that arrive before the
+next admission form a wave and are admitted in exact LPT order. An item of a wave that left S items in the queue has
+priority once S + `GRACE` items were admitted since the wave began, so at most 2 S + `GRACE` items precede it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import heapq
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineRole
+from rollart.leases import Expiry, Leases
+from rollart.model import EngineStats
+from rollart.serving.engine_registry import EmitEvent, EngineRegistry, RegisteredEngine, SessionKv, TurnRequest
+from rollart.serving.group_colocation import ColocatedGroup, GroupColocation
+from rollart.strategies.skew_aware import SkewAwareDispatcher
+
+CONCURRENCY = "concurrency"
+"""Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
+`admitted` trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`. `waiting` is the
+current number."""
+
+
+class LimitChange(enum.StrEnum):
+    """The effect of a decision, and its cause."""
+
+    UP = "up"
+    DOWN_PREEMPTED = "down_preempted"
+    DOWN_FULL = "down_full"
+    HOLD_BAND = "hold_band"
+    """KV use is between the two thresholds: the target."""
+    HOLD_UNUSED = "hold_unused"
+    """The engine has room but runs fewer trajectories than its limit by more than a step: a higher limit would have no
+    effect."""
+    HOLD_WAITING = "hold_waiting"
+    """Requests wait inside an engine with free KV: another limit binds (its batch), and further requests would only
+    queue there."""
+    HOLD_SETTLING = "hold_settling"
+    """The effect of the last decision is not visible yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class AimdSettings:
+    """Limits are trajectories in flight per engine; times are seconds of the caller's clock."""
+
+    start: int = 32
+    least: int = 1
+    most: int = 1024
+    increase: int = 4
+    decrease: float = 0.75
+    low: float = 0.80
+    high: float = 0.95
+    """KV use below `low` raises the limit, use from `high` on lowers it; between them nothing changes."""
+    interval_s: float = 5.0
+    """Between increases: a few turns, so that KV use reflects the last increase."""
+    settle_s: float = 30.0
+    """After a decrease: trajectories in flight are not aborted, so use falls only as they end."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.start <= self.most:
+            raise ValueError(f"1 <= least {self.least} <= start {self.start} <= most {self.most} does not hold")
+        if self.increase < 1 or not 0 < self.decrease < 1:
+            raise ValueError(f"increase {self.increase} must be at least 1 and decrease {self.decrease} within (0, 1)")
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"0 <= low {self.low} < high {self.high} <= 1 does not hold")
+        if self.interval_s < 0 or self.settle_s < self.interval_s:
+            raise ValueError(
+                f"settle_s {self.settle_s} must be at least interval_s {self.interval_s}, neither negative"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KvPressure:
+    """An engine's report: share of KV blocks in use, preemptions since it started, requests running and waiting."""
+
+    kv_used: float
+    preemptions: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyDecision:
+    """The engine's limit from now on."""
+
+    limit: int
+    change: LimitChange
+
+
+@dataclass(slots=True)
+class _Engine:
+    limit: int
+    preemptions: int
+    up_after: float
+    down_after: float
+
+
+@dataclass(slots=True)
+class ConcurrencyLimits:
+    """One AIMD search per engine; engines do not share a limit, because their hardware and their KV differ.
+
+    Bound: `least` <= limit <= `most`, always. Lowering a limit aborts nothing: the caller admits no trajectory until
+    fewer are in flight. An engine whose preemption count falls has restarted: it keeps its limit, and counting
+    restarts.
+    """
+
+    settings: AimdSettings = field(default_factory=AimdSettings)
+    _engines: dict[str, _Engine] = field(default_factory=dict)
+
+    def limit(self, engine: str) -> int:
+        known = self._engines.get(engine)
+        return self.settings.start if known is None else known.limit
+
+    def begin(self, engine: str, limit: int, *, now: float) -> None:
+        """Set an engine's initial limit. No effect once the engine was observed."""
+        if engine not in self._engines:
+            limit = min(max(limit, self.settings.least), self.settings.most)
+            self._engines[engine] = _Engine(limit, 0, now, now)
+
+    def forget(self, engine: str) -> None:
+        """Remove an engine that is gone for good."""
+        self._engines.pop(engine, None)
+
+    def observe(self, engine: str, pressure: KvPressure, *, now: float) -> ConcurrencyDecision:
+        """Process a report of one engine at `now`; reports may come at any rate."""
+        state = self._engines.get(engine)
+        if state is None:
+            state = self._engines[engine] = _Engine(self.settings.start, pressure.preemptions, now, now)
+        preempted = pressure.preemptions > state.preemptions
+        # Counted even while settling: preemptions of an engine that drains are those of its old limit.
+        state.preemptions = pressure.preemptions
+        change = self._classify(pressure, preempted, state.limit)
+        if change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL):
+            if now < state.down_after:
+                return ConcurrencyDecision(state.limit, LimitChange.HOLD_SETTLING)
+            state.limit = max(int(state.limit * self.settings.decrease), self.settings.least)
+            state.up_after = state.down_after = now + self.settings.settle_s
+        elif change is LimitChange.UP:
+            if now < state.up_after:
+                return ConcurrencyDecision(state.limit, LimitChange.HOLD_SETTLING)
+            state.limit = min(state.limit + self.settings.increase, self.settings.most)
+            state.up_after = now + self.settings.interval_s
+        return ConcurrencyDecision(state.limit, change)
+
+    def _classify(self, pressure: KvPressure, preempted: bool, limit: int) -> LimitChange:
+        if preempted:
+            return LimitChange.DOWN_PREEMPTED
+        if pressure.kv_used >= self.settings.high:
+            return LimitChange.DOWN_FULL
+        if pressure.kv_used > self.settings.low:
+            return LimitChange.HOLD_BAND
+        if pressure.waiting > 0:
+            return LimitChange.HOLD_WAITING
+        if pressure.running + self.settings.increase < limit:
+            return LimitChange.HOLD_UNUSED
+        return LimitChange.UP
+
+
+T = TypeVar("T")
+
+GRACE = 8
+"""Later arrivals that may precede an item that found the queue empty: a group."""
+
+
+@dataclass(slots=True)
+class _Wave:
+    """`admitted_before`: admissions before the wave; `size`: length of the queue at the end of the wave, None while it
+    lasts."""
+
+    admitted_before: int
+    size: int | None = None
+
+
+@dataclass(slots=True)
+class _QueuedItem(Generic[T]):
+    item: T
+    begun: bool
+    wave: _Wave
+    left: bool = False
+
+
+@dataclass(slots=True)
+class AdmissionQueue(Generic[T]):
+    """`longest`: order by length, then by age. Ties: the earlier arrival. Synchronous; O(log n) per call."""
+
+    longest: bool = False
+    _by_rank: list[tuple[tuple[float, ...], _QueuedItem[T]]] = field(default_factory=list)
+    _by_age: list[tuple[int, int, _QueuedItem[T]]] = field(default_factory=list)
+    _seq: int = 0
+    _waiting: int = 0
+    _gone: int = 0
+    _wave: _Wave = field(default_factory=lambda: _Wave(0))
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def add(self, item: T, *, age: int, length: float = 0.0, begun: bool = False) -> None:
+        """`age` counts up from the first arrival ever; an item that returns keeps its age."""
+        if self._wave.size is not None:
+            self._wave = _Wave(self._gone)
+        queued = _QueuedItem(item, begun, self._wave)
+        rank = (0.0, age) if begun else (1.0, -length if self.longest else 0.0, age)
+        self._seq += 1
+        self._waiting += 1
+        heapq.heappush(self._by_rank, ((*rank, self._seq), queued))
+        if self.longest and not begun:
+            heapq.heappush(self._by_age, (age, self._seq, queued))
+
+    def head(self) -> T | None:
+        """The next item to admit; None if the queue is empty."""
+        queued = self._next()
+        return None if queued is None else queued.item
+
+    def leave(self) -> T:
+        """Remove the head, which was admitted or gave up."""
+        queued = self._next()
+        if queued is None:
+            raise ValueError("the queue is empty (rule: call head first)")
+        if self._wave.size is None:
+            self._wave.size = self._waiting
+        queued.left = True
+        self._waiting -= 1
+        self._gone += 1
+        return queued.item
+
+    def _next(self) -> _QueuedItem[T] | None:
+        while self._by_rank and self._by_rank[0][1].left:
+            heapq.heappop(self._by_rank)
+        if not self._by_rank:
+            return None
+        first = self._by_rank[0][1]
+        if not self.longest or first.begun:
+            return first
+        while self._by_age[0][2].left:
+            heapq.heappop(self._by_age)
+        wave = self._by_age[0][2].wave
+        overdue = wave.size is not None and self._gone - wave.admitted_before >= wave.size + GRACE
+        return self._by_age[0][2] if overdue else first
+
+
+LENGTH_MEAN_WEIGHT = 0.02
+"""Weight of one finished trajectory in its domain's mean length, which covers about the last fifty."""
+
+IDLE_ADMISSION_S = 5.0
+"""An engine that was idle for this long accepts one more trajectory even without free KV memory: all of its sessions
+wait for environments. After a shorter time it would evict KV that is needed in a moment."""
+
+STATS_S = 10.0
+"""Longest wait for an engine's KV usage; an engine that does not answer is asked again at the next interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencySettings:
+    """`aimd`: the search for each engine's limit. `expected`: initial estimates of final trajectory lengths in tokens,
+    by domain. `skew_aware`: the longest trajectories go first and have reserved engines."""
+
+    aimd: AimdSettings = field(default_factory=AimdSettings)
+    expected: Mapping[str, float] = field(default_factory=dict)
+    skew_aware: bool = False
+
+
+@dataclass(slots=True)
+class _Waiter:
+    turn: TurnRequest
+    placed: asyncio.Future[None]
+
+
+class KvAdmission:
+    """Owns the concurrency limits and the admission queues. `TurnExecutor` awaits `enter` before a turn of a trajectory
+    without a sticky engine.
+
+    `enter` waits for free KV memory. It is unblocked by a trajectory that ends or moves, a higher limit, or an engine
+    that joins or becomes idle. It returns at once if no engine is eligible at all: the caller waits for engines.
+    Trajectories that have begun are admitted before new ones, and otherwise in order of arrival. There is no deadlock:
+    turns on sticky engines run regardless of the limits, so trajectories end; and an engine that was idle for
+    `IDLE_ADMISSION_S` accepts the head of the queue even without free memory.
+    """
+
+    def __init__(
+        self,
+        settings: ConcurrencySettings,
+        roster: EngineRegistry,
+        leases: Leases,
+        tell: EmitEvent,
+        place: Callable[[TurnRequest], bool | None],
+    ) -> None:
+        """`place` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None
+        if no engine is eligible at all."""
+        self._settings = settings
+        self._roster = roster
+        self._leases = leases
+        self._tell = tell
+        self._place = place
+        self.limits = ConcurrencyLimits(settings.aimd)
+        self._final = dict(settings.expected)
+        self._facts: dict[str, tuple[float, float]] = {}
+        self._came: dict[str, int] = {}
+        self._arrivals = 0
+        self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
+            long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
+        }
+        """Keyed by whether the queue is for long trajectories; a single queue unless dispatch is skew-aware."""
+        self._skew = SkewAwareDispatcher() if settings.skew_aware else None
+        self._together: GroupColocation | None = None
+        self._follow: Callable[[TurnRequest], bool] = lambda _: False
+        self._pumping = False
+        self._stirred = asyncio.Event()
+        self._counted: dict[str, tuple[int, int]] = {}
+        self.admitted = self.waited = self.evicted = self.preempted = 0
+
+    async def run(self) -> None:
+        """Poll the KV usage of engines while turns run or wait: a permanent timer would hide a deadlock."""
+        while True:
+            await self._look()
+            await asyncio.sleep(self._settings.aimd.interval_s)
+            self._stirred.clear()
+            if not self.waiting:
+                await self._stirred.wait()
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    async def enter(self, turn: TurnRequest) -> None:
+        """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
+        unit = None if self._together is None else self._together.unit(turn.session)
+        if unit is None:
+            await self._line_up(turn)
+            return
+        while not self._follow(turn):
+            if unit.asking is None:
+                await self._ask_for(turn, unit)
+                return
+            with self._leases.note(turn.session, "room for its group"):
+                await unit.asking.wait()
+
+    def hold_together(self, together: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
+        """Admit groups as a whole: one member queues for the others. `follow` gives a turn's trajectory the slot that
+        its group reserved, and returns whether there was one."""
+        self._together, self._follow = together, follow
+        together.on_room = self.pump
+
+    async def _ask_for(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
+        """Queue for the whole group; afterwards, whatever the outcome, the other members check again."""
+        asking = unit.asking = asyncio.Event()
+        try:
+            await self._line_up(turn, unit)
+        finally:
+            unit.asking = None
+            asking.set()
+
+    async def _line_up(self, turn: TurnRequest, unit: ColocatedGroup | None = None) -> None:
+        came = self._came.get(turn.session)
+        again = came is not None
+        if came is None:
+            came = self._came[turn.session] = self._arrivals
+            self._arrivals += 1
+        if unit is not None:
+            came = unit.age = came if unit.age is None else unit.age
+        while True:
+            waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
+            length = 0.0 if self._skew is None else self._skew.judge(turn, again=again)
+            again = True
+            self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
+            if self._skew is None:
+                self.pump()
+            else:  # after all arrivals of this instant, so that the queue can order them by length
+                asyncio.get_running_loop().call_soon(self.pump)
+            if waiter.placed.done():
+                return
+            began = asyncio.get_running_loop().time()
+            try:
+                with self._leases.note(turn.session, "room in an engine's KV memory"):
+                    await waiter.placed
+            finally:
+                waiter.placed.cancel()
+            self.waited += asyncio.get_running_loop().time() > began
+            if self._place(turn) is not False:
+                return
+
+    def pump(self) -> None:
+        """KV memory may be free: admit from the head of each queue while it fits."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            for line in self._lines.values():
+                while (waiter := line.head()) is not None:
+                    if not waiter.placed.done():
+                        if self._place(waiter.turn) is False:
+                            break
+                        waiter.placed.set_result(None)
+                    line.leave()
+        finally:
+            self._pumping = False
+
+    def takes(self, member: RegisteredEngine, turn: TurnRequest, seats: int = 1) -> bool:
+        """True if the engine accepts this turn's trajectory, or `seats` members of its group."""
+        kv = member.kv
+        if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
+            return True
+        if self._skew is not None and not self._skew.takes(
+            member, turn, others_wait=len(self._lines[not turn.long]) > 0
+        ):
+            return False
+        limits = self.limits
+        return kv.taken + seats <= limits.limit(member.engine.id) and kv.fits(
+            self.wanted(turn.domain, turn.length), share=limits.settings.high, sessions=seats
+        )
+
+    def settled(self, turn: TurnRequest, member: RegisteredEngine) -> None:
+        """The trajectory was assigned to the engine."""
+        self.admitted += 1
+        member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
+
+    def begins(self, turn: TurnRequest, member: RegisteredEngine, output: float) -> None:
+        """The turn is sent to its engine; `output` tokens are expected."""
+        member.kv.begin(turn.session, turn.length + int(output))
+        turn.sent_at = asyncio.get_running_loop().time()
+        self._stirred.set()
+
+    def ends(self, kv: SessionKv, turn: TurnRequest, member: RegisteredEngine, sampled: int) -> None:
+        kv.domain, kv.tokens = turn.domain, turn.length + sampled
+        if self._skew is not None:
+            kv.prompt, kv.said = turn.prompt, kv.said + sampled
+            self._skew.saw(member, asyncio.get_running_loop().time() - turn.sent_at, sampled)
+        member.kv.end(turn.session, turn.length + max(sampled - 1, 0))
+        if member.kv.quiet and self.waiting:
+            member.quiet_at = asyncio.get_running_loop().time()
+            self.pump()
+
+    def forget(self, session: str, kv: SessionKv, *, held: list[RegisteredEngine]) -> None:
+        """The trajectory is over: free its KV memory, and record its length."""
+        self._came.pop(session, None)
+        for member in held:
+            member.kv.drop(session)
+        if kv.tokens and self._skew is not None:
+            self._skew.over(kv, whole=kv.whole)
+        if kv.tokens and kv.whole:
+            mean = self._final.get(kv.domain)
+            self._final[kv.domain] = kv.tokens if mean is None else mean + LENGTH_MEAN_WEIGHT * (kv.tokens - mean)
+        self.pump()
+
+    def gave_up(self, session: str) -> None:
+        """The trajectory ended before it had any state, because it waited for a weight update."""
+        self._came.pop(session, None)
+
+    def joined(self, member: RegisteredEngine) -> None:
+        """Restore the known KV capacity of a returning engine."""
+        if member.engine.id in self._facts:
+            member.kv.set_capacity(*self._facts[member.engine.id])
+
+    def report(self, version: int) -> None:
+        """Emit the current limits, and the counts since the last report, to the ledger."""
+        limits = sorted(self.limits.limit(m.engine.id) for m in self._homes())
+        if not limits:
+            return
+        self._tell(
+            CONCURRENCY,
+            f"v{version}",
+            engines=len(limits),
+            least=limits[0],
+            median=statistics.median(limits),
+            most=limits[-1],
+            admitted=self.admitted,
+            waited=self.waited,
+            waiting=self.waiting,
+            evicted=self.evicted,
+            preempted=self.preempted,
+        )
+        self.admitted = self.waited = self.evicted = self.preempted = 0
+
+    def wanted(self, domain: str, tokens: int) -> int:
+        """The expected final length in tokens, at least `tokens`. On average a trajectory uses half of it, but
+        trajectories that begin at the same time are long at the same time, and a smaller batch is faster."""
+        return max(tokens, int(self._final.get(domain, 0.0)))
+
+    def _homes(self) -> list[RegisteredEngine]:
+        return [m for m in self._roster.members.values() if m.seat.role is not EngineRole.PREFILL]
+
+    async def _look(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for member in self._roster.members.values():
+                if member.healthy:
+                    tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
+        if self._skew is not None:
+            homes = [m for m in self._homes() if m.serves]
+            most = max((self.limits.limit(m.engine.id) for m in homes), default=1)
+            self._skew.reserve(homes, len(self._came), most)
+        self.pump()
+
+    async def _ask(self, member: RegisteredEngine) -> None:
+        try:
+            with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
+                stats = await member.engine.stats()
+        except (EngineError, LeaseExpired):
+            return  # supervision diagnoses the engine
+        if stats.kv_tokens is not None:
+            self._learn(member, stats.kv_tokens, stats.kv_sessions)
+        if member.seat.role is not EngineRole.PREFILL and member.healthy:
+            self._judge(member, stats)
+
+    def _learn(self, member: RegisteredEngine, tokens: int, sessions: int | None) -> None:
+        name = member.engine.id
+        facts = self._facts[name] = float(tokens), float("inf") if sessions is None else float(sessions)
+        if (member.kv.capacity, member.kv.most) != facts:
+            member.kv.set_capacity(*facts)
+        if self._final:
+            each = max(statistics.fmean(self._final.values()), 1.0)
+            most = min(self._settings.aimd.high * tokens / each, facts[1])
+            self.limits.begin(name, int(most), now=asyncio.get_running_loop().time())
+
+    def _judge(self, member: RegisteredEngine, stats: EngineStats) -> None:
+        name, kv = member.engine.id, member.kv
+        evicted, preempted = self._counted.get(name, (0, 0))
+        self._counted[name] = kv.evicted, stats.preemptions
+        self.evicted += max(kv.evicted - evicted, 0)
+        self.preempted += max(stats.preemptions - preempted, 0)
+        before = self.limits.limit(name)
+        used = max(stats.kv_used, kv.total / kv.capacity)
+        decision = self.limits.observe(
+            name,
+            KvPressure(min(used, 1.0), stats.preemptions + kv.evicted, len(kv), stats.waiting),
+            now=asyncio.get_running_loop().time(),
+        )
+        if decision.change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL) and decision.limit < before:
+            self._tell(
+                "concurrency_lowered",
+                name,
+                limit=decision.limit,
+                before=before,
+                why=str(decision.change),
+                kv_used=round(used, 4),
+                sessions=len(kv),
+            )

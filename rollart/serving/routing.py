@@ -1,0 +1,292 @@
+"""Routing of turns: session state, and the choice of engines for each turn. Synchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from rollart.fleet import EngineRole, Routes
+from rollart.policy.routing import EngineView, RoutingPolicy, TurnPath, TurnView, choose_engine, route
+from rollart.serving.engine_registry import (
+    DomainRoutingStats,
+    EmitEvent,
+    EngineRegistry,
+    GatewayLimits,
+    RegisteredEngine,
+    SessionKv,
+    TurnRequest,
+)
+from rollart.serving.group_colocation import GroupColocation
+from rollart.serving.kv_admission import KvAdmission
+
+__all__ = ["TurnRoute", "TurnRouter"]
+
+TurnRoute = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
+"""The session's KV state, the decode engine, and the prefill engine if it is a different one."""
+
+
+class TurnRouter:
+    """Owns the sessions and the router. Every change takes effect between two awaits."""
+
+    def __init__(
+        self,
+        limits: GatewayLimits,
+        roster: EngineRegistry,
+        router: RoutingPolicy,
+        version: int,
+        tell: EmitEvent,
+        together: GroupColocation | None = None,
+    ) -> None:
+        self._limits = limits
+        self._roster = roster
+        self.router = router
+        self._special = False
+        """True if routing needs more than load and version."""
+        self.version = version
+        self.lag = 0
+        """The number of versions that a serving engine may lag; 0 while no engine lags."""
+        self._tell = tell
+        self._sessions: dict[str, SessionKv] = {}
+        self._book = DomainRoutingStats(tell)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entrance: KvAdmission | None = None
+        self.together = together
+        self.paths: dict[str, int] = {}
+
+    def follow(self, routes: Routes) -> None:
+        before = self.router.routes
+        self.router = dataclasses.replace(self.router, routes=routes)
+        self._look()
+        if routes.shares != before.shares:
+            self._book.start_over()
+
+    def unhome(self, member: RegisteredEngine) -> None:
+        """Evict the engine's sessions: they lose their sticky engine and its KV."""
+        for session in member.sessions:
+            kv = self._sessions[session]
+            kv.home = kv.returned = None
+        member.sessions.clear()
+        member.guests.clear()
+        member.kv.clear()
+        if self.together is not None:
+            self.together.lost(member)
+        if self._special:
+            for kv in self._sessions.values():
+                kv.cached.pop(member.engine.id, None)
+
+    def forget(self, session: str) -> list[RegisteredEngine]:
+        """End the session; returns the healthy engines that may hold its KV."""
+        kv = self._sessions.pop(session, None)
+        if kv is None:
+            if self.entrance is not None:
+                self.entrance.gave_up(session)
+            return []
+        if kv.home is not None:
+            home = self._roster.members.get(kv.home)
+            if home is not None:
+                home.sessions.discard(session)
+        self._depart(session, kv)
+        members = [m for m in map(self._roster.members.get, kv.held) if m is not None]
+        if self.together is not None:
+            self.together.ended(session)
+        if self.entrance is not None:
+            self.entrance.forget(session, kv, held=members)
+        return [m for m in members if m.healthy]
+
+    def began_after(self, version: int) -> bool:
+        """True if any live trajectory started under a newer policy version."""
+        return any(kv.begun is not None and kv.begun > version for kv in self._sessions.values())
+
+    def finished(self, session: str) -> None:
+        """Record the length of a trajectory that ended by itself: only such lengths are representative."""
+        kv = self._sessions.get(session)
+        if kv is not None:
+            kv.whole = True
+
+    def _look(self) -> None:
+        plain = self.router.plain(self._roster.kinds) and self.entrance is None
+        self._special = self._roster.roles or not plain
+
+    def _route_now(self, turn: TurnRequest) -> TurnRoute | None:
+        """The turn's route; None while the gate is closed or no engine is eligible."""
+        if not self.gate.is_set():
+            return None
+        kv, roster = self._known(turn.session), self._roster
+        if kv is None:
+            return None
+        version = kv.version
+        home = roster.home(kv.home, version)
+        if self.together is not None and home is None:
+            home = self._seated(turn, kv)
+        if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
+            return None  # the trajectory must be admitted first
+        if home is not None and not roster.roles:
+            return kv, home, None
+        path = self._choose(turn, kv, home)
+        if path is None:
+            return None
+        decode = roster.members[path.decode]
+        if home is not decode:
+            self._settle(turn, kv, decode, path.preferred)
+        return kv, decode, None if path.prefill is None else roster.members[path.prefill]
+
+    def _known(self, session: str) -> SessionKv | None:
+        """The session's KV state at the version of its next turn; None while no engine may serve it."""
+        kv, version = self._sessions.get(session), self.version
+        if self.lag:
+            serving = self._roster.serving(kv, version, self.lag, self._limits.slots)
+            if serving is None:
+                return None
+            version = serving
+        if kv is None:
+            kv = self._sessions[session] = SessionKv(version)
+        elif kv.version != version:
+            kv.expire(version)
+        return kv
+
+    def _place(self, turn: TurnRequest) -> bool | None:
+        """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
+        if not self.gate.is_set():
+            return False
+        roster, kv = self._roster, self._known(turn.session)
+        if kv is None or not roster.serve(kv.version):
+            return None
+        home = roster.home(kv.home, kv.version)
+        if home is not None and turn.session in home.kv:
+            return True
+        assert self.entrance is not None
+        entrance, seats = self.entrance, 1
+        if self.together is not None:
+            if self._seated(turn, kv) is not None:
+                return True
+            seats = self.together.needed(turn.session)
+        path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn, seats))
+        if path is None:
+            return False
+        self._settle(turn, kv, roster.members[path.decode], path.preferred)
+        return True
+
+    def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
+        """The engine of the turn's group, if it has a slot for the trajectory, which is then assigned to it."""
+        assert self.together is not None
+        unit = self.together.seat(
+            turn.session, lambda home: self._roster.home(home.engine.id, kv.version) is home and home.serves
+        )
+        if unit is None or unit.home is None:
+            return None
+        self._settle(turn, kv, unit.home, unit.preferred)
+        return unit.home
+
+    def follow_group(self, turn: TurnRequest) -> bool:
+        """True if the turn's trajectory was assigned to a slot that its group reserved."""
+        if self.together is None or not self.gate.is_set():
+            return False
+        kv = self._known(turn.session)
+        return kv is not None and self._seated(turn, kv) is not None
+
+    def _holds(self, member: RegisteredEngine, session: str, tokens: int) -> bool:
+        """True if the engine is expected to hold at least `tokens` of the session's KV."""
+        return self.entrance is None or member.kv.held(session) >= tokens
+
+    def _choose(
+        self,
+        turn: TurnRequest,
+        kv: SessionKv,
+        home: RegisteredEngine | None,
+        takes: Callable[[RegisteredEngine], bool] | None = None,
+    ) -> TurnPath | None:
+        """`takes`: the filter for decode engines."""
+        roster = self._roster
+        if not self._special:
+            loads = _without_avoided(turn, kv, roster.loads(turn.session, kv.version))
+            chosen = choose_engine(loads, sticky=None, version=kv.version)
+            return None if chosen is None else TurnPath(chosen, None, "least loaded")
+        view = TurnView(
+            tokens=turn.length,
+            output=self._book.output(turn.domain, turn.sampling.max_tokens),
+            domain=turn.domain,
+            was_remote=kv.was_remote,
+            returns=kv.returned is not None
+            and (home is None or self._holds(home, turn.session, kv.cached.get(home.engine.id, 0))),
+            at_home=turn.at_home,
+        )
+        now = asyncio.get_running_loop().time()
+        views = roster.views(
+            turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
+        )
+        path = route(
+            _without_avoided(turn, kv, views),
+            view,
+            self.router,
+            sticky=None if home is None else kv.home,
+            version=kv.version,
+            homes=self._book.homes(turn.domain),
+        )
+        if path is not None and takes is None:
+            self.paths[path.why] = self.paths.get(path.why, 0) + 1
+        return path
+
+    def _settle(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
+        """Make this engine the trajectory's sticky engine."""
+        old = None if kv.home is None else self._roster.members.get(kv.home)
+        if old is not None:
+            old.sessions.discard(turn.session)
+            old.kv.drop(turn.session)
+        member.sessions.add(turn.session)
+        kv.home = member.engine.id
+        kv.lies_at(member.engine.id)
+        if self.entrance is not None:
+            kv.returned = None
+            self.entrance.settled(turn, member)
+        if self.together is not None:
+            wanted = 0 if self.entrance is None else self.entrance.wanted(turn.domain, turn.length)
+            self.together.settled(turn.session, member, preferred=preferred, wanted=wanted)
+        if self._special:
+            doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
+            self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+
+    def _visit(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
+        """Make this engine the trajectory's remote prefill engine."""
+        if kv.guest_of != source.engine.id:
+            self._depart(session, kv)
+            kv.guest_of = source.engine.id
+        source.guests.add(session)
+        kv.lies_at(source.engine.id)
+
+    def _depart(self, session: str, kv: SessionKv) -> None:
+        host = None if kv.guest_of is None else self._roster.members.get(kv.guest_of)
+        if host is not None:
+            host.guests.discard(session)
+
+    def _leave_home(self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine) -> None:
+        home.sessions.discard(turn.session)
+        home.kv.drop(turn.session)
+        kv.home = kv.returned = None
+        kv.cached.pop(home.engine.id, None)
+
+    def _work(
+        self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool
+    ) -> float:
+        """Predicted engine seconds of the request there; 0 without a model, when load is measured by counts alone."""
+        model = self.router.routes.model
+        if model is None:
+            return 0.0
+        kind, tokens = member.seat.kind, turn.length
+        seconds = 0.0
+        if prefill:
+            cached = min(kv.cached.get(member.engine.id, 0), tokens)
+            if not decode and kv.home is not None:
+                cached = max(cached, min(kv.cached.get(kv.home, 0), tokens) if kv.returned is not None else 0)
+            seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
+        if decode:
+            seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
+        return seconds
+
+
+def _without_avoided(turn: TurnRequest, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
+    """The candidates without engines that answered the turn wrongly, while other engines can generate it."""
+    others = [v for v in views if v.id not in turn.avoided] if turn.avoided else views
+    able = (v for v in others if v.healthy and v.version == kv.version and v.seat.role is not EngineRole.PREFILL)
+    return others if any(able) else views

@@ -1,0 +1,425 @@
+"""Execution of turns: routing, local or remote prefill, generation, and retries."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from rollart.errors import EngineError, ForeignWeights, HandoffFailed, LeaseExpired, WrongAnswer
+from rollart.leases import Expiry, Leases
+from rollart.model import Completion, FinishReason, GenerateRequest
+from rollart.policy.engine_health import wrong_answer
+from rollart.policy.routing import RoutingPolicy
+from rollart.serving.engine_registry import (
+    AttemptFailed,
+    EmitEvent,
+    EngineRegistry,
+    GatewayLimits,
+    RegisteredEngine,
+    RerouteTurn,
+    SessionKv,
+    TurnRequest,
+)
+from rollart.serving.group_colocation import GroupColocation
+from rollart.serving.handoff import (
+    HandoffCounts,
+    HandoffQueue,
+    HandoffRevoked,
+    HandoffTracker,
+    MissingHandoffValue,
+    decode_params,
+    discard_prefill_kv,
+    handoff_obstacle,
+    prefill_request,
+)
+from rollart.serving.kv_admission import ConcurrencySettings, KvAdmission
+from rollart.serving.routing import TurnRoute, TurnRouter
+
+__all__ = ["GatewayLimits", "TurnRequest", "TurnExecutor"]
+
+MAX_LEASE_RENEWAL = 2.0
+"""Longest wait of a prefill in a moving queue, as a multiple of its lease. Measured on the 32B example: at 1 (never
+renewed) 3.5 % of the hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound, turns wait for a prefill engine whose
+memory is full although their decode engine could prefill them: one such split of a 32B model ran at 0.27 of the
+throughput of combined engines (0.90 at 1, 0.89 at 2, 0.83 at 4)."""
+
+
+class TurnExecutor(TurnRouter):
+    """Owns the sessions, the gate and the running turns; `Gateway` reports engine changes to it.
+
+    Any number of trajectories call `generate`; each waits for the gate, an eligible engine and the answers of one or
+    two engines, all under leases. Invariant: both legs of a hand-off are sent while the same version is current on both
+    engines, and the second only if no update began since the first.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        limits: GatewayLimits,
+        roster: EngineRegistry,
+        router: RoutingPolicy,
+        version: int,
+        doubt: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
+        tell: EmitEvent,
+        concurrency: ConcurrencySettings | None = None,
+        together: GroupColocation | None = None,
+    ) -> None:
+        super().__init__(limits, roster, router, version, tell, together)
+        self._leases = leases
+        self._doubt = doubt
+        self._changed = asyncio.Event()
+        self.pulls = HandoffTracker(leases, self.notify)
+        self.served = 0
+        self.handed = HandoffCounts()
+        self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
+        if concurrency is not None:
+            self.entrance = KvAdmission(concurrency, roster, leases, tell, place=self._place)
+            if together is not None:
+                self.entrance.hold_together(together, self.follow_group)
+
+    def notify(self) -> None:
+        """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""
+        self._look()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self.entrance is not None:
+            self.entrance.pump()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next `notify`."""
+        return self._changed
+
+    async def quiet(self, member: RegisteredEngine) -> None:
+        """Returns when the draining engine has no running turn and no pending KV fetch, or no longer drains."""
+        while member.draining and (member.running or member.lent):
+            await self._changed.wait()
+
+    async def generate(self, turn: TurnRequest) -> Completion:
+        """See `Gateway.generate`."""
+        failures, last = 0, ""
+        while failures < self._limits.attempts:
+            at_home = turn.at_home
+            try:
+                completion = await self._attempt(turn)
+                self.served += 1
+                return completion
+            except AttemptFailed as failed:
+                last = str(failed)
+                # A failed hand-off is followed by a local prefill, which counts as the first attempt.
+                failures += at_home == turn.at_home
+            except RerouteTurn:
+                continue
+        raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
+
+    async def _attempt(self, turn: TurnRequest) -> Completion:
+        kv, home, source = self._route_now(turn) or await self._route(turn)
+        request = self._request(turn, kv.version)
+        before, version, current = turn.spent, kv.version, self.version
+        if source is not None:
+            params = await self._handed(turn, kv, request, source, home)
+            if params is None:
+                turn.at_home = True
+                kv, home, source = await self._route(turn)
+                version = kv.version
+                request = self._request(turn, version)
+            else:
+                request = dataclasses.replace(request, kv_transfer=params)
+        work = 0.0 if not self._special else self._work(turn, kv, home, prefill=source is None, decode=True)
+        limit = self._limits.generate_s
+        completion = None
+        if self.entrance is not None:
+            self.entrance.begins(turn, home, self._book.output(turn.domain, turn.sampling.max_tokens))
+        try:
+            if source is None:
+                completion = await self._leg(turn, home, request, limit, work, generates=True)
+            else:
+                async with self.pulls.pull(request, source, home):
+                    completion = await self._leg(turn, home, request, limit, work, generates=True)
+        except (EngineError, LeaseExpired) as error:
+            wasted, way = turn.spent - before, (kv, home, source)
+            turn.go_on()
+            moved = self.version != current or home.version != version or home.updating
+            raise await self._unanswered(turn, way, request, error, wasted, moved=moved) from None
+        finally:
+            self._hands_over(turn, home)
+            if self.entrance is not None:
+                self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
+        if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
+            turn.go_on(completion, lent=True)
+            raise RerouteTurn
+        moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
+        if completion.finish is FinishReason.ABORT and moved:
+            turn.go_on(completion)
+            raise RerouteTurn  # a weight update ended it: generate it again from its history
+        if self.lag and kv.begun is None and completion.spans:
+            kv.begun = completion.spans[0].version
+        if source is not None:
+            source.breaker.succeeded()
+            self.handed.ended(pulled=completion.cached_tokens - kv.cached.get(home.engine.id, 0))
+        if self._special:
+            self._generated(turn, kv, home, completion, source is not None)
+        return completion if turn.kept is None else turn.whole(completion)
+
+    async def _unanswered(
+        self,
+        turn: TurnRequest,
+        way: TurnRoute,
+        request: GenerateRequest,
+        error: EngineError | LeaseExpired,
+        wasted: float,
+        *,
+        moved: bool,
+    ) -> Exception:
+        """The error to raise for a failed decode leg. `moved`: the weights changed since the turn was routed."""
+        kv, home, source = way
+        if isinstance(error, HandoffFailed):
+            if source is None:
+                return EngineError(f"{home.engine.id} was sent no KV: {error}", retryable=False)
+            again = moved or isinstance(error, HandoffRevoked)
+            if not again:
+                self._handoff_failed(turn, source, home, error, wasted)
+                turn.at_home = True
+            await self._drop(source, request)
+            return RerouteTurn() if again else AttemptFailed(str(error))
+        retryable = not isinstance(error, EngineError) or error.retryable
+        if retryable:
+            self._leave_home(turn, kv, home)
+            if isinstance(error, WrongAnswer):
+                self._answered_wrongly(turn, home, error)
+            else:
+                self._doubt(home, error)
+            turn.at_home = turn.at_home or source is not None
+        if source is not None:
+            await self._drop(source, request)
+        if not retryable:
+            return error
+        if home.draining:  # the engine was drained during a long turn
+            return RerouteTurn()
+        return AttemptFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
+
+    def _answered_wrongly(self, turn: TurnRequest, home: RegisteredEngine, error: WrongAnswer) -> None:
+        """Send the turn to another engine. This engine continues, or is restarted: after several wrong answers, or at
+        once if its weights are not the published weights."""
+        turn.avoided.add(home.engine.id)
+        self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
+        if (home.trust.failed() or isinstance(error, ForeignWeights)) and home.healthy:
+            home.condemned = f"its answers cannot be used: {error.message}"
+            self._doubt(home, error)
+
+    async def _handed(
+        self,
+        turn: TurnRequest,
+        kv: SessionKv,
+        request: GenerateRequest,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
+    ) -> Mapping[str, object] | None:
+        """Run the prefill leg once the decode engine's hand-off queue has a slot, which is held until the decode leg
+        begins."""
+        queue = self.handoffs
+        if queue is None:
+            return await self._prefill(turn, kv, request, source, home)
+        if queue.full(home):
+            version = kv.version
+            try:
+                waiting_for = f"its hand-off to {home.engine.id}"
+                async with self._leases.hold(turn.session, waiting_for, self._limits.generate_s, Expiry.RETRY):
+                    await queue.enter(home)
+            except LeaseExpired:
+                return None
+            if kv.version != version or kv.home != home.engine.id or self._fenced(version, source, home) is not None:
+                queue.leave(home)
+                raise RerouteTurn
+        else:
+            await queue.enter(home)
+        turn.handing = True
+        began, params = asyncio.get_running_loop().time(), None
+        try:
+            params = await self._prefill(turn, kv, request, source, home)
+        finally:
+            if params is None:
+                self._hands_over(turn, home)
+            else:
+                queue.prefilled(home, asyncio.get_running_loop().time() - began)
+        return params
+
+    def _hands_over(self, turn: TurnRequest, home: RegisteredEngine) -> None:
+        """Free the turn's slot in the hand-off queue: the decode engine has the turn, or the turn was given up."""
+        if turn.handing and self.handoffs is not None:
+            turn.handing = False
+            self.handoffs.leave(home)
+
+    async def _prefill(
+        self,
+        turn: TurnRequest,
+        kv: SessionKv,
+        request: GenerateRequest,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
+    ) -> Mapping[str, object] | None:
+        """The prefill leg: the transfer parameters for the decode engine; None if that engine must prefill itself.
+        `RerouteTurn` if the turn is to be routed again."""
+        version, before = kv.version, turn.spent
+        work = self._work(turn, kv, source, prefill=True, decode=False)
+        # A queue that the router accepted is no failure, nor is work as long as predicted. If the queue moves more
+        # slowly than predicted, each answer renews the leases of the waiting prefills.
+        waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
+        limit = self._limits.handoff_s + waiting + work
+        if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
+            kv.returned = None  # the sticky engine had to evict it
+        ask = prefill_request(request, kv.returned, last=turn.last)
+        kv.returned = None  # the value can be used once
+        self._visit(turn.session, kv, source)
+        if self.entrance is not None:
+            source.kv.begin(turn.session, turn.length)
+        try:
+            async with self.pulls.leg(ask, source, prefills=True):
+                answer = await self._leg(turn, source, ask, limit, work, generates=False)
+            params = decode_params(answer, source.engine.id, last=turn.last)
+        except HandoffRevoked:
+            await self._drop(source, request)
+            raise RerouteTurn from None
+        except (EngineError, LeaseExpired) as error:
+            self._handoff_failed(turn, source, home, error, turn.spent - before)
+            if isinstance(error, ForeignWeights):
+                self._answered_wrongly(turn, source, error)
+            elif isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
+                self._doubt(source, error)
+            return None
+        finally:
+            source.kv.end(turn.session, turn.length)
+        why = self._fenced(version, source, home)
+        if why is None or (isinstance(why, HandoffRevoked) and source.version == version):
+            kv.cached[source.engine.id] = 0 if turn.last else turn.length
+        if why is None:
+            return params
+        if not isinstance(why, HandoffRevoked):
+            self._handoff_failed(turn, source, home, why, turn.spent - before)
+        await self._drop(source, request)
+        if isinstance(why, HandoffRevoked):
+            raise RerouteTurn
+        return None
+
+    def _fenced(self, version: int, source: RegisteredEngine, home: RegisteredEngine) -> HandoffFailed | None:
+        """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+        if (not self.lag and self.version != version) or not self.gate.is_set():
+            return HandoffRevoked("the weights change")
+        return handoff_obstacle(version, source, home, self._roster.members)
+
+    async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
+        """Discard the KV that `source` keeps for this request."""
+        if source.healthy:
+            await discard_prefill_kv(source, request.request_id, self._leases, self._limits.handoff_s)
+
+    async def _leg(
+        self,
+        turn: TurnRequest,
+        member: RegisteredEngine,
+        request: GenerateRequest,
+        seconds: float,
+        work: float,
+        *,
+        generates: bool,
+    ) -> Completion:
+        """Send one request to one engine. Its engine time is charged whether it succeeds or fails."""
+        member.running += 1
+        if generates:
+            self._hands_over(turn, member)
+        if work:
+            member.expect(work, asyncio.get_running_loop().time())
+        if generates and member.running <= self._limits.slots:
+            turn.begins(member.version)
+        member.shares.begin(request.request_id)
+        what, oldest = "generation" if generates else "prefill", member.version
+        try:
+            with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY) as lease:
+                if not generates:
+                    member.prefilling[request.request_id] = lease
+                answer = await member.engine.generate(request)
+            if not generates:  # the queue moves: leases are for an engine that makes no progress
+                for other in member.prefilling.values():
+                    other.renew(MAX_LEASE_RENEWAL * other.seconds)
+            else:
+                versions = oldest, max(self.version, member.version)
+                wrong = wrong_answer(answer, request.sampling, vocab=self._limits.vocab, versions=versions)
+                if wrong:
+                    raise WrongAnswer(f"{member.engine.id}: {wrong}")
+                member.trust.right()
+            return answer
+        finally:
+            member.prefilling.pop(request.request_id, None)
+            member.running -= 1
+            if work or member.work_s:  # also if 0: the last request removes the remaining rounding error
+                member.done(work, asyncio.get_running_loop().time())
+            spent = member.shares.end(request.request_id)
+            turn.spent += spent
+            turn.spend(spent)
+            if generates and self.handoffs is not None:
+                self.handoffs.ended(member)
+            if member.draining and not member.running:
+                self.notify()
+
+    async def _route(self, turn: TurnRequest) -> TurnRoute:
+        """The route of the turn; waits for the gate and for an eligible engine."""
+        while True:
+            if self.entrance is not None:
+                known = self._sessions.get(turn.session)
+                turn.begun = known is not None and known.tokens > 0
+                await self.entrance.enter(turn)
+            found = self._route_now(turn)
+            if found is not None:
+                return found
+            changed = self._changed
+            async with self._leases.hold(turn.session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
+                await changed.wait()
+
+    def _generated(
+        self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
+    ) -> None:
+        """Record the KV that the engines hold. KV computed before a later update is useless."""
+        version = home.version if self.lag else self.version
+        if kv.version != version:
+            kv.expire(version)
+        kv.was_remote = remote
+        if home.keeps and completion.spans and completion.spans[-1].version == version:
+            kv.cached[home.engine.id] = turn.length + max(completion.sampled - 1, 0)
+            kv.returned = completion.kv_transfer
+        self._book.answered(turn.domain, completion.sampled)
+
+    def _request(self, turn: TurnRequest, version: int) -> GenerateRequest:
+        turn.sends += 1
+        told = None if turn.listener is None else turn.hear
+        return GenerateRequest(
+            f"{turn.id}-{turn.sends}",
+            turn.session,
+            turn.token_ids,
+            turn.sampling,
+            cache_salt=f"v{version}",
+            on_chunk=told,
+        )
+
+    def _handoff_failed(
+        self,
+        turn: TurnRequest,
+        source: RegisteredEngine,
+        home: RegisteredEngine,
+        error: EngineError | LeaseExpired,
+        wasted: float,
+    ) -> None:
+        cause = error.cause if isinstance(error, LeaseExpired) else str(error)
+        self._tell(
+            "handoff_failed",
+            turn.session,
+            prefill=source.engine.id,
+            decode=home.engine.id,
+            cause=cause,
+            wasted_s=round(wasted, 6),
+        )
+        self.handed.failed += 1
+        now = asyncio.get_running_loop().time()
+        seconds = source.breaker.failed(now, hopeless=isinstance(error, MissingHandoffValue))
+        if seconds is not None:
+            failures = source.breaker.failures
+            self._tell("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)

@@ -1,0 +1,68 @@
+"""The base of all spec models: frozen, no unknown keys, a name grammar.
+
+Addresses in specs and command lines. Pure.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import typing
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+"""Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
+
+ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.\w+)*$")]
+"""`package.module:attribute`."""
+
+
+LARGEST = 10**24
+"""Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""
+
+
+class SpecEntry(BaseModel):
+    """Base of every mapping in a spec: unknown keys are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject `true` as a number, and numbers too large for a float."""
+        field = cls.model_fields.get(info.field_name or "")
+        if field is None or not {int, float} & _types_in(field.annotation):
+            return value
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, bool) and bool not in _types_in(field.annotation):
+                raise ValueError("a number")
+            if isinstance(one, int) and abs(one) > LARGEST:
+                limits = [rule.le for rule in field.metadata if getattr(rule, "le", None) is not None]
+                limit = min(limits, default=LARGEST)
+                raise ValueError(f"less than or equal to {limit:.15g}" if one > 0 else f"at least {-LARGEST:.15g}")
+        return value
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """The plain types within an annotation; mappings are not restricted."""
+    if typing.get_origin(annotation) is dict:
+        return set()
+    parts = typing.get_args(annotation)
+    return {annotation} if not parts else set().union(*map(_types_in, parts))
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 address is in brackets. ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{text!r} (rule: HOST:PORT)")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """True if the address is reachable only from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

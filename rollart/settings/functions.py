@@ -1,0 +1,147 @@
+"""Effective settings of each function: from the run's function entries and the `@rollart.reward` of their sources.
+
+A resolved run keeps the entries as written and shows the effective settings beside them. A resume reads the sources
+again: an edit of a decorator counts there as an edit of the reward's code does.
+
+Settings of the function layer inside a cluster spec: the model of each mapping under `functions`.
+
+The models belong to the function layer. They are imported only if a spec has settings to check, and none of them needs
+a provider's library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.machinery
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from rollart.errors import SpecError
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.document import KeyPath
+from rollart.settings.run import FunctionEntry
+from serverless.deploy.package import settings
+from serverless.errors import PackageError, ServerlessError
+from serverless.spec import FunctionBatchSpec, FunctionSpec
+
+_BATCH = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
+"""Keys of an entry by those of the function's `batch`."""
+
+_OWN = {"name", "source", "handler", "artefact", *_BATCH}
+
+
+def function_spec(entry: FunctionEntry, artefacts: Sequence[str] = ()) -> FunctionSpec:
+    """The settings that an entry gives, and no others: `serverless.deploy.package` adds the decorator's.
+
+    `artefacts` are files, in place of the entry's own.
+    """
+    in_module = not entry.source.endswith(".py")
+    given: dict[str, Any] = {"name": entry.name, "source": entry.source, "handler": entry.handler}
+    if in_module:
+        given = {"name": entry.name, "source": f"{entry.source}:{entry.handler}"}
+    given |= {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in entry.model_dump(exclude_none=True, exclude=_OWN).items()
+    }
+    batch = {theirs: getattr(entry, ours) for ours, theirs in _BATCH.items() if getattr(entry, ours) is not None}
+    if batch:
+        given["batch"] = FunctionBatchSpec(**batch)
+    if artefacts:
+        given["artefacts"] = tuple(artefacts)
+    # Not validated: `warm` may fit the decorator's `concurrency`, which is not known here. `settings` and `build` do.
+    return FunctionSpec.model_construct(**given)
+
+
+def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
+    """The effective settings of a function. Its source is read, not run; where there is no source (a spec that is only
+    planned), the decorator's settings are missing. SpecError for settings that do not fit together."""
+    spec = function_spec(entry)
+    try:
+        with run_modules_importable(base):
+            return settings(_located(spec, base), base=Path(base))
+    except PackageError:
+        return _validated_entry(entry, spec)
+    except ServerlessError as error:
+        raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
+
+
+def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
+    try:
+        return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        text = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"function '{entry.name}': {text}") from None
+
+
+def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
+    """For a resolved run: without the keys that the entry has already, and without paths of this machine."""
+    return spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
+
+
+@contextlib.contextmanager
+def run_modules_importable(base: str | Path) -> Iterator[None]:
+    """Make modules beside the run file importable, as they are during a run."""
+    path = str(base)
+    added = path not in sys.path
+    if added:
+        sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        if added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(path)
+
+
+def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:
+    """A dotted module as its file, found without importing the packages around it."""
+    dotted, _, attribute = spec.source.partition(":")
+    if spec.handler or "." not in dotted or "/" in dotted or dotted.endswith(".py"):
+        return spec
+    where, found = None, None
+    for n, _part in enumerate(parts := dotted.split("."), 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:n]), where)
+        where = found.submodule_search_locations if found is not None else None
+        if found is None or (where is None and n < len(parts)):
+            return spec
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return spec
+    return spec.model_copy(update={"source": found.origin, "handler": attribute})
+
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "aws_lambda": ("serverless.deploy.aws_function", "AwsSettings"),
+    "modal": ("serverless.providers.modal_client", "ModalSettings"),
+    "pipeline": ("serverless.pipeline.settings", "PipelineSpec"),
+    "scaling": ("serverless.scaling.settings", "ScalingSpec"),
+}
+"""Module and name of the model, by key under `functions`."""
+
+
+def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[str, Any]]]:
+    """Path, model and values of each mapping that is not empty."""
+    for key in MODELS:
+        values = getattr(cluster.functions, key)
+        if values:
+            yield ("functions", key), settings_model(key), values
+
+
+def settings_model(key: str) -> type[BaseModel]:
+    """The model of a key of `MODELS`; a dataclass becomes a model with the same fields that forbids others."""
+    module, name = MODELS[key]
+    found = getattr(import_module(module), name)
+    if issubclass(found, BaseModel):
+        return typing.cast(type[BaseModel], found)
+    hints = typing.get_type_hints(found)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(found)
+    }
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)

@@ -1,0 +1,328 @@
+"""Specs from files: YAML, then overrides, then validation. Nothing is looked up and nothing is started here.
+
+An invalid spec raises one SpecError that lists every problem, one per line, as `file:line:column: problem (rule: …)`.
+
+JSON Schema of the specs, for editors (`# yaml-language-server: $schema=…`) and `rollart schema`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rollart.errors import SpecError, UsageError, did_you_mean
+from rollart.settings.cluster import ClusterSpec
+from rollart.settings.document import Document, KeyPath, SourcePosition, apply_overrides, read_document
+from rollart.settings.faults import FaultPlanSpec, fault_problems
+from rollart.settings.functions import settings_parts
+from rollart.settings.prices import PriceList
+from rollart.settings.rules import RuleViolation, cluster_problems, price_problems, run_problems
+from rollart.settings.run import RunSpec
+
+CLUSTER_PREFIX = "cluster."
+"""Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
+
+MAX_LINES = 50
+"""Most problems of a spec in one error."""
+
+SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
+
+
+KIND_MODELS: Mapping[str, type[BaseModel]] = {
+    "run": RunSpec,
+    "cluster": ClusterSpec,
+    "prices": PriceList,
+    "faults": FaultPlanSpec,
+}
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a run spec."""
+    return _load(path, overrides, RunSpec, "run", run_problems)
+
+
+def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read a cluster spec."""
+
+    def rules(cluster: ClusterSpec) -> list[RuleViolation]:
+        return [*cluster_problems(cluster), *_prices_of_functions(cluster, Path(path).parent)]
+
+    return _load(path, overrides, ClusterSpec, "cluster", rules)
+
+
+def load_prices(path: str | Path) -> PriceList:
+    """Read a price list."""
+    return _load(path, (), PriceList, "prices", price_problems)
+
+
+def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
+    """Read a fault plan. With the `parts` and `functions` of a run, the names in the plan are checked too."""
+    return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, RuleViolation, parts, functions))
+
+
+def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
+    """A price list that was not written as YAML, by the same rules. `where` names it in errors."""
+    return _validate(Document(where, dict(values)), PriceList, "prices", price_problems)
+
+
+def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
+    """Read any spec; its kind is inferred from its keys."""
+    loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList | FaultPlanSpec]] = {
+        "run": load_run,
+        "cluster": load_cluster,
+        "prices": load_prices,
+        "faults": load_faults,
+    }
+    return loaders[kind_of(read_document(path).values)](path)
+
+
+def kind_of(values: Mapping[str, Any]) -> str:
+    """`run`, `cluster`, `prices` or `faults`: the kind that shares most keys with the values."""
+    scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KIND_MODELS.items()}
+    if "pools" in values:
+        return "cluster"
+    return max(scores, key=lambda kind: scores[kind])
+
+
+def saved_specs(
+    path: str | Path, overrides: Mapping[str, Sequence[str]]
+) -> tuple[RunSpec, ClusterSpec, PriceList, str]:
+    """The specs that a run's directory keeps (`Resolved.to_yaml`), with overrides of `run` and `cluster`."""
+    values = read_document(path).values
+    parts: dict[str, Document] = {}
+    for part in ("run", "cluster", "prices"):
+        if not isinstance(values.get(part), dict):
+            raise SpecError(f"{path}: key '{part}' is missing (rule: what `rollart launch` wrote)")
+        parts[part] = Document(f"{path}: {part}", values[part])
+        apply_overrides(parts[part], overrides.get(part, ()))
+    return (
+        _validate(parts["run"], RunSpec, "run", run_problems),
+        _validate(parts["cluster"], ClusterSpec, "cluster", cluster_problems),
+        _validate(parts["prices"], PriceList, "prices", price_problems),
+        str(values.get("base", ".")),
+    )
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the run and of the cluster.
+
+    Raises:
+        SpecError: an override of the run has a key that only clusters have.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].partition(".")[0]
+        if key in ClusterSpec.model_fields and key not in RunSpec.model_fields:
+            raise SpecError(
+                f"override '{override}': unknown key '{key}' in run (rule: keys of the cluster have the prefix "
+                f"'{CLUSTER_PREFIX}'; did you mean '{CLUSTER_PREFIX}{override}'?)"
+            )
+    for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
+    return [o for o in overrides if not o.startswith(CLUSTER_PREFIX)], for_cluster
+
+
+def builtin(relative: str) -> Path:
+    """A shipped spec, e.g. `runs/quickstart.yaml` or `clusters/local.yaml`."""
+    return Path(__file__).resolve().parent.parent / "configs" / relative
+
+
+def _load(
+    path: str | Path,
+    overrides: Sequence[str],
+    model: type[SpecModel],
+    top: str,
+    rules: Callable[[SpecModel], list[RuleViolation]],
+) -> SpecModel:
+    document = read_document(path)
+    apply_overrides(document, overrides)
+    return _validate(document, model, top, rules)
+
+
+def _validate(
+    document: Document, model: type[SpecModel], top: str, rules: Callable[[SpecModel], list[RuleViolation]]
+) -> SpecModel:
+    try:
+        spec = model.model_validate(document.values)
+    except ValidationError as error:
+        raise _spec_error(list(_problems(error, model, top, document))) from None
+    problems = [_LocatedProblem(document.position(p.loc), p.message) for p in rules(spec)]
+    if isinstance(spec, ClusterSpec):
+        problems += _settings_problems(spec, document)
+    if problems:
+        raise _spec_error(problems)
+    return spec
+
+
+def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_LocatedProblem]:
+    """Problems that the function layer finds in its own settings."""
+    for at, model, values in settings_parts(cluster):
+        try:
+            model.model_validate(values)
+        except ValidationError as error:
+            yield from _problems(error, model, "cluster", document, at=at)
+
+
+def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:
+    """The price file exists, and `functions.price` is in the list that this cluster is priced with."""
+    wanted = cluster.functions.price
+    path = builtin("prices.yaml") if cluster.prices is None else base / cluster.prices
+    if not path.is_file():
+        yield RuleViolation(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
+    elif wanted is not None:
+        listed = (*load_prices(path).prices, *cluster.price_list)
+        known = sorted({entry.name for entry in listed if entry.unit != "device-hour"})
+        if wanted not in known:
+            rule = f"a provider of the price list{did_you_mean(wanted, known)}"
+            yield RuleViolation(("functions", "price"), f"functions.price is '{wanted}' (rule: {rule})")
+
+
+@dataclass(frozen=True, slots=True)
+class _LocatedProblem:
+    where: SourcePosition
+    message: str
+
+
+def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
+    """One error for all problems, in file order, at the position of the first."""
+    unique = sorted(dict.fromkeys(lines), key=lambda line: (line.where.line, line.where.column))
+    first, rest = unique[0], unique[1:MAX_LINES]
+    more = [f"and {len(unique) - MAX_LINES:,} more problems"] if len(unique) > MAX_LINES else []
+    text = [first.message, *(f"{line.where}: {line.message}" for line in rest), *more]
+    return SpecError("\n".join(text), where=str(first.where))
+
+
+def _problems(
+    error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()
+) -> Iterator[_LocatedProblem]:
+    """One line per value: the errors of all members of a union are joined into one rule."""
+    same: dict[tuple[KeyPath, str], list[Any]] = {}
+    for each in error.errors(include_url=False):
+        loc: KeyPath = (*at, *each["loc"])
+        known = each["type"] not in ("extra_forbidden", "missing")
+        location = (_document_path(loc, document.values), abbreviated(each["input"])) if known else (loc, each["type"])
+        same.setdefault(location, []).append(each)
+    for (loc, _), several in same.items():
+        if len(several) == 1:
+            yield _problem(several[0], model, top, document, at=at)
+            continue
+        rules = dict.fromkeys(_rule(e["type"], _rule_text(e)) for e in several)
+        name, value = _dotted(loc, top), abbreviated(several[0]["input"])
+        yield _LocatedProblem(document.position(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
+
+
+def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()) -> _LocatedProblem:
+    """A pydantic error as position, value and rule. `model` describes the value at `at`."""
+    loc: KeyPath = (*at, *error["loc"])
+    if error["type"] == "extra_forbidden":
+        parent = _model_at(model, loc[len(at) : -1])
+        hint = did_you_mean(str(loc[-1]), parent.model_fields if parent else ())
+        within = _dotted(_document_path(loc[:-1], document.values), top)
+        keys = "its own keys" if at else f"keys of `rollart schema {top}`"
+        return _LocatedProblem(
+            document.position(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})"
+        )
+    if error["type"] == "missing":
+        within = _dotted(loc[:-1], top)
+        return _LocatedProblem(
+            document.position(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)"
+        )
+    loc = _document_path(loc, document.values)
+    return _LocatedProblem(document.position(loc), value_problem(error, _dotted(loc, top)))
+
+
+def value_problem(error: Any, name: str) -> str:
+    """The value called `name`, and the rule that it breaks."""
+    return f"{name} is {abbreviated(error['input'])} (rule: {_rule(error['type'], _rule_text(error))})"
+
+
+def _rule_text(error: Any) -> str:
+    message: str = error["msg"]
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def _rule(kind: str, message: str) -> str:
+    """Pydantic's message; common regular expressions are described in words."""
+    if kind == "string_pattern_mismatch" and "env:" in message:
+        return "file, or env:VAR"
+    if kind == "string_pattern_mismatch":
+        return (
+            "an import path like package.module:attribute"
+            if r"\w" in message
+            else ("letters, digits, '_', '.', '-', starting with a letter or digit")
+        )
+    if kind == "model_type":
+        return "a mapping of keys to values"
+    return message
+
+
+def abbreviated(value: object) -> str:
+    """A value's `repr`, of at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _document_path(loc: KeyPath, values: Any) -> KeyPath:
+    """The part of a path that is in the document, without the names of union members that pydantic adds."""
+    for i, part in enumerate(loc):
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return loc[:i]
+    return loc
+
+
+def _dotted(loc: KeyPath, top: str) -> str:
+    return ".".join(str(part) for part in loc) if loc else top
+
+
+def _model_at(model: type[BaseModel], loc: KeyPath) -> type[BaseModel] | None:
+    """The model that describes the mapping at `loc`."""
+    at: Any = model
+    for part in loc:
+        if typing.get_origin(at) is dict:
+            at = typing.get_args(at)[1]
+            continue
+        if isinstance(part, int):
+            at = next(iter(typing.get_args(at)), None)
+            continue
+        found = _as_model(at)
+        if found is None or part not in found.model_fields:
+            return None
+        at = found.model_fields[part].annotation
+    return _as_model(at)
+
+
+def _as_model(annotation: Any) -> type[BaseModel] | None:
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    options = typing.get_args(annotation) if union else [annotation]
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+KINDS: dict[str, type[BaseModel]] = {
+    "run": RunSpec,
+    "cluster": ClusterSpec,
+    "prices": PriceList,
+    "faults": FaultPlanSpec,
+}
+"""Spec models by the name that the command line uses."""
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a kind of spec. UsageError for a kind that there is not."""
+    if kind not in KINDS:
+        raise UsageError(
+            f"no schema '{kind}'{did_you_mean(kind, KINDS)}", remedy="ask for run, cluster, prices or faults"
+        )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"rollart/{kind}.json",
+        **KINDS[kind].model_json_schema(),
+    }

@@ -1,0 +1,664 @@
+"""From specs to the placement problem, and from its solution to the parts that will run. With `fleet` and `work`, and
+`resolve` above them, the only caller of `placement`. Imported only when a plan is solved or predicted.
+
+The run spec as values of `placement`: domain profiles, training, and hardware affinity.
+
+The cluster spec as values of `placement`: pools with devices and prices, links, and prices of functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from placement.architecture import DecoderShape, shape_of
+from placement.hardware import canonical, catalogue, override
+from placement.problem import (
+    DomainProfile,
+    EnvironmentCost,
+    FunctionPrice,
+    InFlightWindow,
+    Problem,
+    Quantity,
+    Restriction,
+    RewardCost,
+    TrainingWork,
+)
+from placement.publish import PRESETS, STORE, Publishing, PublishSpeeds, Transport
+from placement.roofline import Calibration, RooflinePerformance, TrainingConstants
+from placement.training import adapter_parameters
+from placement.types import Demand, Deployment, Device, Infeasible, Link, Objective, Placement, Pool, Role
+from rollart.errors import SpecError, did_you_mean, one_line, some_of
+from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
+from rollart.settings.placement import ProfileSpec, QuantitySpec
+from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.rules import quotas
+from rollart.settings.run import LAG, DomainSpec, RunSpec
+from rollart.user_code import UserCodeGuard, guard
+
+GIB_IN_GB = 1.073741824
+
+
+def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
+    """Every pool. SpecError for a pool without a price, or with figures that no device has."""
+    own = {device.name: device for device in cluster.devices}
+    return tuple(_pool(pool, own.get(pool.device), prices) for pool in cluster.pools)
+
+
+def pool_labels(pool: PoolSpec) -> dict[str, str]:
+    """Labels of every node of a pool: parts choose their nodes by `pool`."""
+    return {"pool": pool.name, "device": pool.device, **pool.labels}
+
+
+def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
+    """Links between pools, which KV crosses."""
+    return tuple(link for link in _links(cluster) if not _to_store(cluster, link))
+
+
+def store_links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
+    """Links to the store of weight versions, which only weights cross."""
+    return tuple(link for link in _links(cluster) if _to_store(cluster, link))
+
+
+def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
+    return tuple(Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0) for link in cluster.links)
+
+
+def _to_store(cluster: ClusterSpec, link: Link) -> bool:
+    """True if the link ends at the store. A pool of the same name takes precedence."""
+    return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
+
+
+def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
+    """The list with entries added or replaced, by name and unit."""
+    table = {(p.name, p.unit): p for p in (*prices.prices, *own)}
+    return PriceList(currency=prices.currency, prices=list(table.values()))
+
+
+def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | None:
+    """Prices of functions; None where the list has none for the backend. SpecError for an unknown provider."""
+    provider = cluster.functions.price or cluster.functions.chain[0]
+    units = {p.unit: p.usd for p in prices.prices if p.name == provider and p.unit != "device-hour"}
+    if not units:
+        if cluster.functions.price is None:
+            return None
+        known = sorted({p.name for p in prices.prices if p.unit != "device-hour"})
+        raise SpecError(
+            f"functions.price is '{provider}' (rule: a provider of the price list{did_you_mean(provider, known)})",
+            remedy="add its prices to price_list",
+        )
+    return FunctionPrice(
+        provider=provider,
+        usd_per_gb_s=units.get("GB-second", 0.0) + units.get("GiB-second", 0.0) / GIB_IN_GB,
+        usd_per_core_s=units.get("core-second", 0.0),
+        usd_per_million_requests=units.get("million-requests", 0.0),
+        usd_per_gpu_s=units.get("gpu-second"),
+    )
+
+
+def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
+    device = _device(pool, own)
+    return Pool(
+        name=pool.name,
+        device=device,
+        count=pool.count,
+        usd_per_device_hour=_hourly(pool, prices),
+        memory_gb=pool.memory_gb if device.is_cpu else None,
+        labels=pool.labels,
+        rented=pool.rented,
+    )
+
+
+def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
+    """The type's figures: the cluster's, else the catalogue's, else none; the pool's own figures replace them."""
+    try:
+        if own is not None:
+            figures = own.model_dump(exclude_none=True, exclude={"name", "base", "source"})
+            device = override(own.name, base=own.base, source=own.source, **figures)
+        else:
+            device = _known(pool.device)
+    except ValueError as error:
+        raise SpecError(f"pool '{pool.name}': {error}") from None
+    if pool.memory_gb is not None and not device.is_cpu:
+        device = replace(device, memory_gb=pool.memory_gb)
+    if pool.devices_per_host is not None:
+        device = replace(device, devices_per_host=pool.devices_per_host)
+    return device
+
+
+def device_name(name: str) -> str:
+    """The catalogue's canonical name of a device type; an unknown name is returned unchanged."""
+    try:
+        return canonical(name)
+    except ValueError:
+        return name
+
+
+def _known(name: str) -> Device:
+    entry = catalogue().get(device_name(name))
+    return Device(name) if entry is None else entry.device
+
+
+def _hourly(pool: PoolSpec, prices: PriceList) -> float:
+    if pool.price is not None:
+        return pool.price
+    listed = {p.name: p.usd for p in prices.prices if p.unit == "device-hour"}
+    if pool.device in listed:
+        return listed[pool.device]
+    synonyms = {device_name(name): usd for name, usd in listed.items()}
+    if device_name(pool.device) not in synonyms:
+        raise SpecError(
+            f"pool '{pool.name}': device '{pool.device}' has no price{did_you_mean(pool.device, listed)}",
+            remedy="give the pool a price (dollars per device-hour) or add one to price_list",
+        )
+    return synonyms[device_name(pool.device)]
+
+
+ASSUMED = "assumed"
+"""Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
+
+
+def profiles_of(
+    run: RunSpec, quotas: Mapping[str, int], measured: Sequence[DomainProfile] = ()
+) -> tuple[DomainProfile, ...]:
+    """The work of each domain: as given, else as measured, else as long as its bounds allow (`source` assumed).
+
+    A domain's weight is its quota in the batch, whatever the mix of the run in which it was measured.
+    """
+    known = {profile.name: profile for profile in measured}
+    profiles = []
+    for domain in run.domains:
+        weight = float(quotas[domain.name])
+        try:
+            if domain.profile is not None:
+                profiles.append(_given(domain, domain.profile, weight))
+            elif domain.name in known:
+                profiles.append(replace(known[domain.name], weight=weight, max_turns=domain.max_turns))
+            else:
+                profiles.append(_assumed(domain, run.model.context, weight))
+        except ValueError as error:
+            raise SpecError(str(error), remedy=f"mend the profile of domain '{domain.name}'") from None
+    return tuple(profiles)
+
+
+def train_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    shape: DecoderShape,
+    pool: str | None,
+    devices: int | None,
+    calibrated: TrainingConstants | None = None,
+) -> TrainingWork:
+    """Training as the placer sees it, fixed to `pool` and `devices` where given."""
+    spec, training = run.placement.train, run.training
+    constants = calibrated or TrainingConstants()
+    lora, checkpointing = training.lora, cluster.trainer.activation_checkpointing
+    return TrainingWork(
+        batch=run.batch.trajectories,
+        staleness=run.staleness,
+        epochs=training.epochs,
+        pool=pool,
+        devices=devices,
+        bytes_per_parameter=spec.bytes_per_parameter,
+        trained_parameters=None if lora is None else adapter_parameters(shape, lora.rank, tuple(lora.targets)),
+        frozen_bytes_per_parameter=spec.frozen_bytes_per_parameter,
+        sequence=spec.sequence or run.model.context,
+        microbatch_tokens=training.max_tokens_per_microbatch,
+        minibatches=training.minibatches,
+        recompute=True if spec.recompute is None and checkpointing else spec.recompute,
+        split=spec.split,
+        constants=constants if spec.mfu is None else replace(constants, mfu=spec.mfu),
+        seconds_per_token=spec.seconds_per_token,
+        seconds_per_step=spec.seconds_per_step,
+    )
+
+
+def affinity_of(
+    run: RunSpec, pools: Sequence[Pool], usable: Mapping[str, str | None]
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """`hw_affinity` as pools by domain, and a note for each domain that had to fall back.
+
+    A name is a pool's or a device type's. A device type that this cluster lacks, or whose pools cannot serve the model
+    (`usable`: the reason by pool, None if it can), leaves the domain to any pool, as RollArt does (§4.1). SpecError for
+    a name that is neither, since that is a typing error.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    notes = []
+    for domain in run.domains:
+        tag = domain.tag or domain.name
+        wanted = run.hw_affinity.get(tag, run.hw_affinity.get("default"))
+        if wanted is None:
+            continue
+        named = _pools_named(wanted, pools)
+        if not named and device_name(wanted) not in catalogue():
+            names = [*(p.name for p in pools), *dict.fromkeys(p.device.name for p in pools), *catalogue()]
+            raise SpecError(
+                f"hw_affinity: '{tag}' prefers '{wanted}' (rule: a pool or a device type{did_you_mean(wanted, names)})"
+            )
+        able = tuple(name for name in named if usable[name] is None)
+        if able:
+            found[domain.name] = able
+            continue
+        reason = usable[named[0]] if named else "the cluster has none"
+        notes.append(f"hw_affinity: {domain.name} prefers {wanted}, but {reason}: any pool may take it")
+    return found, tuple(notes)
+
+
+def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
+    """The `config.json` that the plan is computed for. SpecError, naming the key, if it cannot be read."""
+    model = run.model
+    if isinstance(model.config, str):
+        return _config_file(Path(base) / model.config, "model.config")
+    if model.config is not None:
+        return model.config
+    if model.path is not None:
+        return _config_file(Path(base) / model.path, "model.path")
+    assert model.init is not None, "the rules of the run spec want one of them"
+    return initial_config(model.init, base)
+
+
+def model_name(run: RunSpec) -> str:
+    """The model's name in calibrations and reports: the directory of its config.json, or the source of the config."""
+    model = run.model
+    path = model.config if isinstance(model.config, str) else model.path
+    if path is not None and not isinstance(model.config, dict):
+        return Path(path).parent.name or run.name if Path(path).suffix == ".json" else Path(path).name
+    given = model.config if isinstance(model.config, dict) else model.init
+    if isinstance(given, str):
+        return given
+    return str((given or {}).get("_name_or_path") or run.name)
+
+
+def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
+    environment, reward = spec.environment, spec.reward
+    return DomainProfile(
+        name=domain.name,
+        turns=_quantity(spec.turns),
+        new_tokens=_quantity(spec.new_tokens),
+        output_tokens=_quantity(spec.output_tokens),
+        weight=weight,
+        first_tokens=None if spec.first_tokens is None else _quantity(spec.first_tokens),
+        shared_prefix=spec.shared_prefix,
+        environment=EnvironmentCost(environment.wait_s, environment.core_s, environment.reset_s),
+        reward=None if reward is None else RewardCost(**reward.model_dump()),
+        max_turns=domain.max_turns,
+        source="given",
+    )
+
+
+def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
+    """Every turn generates `max_tokens`, and observations fill the context: an upper bound of real trajectories."""
+    output = domain.max_tokens
+    turns = max(1, min(domain.max_turns, context // (output + 1)))
+    new = max(1.0, context / turns - output)
+    return DomainProfile(
+        name=domain.name,
+        turns=Quantity(float(turns)),
+        new_tokens=Quantity(new),
+        output_tokens=Quantity(float(output)),
+        weight=weight,
+        max_turns=domain.max_turns,
+        source=ASSUMED,
+    )
+
+
+def _quantity(spec: QuantitySpec) -> Quantity:
+    return Quantity(spec.mean, spec.p50, spec.p90)
+
+
+def _pools_named(wanted: str, pools: Sequence[Pool]) -> tuple[str, ...]:
+    if any(p.name == wanted for p in pools):
+        return (wanted,)
+    return tuple(p.name for p in pools if p.device.name == device_name(wanted))
+
+
+def _config_file(path: Path, key: str) -> Mapping[str, object]:
+    file = path if path.suffix == ".json" else path / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(
+            f"{key}: {file} cannot be read: {error.strerror}",
+            remedy="give model.config a config.json, as a file or a mapping, to plan without the weights",
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"{key}: {file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{key}: {file} holds no mapping (rule: a Hugging Face config.json)")
+    return found
+
+
+@guard
+def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
+    """`model.init`: the configuration, or the return value of `package.module:function`; the run file's directory is
+    importable meanwhile, as in a run. SpecError if there is no configuration."""
+    if not isinstance(init, str):
+        return dict(init)
+    module, _, name = init.partition(":")
+    added = base not in sys.path
+    if added:
+        sys.path.insert(0, base)
+    try:
+        with UserCodeGuard():
+            found: Any = getattr(importlib.import_module(module), name)()
+    except Exception as error:  # a user's module may raise any exception
+        raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None
+    finally:
+        if added:
+            sys.path.remove(base)
+    if not isinstance(found, dict):
+        raise SpecError(f"model.init '{init}' returned {type(found).__name__} (rule: a mapping, as in config.json)")
+    return found
+
+
+DEFAULT_TP = (1, 2, 4, 8)
+
+PUBLISH = "publish"
+"""Key of a calibration file's entry that holds publish speeds."""
+
+SPLIT = frozenset({Role.PREFILL, Role.DECODE})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningProblem:
+    """A placement problem, and notes on how it was derived from the specs, for readers of the plan."""
+
+    problem: Problem
+    notes: tuple[str, ...] = ()
+
+
+def problem_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> Problem:
+    """The placement problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
+    return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
+
+
+def planning_problem(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> PlanningProblem:
+    """As `problem_of`, with notes on assumptions. `fixed`: the instances are given; only flows are solved for."""
+    spec = run.placement
+    shape = run_shape(run, base, cluster.engines.dtype)
+    pools = pools_of(cluster, prices)
+    performance = _performance(run, cluster, pools, shape)
+    degrees = _degrees(run, shape, fixed)
+    _check_sizes(run, shape)
+    domains = profiles_of(run, quotas(run), profiles or ())
+    usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
+    affinity, fallbacks = affinity_of(run, pools, usable)
+    pool, devices = _trainer_placement(run, cluster, pools, fixed)
+    windowed = run.schedule not in LAG and spec.in_flight is None
+    only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
+    try:
+        problem = Problem(
+            pools=pools,
+            domains=domains,
+            performance=performance,
+            links=links_of(cluster),
+            train=train_of(run, cluster, shape, pool, devices, load_training(cluster)),
+            objective=Objective(spec.objective),
+            rate=spec.rate,
+            budget_usd_per_hour=spec.budget_usd_per_hour,
+            in_flight=spec.in_flight,
+            functions=function_price(cluster, prices),
+            roles=frozenset(Role) - SPLIT if spec.prefill_decode == "off" else frozenset(Role),
+            tensor_parallel=degrees,
+            max_batch=cluster.engines.max_slots,
+            affinity=affinity,
+            fixed=None if fixed is None else tuple(fixed),
+            restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
+            device_types=only,
+            utilisation=spec.utilisation,
+            rate_tolerance=spec.rate_tolerance,
+            window=window_of(run, cluster, shape) if fixed is None and windowed else None,
+        )
+    except ValueError as error:
+        raise SpecError(f"the plan's problem: {error}") from None
+    return PlanningProblem(problem, (*_assumptions(run, domains), *fallbacks))
+
+
+def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
+    """The trainer's constants of the cluster's calibration files; of several the last. None if no file has any."""
+    found = None
+    for entry in _entries(cluster, base):
+        if "training" in entry[1]:
+            try:
+                found = TrainingConstants.from_dict(entry[1]["training"])
+            except ValueError as error:
+                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=RECALIBRATE) from None
+    return found
+
+
+def solve_placement(question: PlanningProblem) -> Placement:
+    """Solve. SpecError with the conflicting constraints if there is no plan."""
+    from placement.solve import solve  # late: imports numpy
+
+    try:
+        found = solve(question.problem)
+    except ValueError as error:  # found only while solving: no plan costs anything, so no ratio is best
+        raise SpecError(f"the plan's problem: {error}") from None
+    if isinstance(found, Infeasible):
+        raise infeasible(found)
+    return found
+
+
+def infeasible(found: Infeasible) -> SpecError:
+    """Why there is no plan, a constraint a line."""
+    message = found.message
+    lines = [f"no plan: {message}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in message)]
+    return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
+
+
+def demands_of(placement: Placement) -> list[Demand]:
+    """Demands for device assignment: the largest parts of a pool first, so that none of them straddles hosts."""
+    parts = sorted(placement.deployments, key=lambda d: (d.role is not Role.TRAINER, -d.tp, d.pool, d.role))
+    return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
+
+
+def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
+    """The model's shape at the serving precision: the run's, else that of the engines' `dtype`. SpecError for a
+    config.json that describes no supported model."""
+    spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
+    try:
+        return shape_of(
+            model_config(run, base),
+            name=model_name(run),
+            weight_bytes_per_parameter=width if spec.weight_bytes is None else spec.weight_bytes,
+            kv_bytes_per_element=width if spec.kv_bytes is None else spec.kv_bytes,
+        )
+    except ValueError as error:
+        raise SpecError(f"model: {error}", remedy="give model.config the model's Hugging Face config.json") from None
+
+
+def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
+    """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
+    found: dict[str, Calibration] = {}
+    for name, entry in _entries(cluster, base):
+        if "training" in entry or PUBLISH in entry:
+            continue
+        try:
+            one = _calibration(entry)
+        except ValueError as error:
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
+        found[one.device] = one
+    return found
+
+
+RECALIBRATE = "write it anew with `rollart calibrate`"
+
+
+def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
+    """Entries of the calibration files, each with the name of its file."""
+    import yaml
+
+    found: list[tuple[str, Mapping[str, object]]] = []
+    for name in cluster.calibration:
+        path = Path(base) / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except OSError as error:
+            raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
+        for entry in data if isinstance(data, list) else [data]:
+            if not isinstance(entry, Mapping):
+                raise SpecError(
+                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)",
+                    remedy=RECALIBRATE,
+                )
+            found.append((name, entry))
+    return found
+
+
+def _calibration(entry: Mapping[str, object]) -> Calibration:
+    """The calibration of an entry: a calibration, a fit (which has more keys), or a whole machine with an `engine`."""
+    engine = entry.get("engine")
+    fitted = engine if isinstance(engine, Mapping) else entry
+    return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
+
+
+def _measured_speeds(name: str, value: object) -> PublishSpeeds:
+    try:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
+    except (TypeError, ValueError):
+        rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
+        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
+
+
+def window_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> InFlightWindow:
+    """Parameters of the in-flight window where groups are admitted one by one."""
+    return InFlightWindow(
+        {d.name: d.group_size for d in run.domains},
+        float(run.model.context),
+        publish=publishing_of(run, cluster, shape),
+        aborts=run.schedule not in ("areal", "paced"),
+        waits=run.schedule == "paced",
+    )
+
+
+def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Publishing:
+    """Inputs of the publish time besides pools and links."""
+    weights = run.weights
+    buckets = weights.store or weights.collective
+    transport = Transport.FILES if buckets is None else Transport.COLLECTIVE
+    return Publishing(
+        shape.weight_bytes / 1e9,
+        Transport.STORE if weights.store is not None else transport,
+        store_links_of(cluster),
+        bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
+        ahead=weights.update != "on_divergence",
+        speeds=_speeds(cluster),
+    )
+
+
+def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
+    """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
+    spec = cluster.publish
+    speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
+    for name, entry in _entries(cluster, "."):
+        if PUBLISH in entry:
+            speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
+    return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))
+
+
+def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: DecoderShape) -> RooflinePerformance:
+    """An engine on a CPU keeps KV for its slots, however much memory its host has."""
+    asked = run.placement.arithmetic
+    slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
+    return RooflinePerformance(
+        shape,
+        load_calibrations(cluster),
+        precision="fp8" if asked == "fp8" or (asked == "auto" and shape.weight_bytes_per_parameter == 1) else "bf16",
+        weight_only=asked == "auto",
+        kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
+    )
+
+
+def _degrees(run: RunSpec, shape: DecoderShape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
+    """Tensor-parallel degrees to consider. Degrees that the user names must divide the model."""
+    if fixed is not None:
+        return tuple(sorted({d.tp for d in fixed if d.role not in (Role.TRAINER, Role.REWARD)})) or (1,)
+    given = run.placement.tensor_parallel
+    if given is None:
+        return DEFAULT_TP
+    for tp in given:
+        reason = shape.allows_tp(tp)
+        if reason is not None:
+            raise SpecError(f"placement.tensor_parallel has {tp}: {reason}")
+    return tuple(sorted(set(given)))
+
+
+def _check_sizes(run: RunSpec, shape: DecoderShape) -> None:
+    """SpecError for a size of `rollout.parallelism` that the model does not have."""
+    spec = run.rollout.parallelism
+    for size in (spec.sizes if spec is not None else None) or ():
+        reason = shape.allows_tp(size)
+        if reason is not None:
+            raise SpecError(f"rollout.parallelism.sizes has {size}: {reason}")
+
+
+def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
+    """The reason why a pool cannot serve the model with any of the degrees; None if it can."""
+    reasons = []
+    for tp in degrees:
+        found = performance.instance(pool.device, tp)
+        if not isinstance(found, str) and found.kv_capacity_bytes > 0 and tp <= pool.count:
+            return None
+        reasons.append(found if isinstance(found, str) else "the model does not fit into its memory")
+    return reasons[-1]
+
+
+def _trainer_placement(
+    run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], fixed: Sequence[Deployment] | None
+) -> tuple[str | None, int | None]:
+    """Pool and devices of the trainer, None where not given. Of several pools with the type, the largest."""
+    placed = [d for d in fixed or () if d.role is Role.TRAINER]
+    if placed:
+        return placed[0].pool, placed[0].tp * placed[0].replicas
+    spec = run.placement.train
+    wanted = spec.pool or cluster.trainer.device
+    if wanted is None:
+        return None, spec.devices
+    named = [p for p in pools if p.name == wanted] or [p for p in pools if p.device.name == device_name(wanted)]
+    if not named:
+        names = [*(p.name for p in pools), *dict.fromkeys(p.device.name for p in pools)]
+        key = "placement.train.pool" if spec.pool else "trainer.device"
+        raise SpecError(f"{key} is '{wanted}' (rule: a pool or a device type{did_you_mean(wanted, names)})")
+    return max(named, key=lambda p: p.count).name, spec.devices
+
+
+def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, ...]:
+    notes = []
+    assumed = [d.name for d in domains if d.source == ASSUMED]
+    if assumed:
+        notes.append(
+            f"assumed: every trajectory of {some_of(assumed)} is as long as max_turns, max_tokens and model.context "
+            "allow; give a profile, or placement.profile a finished run"
+        )
+    notes += [f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given")]
+    if run.schedule in ("sync", "sync_plus"):
+        notes.append(
+            f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
+        )
+    return tuple(notes)

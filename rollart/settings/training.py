@@ -1,0 +1,232 @@
+"""The configuration of learning: the one schema behind a run file's `training` and `advantage`, and behind
+`trainer.json`.
+
+The run spec and the trainer's process are validated by these models, so a key, its default and its bounds exist on both
+sides or on neither. The formulas are in `rollart/train/advantages.py` and `rollart/train/losses.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rollart.settings.base import SpecEntry
+
+__all__ = [
+    "AdvantageSpec",
+    "CreditSpec",
+    "ImitationSpec",
+    "LoraSpec",
+    "LossSpec",
+    "LossWeight",
+    "ParallelConfig",
+    "PolicyConfig",
+    "TrainerConfig",
+    "TrainingSpec",
+]
+
+
+class AdvantageSpec(SpecEntry):
+    """How rewards become advantages. docs/training.md names the published algorithm of each combination."""
+
+    level: Literal["token", "turn", "trajectory"] = Field(
+        default="trajectory", description="The unit of a reward-to-go: a token, a turn, or the trajectory."
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per turn (or token, at that level).")
+    baseline: Literal["domain", "group", "none"] = Field(
+        default="group",
+        description="Mean that is subtracted: of the domain's batch, of the group, or nothing. At level turn or token "
+        "it is the mean of the other trajectories.",
+    )
+    normalize: Literal["group", "batch", "none"] = Field(
+        default="batch",
+        description="Sample standard deviation that the centred values are divided by: of the group (GRPO; with "
+        "`baseline: group`), of the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO).",
+    )
+
+    @field_validator("normalize", mode="before")
+    @classmethod
+    def _normalize_of_older_specs(cls, value: Any) -> Any:
+        """Older specs have `true` for the batch's deviation and `false` for none."""
+        return {True: "batch", False: "none"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _deviation_of_the_centred_set(self) -> AdvantageSpec:
+        if self.normalize == "group" and self.baseline != "group":
+            raise ValueError(
+                f"normalize 'group' with baseline 'group' alone, not '{self.baseline}': a group's deviation is taken "
+                "around the group's mean; use normalize 'batch' or 'none'"
+            )
+        return self
+
+
+class LossSpec(SpecEntry):
+    """The policy loss. For its parts under staleness see docs/training.md."""
+
+    kind: Literal["pg", "ppo", "decoupled", "tis"] = Field(
+        default="ppo",
+        description="pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal "
+        "and behaviour policies apart; tis: truncated importance sampling.",
+    )
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
+    cap: float = Field(default=2.0, gt=0, description="Largest importance weight (decoupled, tis).")
+    entropy: float = Field(default=0.0, ge=0, description="Factor of the entropy bonus.")
+    kl: float = Field(
+        default=0.0, ge=0, description="Factor of the KL penalty towards the run's first version (after a warm start)."
+    )
+
+
+class LoraSpec(SpecEntry):
+    """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
+
+    rank: int = Field(default=16, ge=1, le=65536, description="Rank of an adapter.")
+    alpha: float = Field(default=32.0, gt=0, le=1e6, description="An adapter adds alpha / rank times its product.")
+    targets: list[str] = Field(
+        default_factory=lambda: ["all-linear"],
+        min_length=1,
+        description="Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head.",
+    )
+
+
+class TrainingSpec(SpecEntry):
+    """Optimizer, loss and how a batch is cut."""
+
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
+    lr_schedule: Literal["constant", "linear"] = Field(
+        default="constant", description="linear: falls to a tenth of `lr` by the last step."
+    )
+    warmup: int = Field(
+        default=0, ge=0, le=1_000_000, description="Optimizer updates over which the learning rate rises linearly."
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's term in the denominator.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    grad_clip: float = Field(default=1.0, ge=0, description="Largest norm of the gradient; 0: not clipped.")
+    loss: LossSpec = Field(default_factory=LossSpec, description="The policy loss.")
+    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over a batch.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
+    stream: bool = Field(
+        default=False,
+        description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
+        "`epochs` and `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32.",
+    )
+    lora: LoraSpec | None = Field(
+        default=None, description="Train low-rank adapters and leave the model's own weights as they are."
+    )
+    columns: list[Literal["ref_logprobs", "advantage"]] = Field(
+        default_factory=list,
+        description="Columns that are computed as samples and groups end, while the rest of the batch is rolled out, "
+        "instead of in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without "
+        "`baseline: domain`.",
+    )
+    domain_balance: Literal["tokens", "domains"] = Field(
+        default="tokens",
+        description="tokens: every token has the same weight; domains: every domain has the same total weight.",
+    )
+
+
+class ImitationSpec(SpecEntry):
+    """Cross-entropy on worked examples."""
+
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
+    batch: int = Field(default=32, ge=1, description="Examples per mini-batch.")
+    stop_loss: float | None = Field(
+        default=None, gt=0, description="Stop early, once the mean loss of the last 5 mini-batches is below it."
+    )
+
+
+LossWeight = Annotated[float, Field(ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance.")]
+
+
+class CreditSpec(SpecEntry):
+    """One domain's credit assignment and its weight in the loss, in the trainer's form."""
+
+    advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
+    loss_weight: LossWeight = 1.0
+
+
+class PolicyConfig(SpecEntry):
+    """The policy: a Hugging Face directory (`path`), or a fresh one made from a config dict (`init`) and `seed`.
+
+    `dtype` of its weights and of everything that is computed with them; engines read versions of either."""
+
+    path: str | None = None
+    init: dict[str, Any] | None = None
+    seed: int = 0
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    dtype: Literal["float32", "float64"] = "float32"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PolicyConfig:
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give exactly one of 'path' (a Hugging Face directory) and 'init' (a model config)")
+        return self
+
+
+class ParallelConfig(SpecEntry):
+    """The number of the trainer's processes (FSDP2), and its trade-offs between memory and speed.
+
+    `dtype` is that of the computation; weights, accumulated gradients and the optimizer keep the model's. Versions of
+    more than one rank are written in files of at most `bucket_mb` (1e6 bytes), or of one larger tensor.
+    """
+
+    ranks: int = Field(default=1, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    bucket_mb: int = Field(default=1000, ge=1)
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP2 holds the parameters: with one rank only for its mixed precision."""
+        return self.ranks > 1 or self.dtype != "float32"
+
+
+class TrainerConfig(TrainingSpec):
+    """`trainer.json`: the run's `training`, and the rest of the run that the trainer's process needs.
+
+    `tokenizer` is a `tokenizer.json` or a directory with one; it is copied into every published version. `steps` is the
+    run's length, for `lr_schedule: linear` (0: it stays constant). `max_tokens_per_microbatch` counts padded tokens: on
+    a CPU 1,000 to 4,000 cost the same, 8,000 at once cost 20–50 % more (caches, page faults); a GPU wants as many as
+    its memory holds. `stream` takes a step's gradient group by group (`stream.py`), in `train` as well. `durable`
+    fsyncs a published version before it becomes visible.
+    """
+
+    model: PolicyConfig
+    weights_root: str
+    tokenizer: str | None = None
+    seed: int = 0
+    steps: int = Field(default=0, ge=0)
+    domains: dict[str, CreditSpec] = Field(default_factory=dict)
+    imitation: ImitationSpec = Field(default_factory=ImitationSpec)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    temperature: float = Field(default=1.0, gt=0)
+    threads: int = Field(default=1, ge=1)
+    device: str = "cpu"
+    durable: bool = True
+
+    @model_validator(mode="after")
+    def _streamed(self) -> TrainerConfig:
+        """A streamed step makes one update of one pass, in one process, and never sees its batch as a whole."""
+        if not self.stream:
+            return self
+        if self.parallel.sharded:
+            raise ValueError(
+                "stream sums gradients in one process in full precision: set parallel.ranks to 1 and parallel.dtype to "
+                "float32, or stream to false"
+            )
+        if self.epochs > 1 or self.minibatches > 1:
+            raise ValueError(
+                f"stream makes one update of one pass, got epochs {self.epochs} and minibatches {self.minibatches}: "
+                "set both to 1, or stream to false"
+            )
+        for name, domain in self.domains.items():
+            if domain.advantage.baseline == "domain":
+                raise ValueError(
+                    f"stream: domain {name!r} has the advantage baseline 'domain', a mean that is known only with the "
+                    "whole batch: use 'group' or 'none', or set stream to false"
+                )
+        return self

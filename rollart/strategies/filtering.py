@@ -1,0 +1,223 @@
+"""Dynamic filtering of complete groups, and statistics of the filtered groups against the kept ones.
+
+Dynamic filtering: which groups carry a training signal, and when enough of them do (ROLL Flash §2.1).
+
+A group of equal rewards has no advantage and hence no gradient. Extra prompts run, and generation stops as soon as
+enough groups qualify. Prompt replication itself is `rollout.replication` (`serving.group_colocation` serves runs
+without it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rollart.control.domain import Domain
+from rollart.control.groups import GroupRun
+from rollart.errors import RunFailed
+from rollart.model import Group
+from rollart.ports import Recorder, RunEvent
+from rollart.shares import DomainShare
+from rollart.strategies.fairness import Apportionment
+from rollart.strategies.redundancy import SelectionBiasReport
+
+FILTERED_AGAINST_KEPT = "filtered_against_kept"
+"""Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
+
+TOLERANCE = 1e-8
+"""Rewards that differ by less are equal: rounding of sums of floats, far below any meaningful difference."""
+
+
+class GroupVerdict(enum.StrEnum):
+    """The classification of a finished group."""
+
+    QUALIFIED = "qualified"
+    ALIKE = "alike"
+    """All rewards are equal: no advantage."""
+    FAULTY = "faulty"
+    """A member has no reward because of the infrastructure: the group cannot be judged."""
+    SURPLUS = "surplus"
+    """It ended after enough others qualified."""
+
+
+def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> GroupVerdict:
+    """Whether a group's rewards distinguish its members (None: an InfraFault, which is never a number)."""
+    known = [r for r in rewards if r is not None]
+    if len(known) < len(rewards) or not known:
+        return GroupVerdict.FAULTY
+    return GroupVerdict.QUALIFIED if max(known) - min(known) > tolerance else GroupVerdict.ALIKE
+
+
+@dataclass(frozen=True, slots=True)
+class FilterSettings:
+    """The filter of a run. `additional` prompts run beyond the need of a step. Before one of a domain's batches is
+    trained, at most `most` times the groups of a step are filtered; then the run fails, or (`keep`) trains the
+    remaining groups as they are."""
+
+    zero_variance: bool = False
+    additional: int = 0
+    most: float = 10.0
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.additional < 0 or not (self.most >= 0 and math.isfinite(self.most)):
+            raise ValueError(f"additional {self.additional} and most {self.most} must not be negative, nor infinite")
+
+
+@dataclass(slots=True)
+class RefillBudget:
+    """Counts the groups of one domain that were filtered since its last step. Each is replaced by a fresh prompt, so
+    the budget bounds how long a step can continue in vain. Bound: `filtered` never exceeds `limit`."""
+
+    limit: int
+    filtered: int = 0
+    qualified: int = 0
+
+    def judged(self, verdict: GroupVerdict) -> bool:
+        """A group ended. True: filter it. False: it is kept, or the bound is reached (`exhausted`)."""
+        if verdict is not GroupVerdict.ALIKE:
+            self.qualified += 1
+            return False
+        if self.filtered >= self.limit:
+            return False
+        self.filtered += 1
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        return self.filtered >= self.limit
+
+    def trained(self) -> None:
+        """Groups of the domain went into a step: the budget is reset."""
+        self.filtered = self.qualified = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDecision:
+    """`launch` further prompts now; `stop`: enough qualify, cancel the running ones. `exhausted`: nothing runs and no
+    more may be launched, so the batch stays smaller than its target."""
+
+    verdict: GroupVerdict
+    launch: int = 0
+    stop: bool = False
+    exhausted: bool = False
+
+
+@dataclass(slots=True)
+class DynamicFilter:
+    """Counts groups until `target` qualify, keeping `target + extra - qualified` running.
+
+    Bound: at most `most` prompts are ever launched. Nothing is launched after `stop`. Groups qualify in the order in
+    which they end, which favours short ones: `strategies.redundancy.bias_report` measures the bias.
+    """
+
+    target: int
+    extra: int = 0
+    most: int | None = None
+    tolerance: float = TOLERANCE
+    qualified: list[str] = field(default_factory=list)
+    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
+    launched: int = 0
+
+    def __post_init__(self) -> None:
+        if self.target < 1 or self.extra < 0 or (self.most is not None and self.most < self.target):
+            raise ValueError(
+                f"target {self.target} must be positive, extra {self.extra} not negative, "
+                f"most {self.most} at least the target"
+            )
+
+    @property
+    def live(self) -> int:
+        return self.launched - len(self.verdicts)
+
+    def start(self) -> int:
+        """The number of prompts to launch at the beginning."""
+        return self._more()
+
+    def ended(self, group: str, rewards: Sequence[float | None]) -> FilterDecision:
+        """A group ended with its members' rewards (None: an InfraFault, which is never a number)."""
+        if group in self.verdicts:
+            raise ValueError(f"group {group} ended twice")
+        if self.live <= 0:
+            raise ValueError(f"group {group} was not launched: {self.launched} were, all ended")
+        done = len(self.qualified) >= self.target
+        verdict = GroupVerdict.SURPLUS if done else classify_rewards(rewards, self.tolerance)
+        self.verdicts[group] = verdict
+        if verdict is GroupVerdict.QUALIFIED:
+            self.qualified.append(group)
+        stop = len(self.qualified) >= self.target
+        more = 0 if stop else self._more()
+        return FilterDecision(verdict, more, stop, exhausted=not stop and self.live == 0)
+
+    def _more(self) -> int:
+        wanted = self.target + self.extra - len(self.qualified) - self.live
+        allowed = wanted if self.most is None else min(wanted, self.most - self.launched)
+        more = max(allowed, 0)
+        self.launched += more
+        return more
+
+
+class GroupFilter:
+    """Classifies every group once, when it is complete. Synchronous; called only by the scheduler.
+
+    A group that was complete at a crash is classified again on resume, with the same verdict, because the verdict
+    depends on the rewards alone.
+    """
+
+    def __init__(self, domains: Sequence[Domain], settings: FilterSettings, recorder: Recorder) -> None:
+        self._settings = settings
+        self._recorder = recorder
+        self._refills = {
+            d.name: RefillBudget(math.floor(settings.most * d.quota / d.group_size + 1e-9)) for d in domains
+        }
+        self._against = SelectionBiasReport(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
+        self._said: set[str] = set()
+
+    def leaves_out(self, run: GroupRun) -> bool:
+        """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted,
+        unless the settings `keep` further groups."""
+        if not self._settings.zero_variance:
+            return False
+        refills = self._refills[run.domain.name]
+        rewards = [sample.score for sample in run.samples.values()]
+        verdict = classify_rewards(rewards)
+        if refills.judged(verdict):
+            self._against.dropped(run)
+            self._event("group_filtered", run.id, domain=run.domain.name, reward=math.fsum(rewards) / len(rewards))
+            return True
+        if verdict is GroupVerdict.ALIKE:
+            self._exhausted(run.domain.name, refills)
+        self._against.kept(run)
+        return False
+
+    def trained(self, consumed: Iterable[Group], version: int) -> None:
+        """These groups were trained: reset the refill budgets of their domains."""
+        for domain in {group.domain for group in consumed}:
+            self._refills[domain].trained()
+            self._said.discard(domain)
+        self._against.report(version)
+
+    def _exhausted(self, domain: str, refills: RefillBudget) -> None:
+        seen = refills.filtered + refills.qualified
+        share = f"all {seen}" if not refills.qualified else f"{refills.filtered} of {seen}"
+        said = f"{share} groups of domain {domain} since its last step had members of the same reward"
+        if not self._settings.keep:
+            raise RunFailed(
+                f"{said}, and were filtered (limit {refills.limit})",
+                remedy="use prompts that the policy solves now and then, a larger group_size or "
+                "rollout.filter.exhausted=keep, then rollart launch --resume",
+            )
+        if domain not in self._said:
+            self._said.add(domain)
+            self._event("filter_exhausted", domain, detail=f"{said}: further ones are trained as they are")
+
+    def _event(self, kind: str, subject: str, **fields: str | float) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+def additional_prompts(domains: Sequence[Domain], count: int) -> dict[str, int]:
+    """`count` prompts beyond those of a step, apportioned to domains like the step's groups."""
+    return Apportionment(tuple(DomainShare(d.name, d.quota / d.group_size) for d in domains)).step(count)

@@ -1,0 +1,272 @@
+"""Environments that are reset before their trajectories are admitted, while others generate.
+
+How many environments to reset ahead of admission: the look-ahead rule of `policy.pipeline`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollart.control.domain import Domain
+from rollart.leases import Expiry, Leases
+from rollart.model import Observation, TrajectoryId
+from rollart.policy.host_slots import PlacementPriority, PlacementRequest
+from rollart.policy.pipeline import prefetched_environments
+from rollart.ports import Environment, Recorder, RunEvent
+from rollart.supervise.environment_hosts import has_host_slot, mark_in_use, prepare_environment
+from rollart.user_code import UserCodeGuard, checked_observation, require_awaitable
+
+MOST_AHEAD = 4
+"""Most batches of environments that the rule keeps ahead: each holds memory on some host all the time."""
+
+SEEN = 64
+"""Window of the rule, in resets per domain: enough for a 90th percentile, few enough to follow a change."""
+
+
+@dataclass(slots=True)
+class PrefetchDepth:
+    """The prefetch depth of one domain: `fixed` environments, or computed from measurements (None)."""
+
+    fixed: int | None
+    quota: int
+    resets_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    period_s: float | None = None
+    """Seconds from one admission of a batch to the next: the mean of the last period and the previous value."""
+    admitted_at: float | None = None
+
+    def reset(self, seconds: float) -> None:
+        self.resets_s.append(seconds)
+
+    def published(self, now: float) -> None:
+        """The slots of a batch are free."""
+        if self.admitted_at is not None:
+            seen = now - self.admitted_at
+            self.period_s = seen if self.period_s is None else (self.period_s + seen) / 2
+        self.admitted_at = now
+
+    def wanted(self) -> int:
+        """Environments to keep reset, or in reset, for prompts that are not admitted yet."""
+        if self.fixed is not None:
+            return self.fixed
+        return environments_to_prefetch(self.quota, self.period_s, self.resets_s)
+
+
+def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Sequence[float]) -> int:
+    """Whole batches of environments: slots are freed a batch at a time, one batch every `period_s`, and the resets of a
+    batch should have ended by then. The number of batches is `prefetched_environments` of the mean reset with its 90th
+    percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before the first measured reset."""
+    if not resets_s or max(resets_s) <= 0:
+        return 0
+    if period_s is None or period_s <= 0:
+        return quota
+    mean = math.fsum(resets_s) / len(resets_s)
+    slow = sorted(resets_s)[math.ceil(0.9 * len(resets_s)) - 1]
+    return quota * prefetched_environments(period_s, mean, jitter_s=max(slow - mean, 0.0), most=MOST_AHEAD)
+
+
+PREFETCH_REQUEST = PlacementRequest(PlacementPriority.AHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchSettings:
+    """`fixed`: prefetched environments per domain; None: as many as `PrefetchDepth` computes."""
+
+    fixed: int | None = None
+
+
+@dataclass(slots=True)
+class PrefetchedEnvironment:
+    """An environment whose reset began for a trajectory that does not run yet. Its task owns it until `take`."""
+
+    over: asyncio.Future[Observation]
+    """The first observation, or the error of the reset."""
+    environment: Environment | None = None
+    """The environment; None until the task has created it."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the reset itself began, or a step before it failed."""
+    task: asyncio.Task[None] | None = None
+    seconds: float = 0.0
+
+    async def observed(self) -> Observation:
+        """The first observation, for the trajectory that took the environment. Raises the error of the reset; a
+        cancellation ends the reset first, so that the environment is idle when it is closed."""
+        try:
+            return await asyncio.shield(self.over)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def prepared(self) -> None:
+        """Wait until the host is ready for the reset or failed to be; bounded by the lease of the reset's task."""
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+class Prefetcher:
+    """Owns environments from the start of their reset until a trajectory takes them; called by the scheduler (`fill`,
+    `forget`, `published`, `close`) and by trajectories (`take`, `reset`). None of these calls waits.
+
+    Each reset is a task of the scheduler under a lease in the name of its trajectory. A failed reset counts as a fault
+    of the trajectory that takes it, as if that trajectory had made the call. Invariant: at most `PrefetchDepth.wanted`
+    environments are held per domain. Unused environments are closed, the newest first if a running trajectory waits for
+    a slot on a host. The seeds are the prompts' seeds, and members of a prompt are reset in order, so the observations
+    of an episode do not depend on prefetching.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        settings: PrefetchSettings,
+        reset_s: float,
+        close_s: float,
+    ) -> None:
+        self._rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
+        self._leases = leases
+        self._recorder = recorder
+        self._reset_s, self._close_s = reset_s, close_s
+        self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in domains}
+        self.on_known: Callable[[], None] = lambda: None
+        """Called when prefetching becomes possible: the first duration of a reset is known."""
+        self.begun = self.used = self.unused = 0
+
+    def wanted(self, domain: str) -> int:
+        return self._rules[domain].wanted()
+
+    def held(self, domain: str) -> int:
+        return len(self._held[domain])
+
+    def fill(self, tasks: asyncio.TaskGroup, domain: Domain, prompts: Sequence[tuple[str, int]], most: int) -> None:
+        """Begin resets for the domain's next prompts (group, seed), in order, until `most` are held for them."""
+        held, room = self._held[domain.name], min(most, self.wanted(domain.name))
+        for group, seed in prompts:
+            for member in range(domain.group_size):
+                name = TrajectoryId(f"{group}.{member}")
+                if name in held:
+                    continue
+                if len(held) >= room:
+                    return
+                ahead = held[name] = PrefetchedEnvironment(asyncio.get_running_loop().create_future())
+                ahead.task = tasks.create_task(self._hold(domain, name, seed, ahead), name=f"reset for {name}")
+
+    def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
+        """The trajectory's prefetched environment, which the caller now owns and closes; None if there is none."""
+        ahead = self._held[domain].pop(trajectory, None)
+        if ahead is None:
+            return None
+        if ahead.environment is None or not has_host_slot(ahead.environment):
+            self._give_up(ahead)  # not begun: a reset by the trajectory takes no longer, and has priority for a slot
+            return None
+        mark_in_use(ahead.environment)
+        ahead.taken.set()
+        self.used += 1
+        return ahead
+
+    def reset(self, domain: str, seconds: float) -> None:
+        """Record the duration of a reset, prefetched or not."""
+        rule = self._rules[domain]
+        first = not rule.resets_s
+        rule.reset(seconds)
+        if first:
+            self.on_known()
+
+    def forget(self, group: str) -> None:
+        """The group is over: close its unused environments."""
+        for held in self._held.values():
+            for name in [n for n in held if n.rpartition(".")[0] == group]:
+                self._give_up(held.pop(name))
+
+    def published(self, version: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for rule in self._rules.values():
+            rule.published(now)
+        fields = {"begun": self.begun, "used": self.used, "unused": self.unused}
+        held = sum(map(len, self._held.values()))
+        self._recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
+
+    def close(self) -> None:
+        """Cancel the tasks, which close the unused environments."""
+        for held in self._held.values():
+            for ahead in held.values():
+                self._give_up(ahead)
+            held.clear()
+
+    def _give_up(self, ahead: PrefetchedEnvironment) -> None:
+        assert ahead.task is not None
+        ahead.task.cancel()
+
+    def _yield(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
+        """Free its slot on the host for another episode."""
+        self._drop(domain, trajectory, ahead)
+        self._give_up(ahead)
+
+    def _drop(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
+        """Stop holding it; another one may be held for the same trajectory."""
+        if self._held[domain].get(trajectory) is ahead:
+            del self._held[domain][trajectory]
+
+    async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment) -> None:
+        try:
+            with UserCodeGuard():
+                environment = ahead.environment = domain.environment()
+        except Exception:
+            self._drop(domain.name, trajectory, ahead)  # the trajectory's own attempt reports the error
+            return
+        self.begun += 1
+        try:
+            await self._begin(domain.name, trajectory, seed, ahead, environment)
+            await ahead.taken.wait()
+        finally:
+            if not ahead.taken.is_set():
+                self._drop(domain.name, trajectory, ahead)
+                self.unused += 1
+                with (
+                    contextlib.suppress(Exception),
+                    self._leases.hold(trajectory, "the close of its environment", self._close_s, Expiry.GAP_FILL),
+                    UserCodeGuard(),
+                ):
+                    await environment.close()
+
+    async def _begin(
+        self, domain: str, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment, environment: Environment
+    ) -> None:
+        try:
+            await prepare_environment(
+                environment, seed, trajectory, PREFETCH_REQUEST, lambda: self._yield(domain, trajectory, ahead)
+            )
+            ahead.ready.set()
+            began = asyncio.get_running_loop().time()
+            with (
+                self._leases.hold(trajectory, "the reset of its environment", self._reset_s, Expiry.GAP_FILL),
+                UserCodeGuard(),
+            ):
+                observation = checked_observation(await require_awaitable(environment.reset(seed), "reset"))
+        except Exception as error:
+            ahead.over.set_exception(error)
+            ahead.ready.set()
+            ahead.over.exception()  # marks it as retrieved: an unused failure is not logged
+            return
+        except asyncio.CancelledError:
+            ahead.over.cancel()
+            ahead.ready.set()
+            raise
+        ahead.seconds = asyncio.get_running_loop().time() - began
+        self.reset(domain, ahead.seconds)
+        ahead.over.set_result(observation)

@@ -1,0 +1,419 @@
+"""Redundant rollouts: the number of extra groups and members, and statistics of the cancelled ones.
+
+Redundant environments: how many to run beyond need, which to cancel, and the resulting bias of the data.
+
+A batch needs N groups of G trajectories. More groups (`num_env_groups`) and more members per group
+(`group_size_redundancy`) keep one broken or slow environment from delaying the whole batch (RollArt §1.4, ROLL Flash
+§2.1: more groups beat larger groups). Taking the first to finish has two costs. Sandbox time is wasted, up to r / (1 +
+r) of it: so redundancy follows the observed health, and is zero while all is well. And the first to finish are short
+and easy: so every cancellation is reported beside the kept trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.control.domain import Domain
+from rollart.control.groups import GroupRun, TrajectorySnapshot
+from rollart.control.trajectory import TrajectoryState
+from rollart.model import AbortReason, TrainSample
+from rollart.ports import Recorder, RunEvent
+
+CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
+"""Event of a run at each publish, one per `BiasFeature` of the report over the last trajectories of either kind."""
+
+NOTABLE = 0.33
+"""Cliff's delta from which a difference causes a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
+
+ENOUGH = 20
+"""Trajectories on both sides before a difference is judged: with fewer, 0.33 is within chance."""
+
+
+class TrajectoryEnding(enum.StrEnum):
+    """How a trajectory ended, as far as redundancy is concerned."""
+
+    GOOD = "good"
+    FAILED = "failed"
+    """Infrastructure: the environment or its host, never the policy."""
+    STRAGGLED = "straggled"
+    """It ended after its batch's deadline."""
+
+
+@dataclass(slots=True)
+class HealthMeter:
+    """Shares of bad ends per (domain, host), with exponential decay over `memory` ends each."""
+
+    memory: int = 200
+    _seen: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, domain: str, host: str, end: TrajectoryEnding) -> None:
+        keep = 1.0 - 1.0 / self.memory
+        weight, bad = self._seen.get((domain, host), (0.0, 0.0))
+        self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not TrajectoryEnding.GOOD))
+
+    def rate(self, domain: str, hosts: Mapping[str, float] | None = None) -> tuple[float, float]:
+        """(share of bad ends, number of ends behind it) of a domain. `hosts` is the planned load per host: rates are
+        weighted with it, and an unknown host counts as the mean of the others. None: weighted as observed."""
+        mine = {h: v for (d, h), v in self._seen.items() if d == domain}
+        weight = sum(w for w, _ in mine.values())
+        overall = sum(b for _, b in mine.values()) / weight if weight else 0.0
+        total = sum(hosts.values()) if hosts else 0.0
+        if not hosts or not total:
+            return overall, weight
+        rates = {h: mine[h][1] / mine[h][0] if h in mine else overall for h in hosts}
+        return sum(n * rates[h] for h, n in hosts.items()) / total, weight
+
+
+@dataclass(frozen=True, slots=True)
+class RedundancySettings:
+    """`confidence`: the probability that enough trajectories end well without waiting for a bad one. `by_groups`,
+    `by_size`: the kinds of redundancy in use. `cap`: extra trajectories as a share of those needed. `prior` is the bad
+    share that is assumed before `min_seen` observed ends. A bad share below `ignore` launches nothing: retries are
+    cheaper."""
+
+    by_groups: bool = True
+    by_size: bool = False
+    confidence: float = 0.95
+    cap: float = 0.25
+    prior: float = 0.0
+    min_seen: int = 50
+    ignore: float = 0.002
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1 or self.cap < 0 or not 0 <= self.prior < 1 or not 0 <= self.ignore < 1:
+            raise ValueError(
+                f"confidence {self.confidence} must lie within (0, 1), cap {self.cap} not be negative, "
+                f"prior {self.prior} and ignore {self.ignore} lie within [0, 1)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RedundantLaunch:
+    """Extra groups, and extra members per group of all groups. `bad` is the bad share behind these numbers; `capped`:
+    the confidence would need more."""
+
+    groups: int
+    members: int
+    bad: float
+    capped: bool = False
+
+
+def redundant_launch(
+    groups: int, group_size: int, *, bad: float, seen: float, settings: RedundancySettings
+) -> RedundantLaunch:
+    """How much to launch beyond `groups` x `group_size`.
+
+    The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then over
+    groups with the remaining risk of a group. Members of different hosts fail at different rates; taking their mean is
+    on the safe side (Hoeffding 1956). With both kinds, members come first, for half of the cap.
+    """
+    if groups < 1 or group_size < 1:
+        raise ValueError(f"groups {groups} and group size {group_size} must be positive")
+    bad = settings.prior if seen < settings.min_seen else bad
+    if bad <= settings.ignore or settings.cap == 0:
+        return RedundantLaunch(0, 0, bad)
+    room, capped, members = int(settings.cap * groups * group_size + 1e-9), False, 0
+    if settings.by_size:
+        most = (room // 2 if settings.by_groups else room) // groups
+        members, met = _smallest(group_size, 1.0 - bad, settings.confidence, most)
+        capped = not met
+        room -= members * groups
+    extra = 0
+    if settings.by_groups:
+        whole = _at_least(group_size, group_size + members, 1.0 - bad)
+        extra, met = _smallest(groups, whole, settings.confidence, room // (group_size + members))
+        capped = not met
+    return RedundantLaunch(extra, members, bad, capped)
+
+
+@dataclass(frozen=True, slots=True)
+class Redundancy:
+    """The redundancy that a run requests: `groups` and `size` are factors on a domain's groups per batch and on a
+    group's members. With `health` they are upper limits, and the redundancy follows the observed share of bad ends."""
+
+    groups: float = 1.0
+    size: float = 1.0
+    health: bool = False
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.size < 1:
+            raise ValueError(f"factors must be at least 1, got {self.groups} for groups, {self.size} for size")
+
+    @property
+    def any(self) -> bool:
+        return self.groups > 1 or self.size > 1
+
+    def most(self, groups: int, group_size: int) -> RedundantLaunch:
+        """The upper limit beyond `groups` x `group_size`: whole groups and members, rounded down."""
+        return RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
+
+    def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> RedundantLaunch:
+        """The extra launches now, given the share of bad ends and the number of ends behind it."""
+        most = self.most(groups, group_size)
+        if not self.health:
+            return most
+        settings = RedundancySettings(self.groups > 1, self.size > 1, cap=self.groups * self.size - 1.0)
+        asked = redundant_launch(groups, group_size, bad=bad, seen=seen, settings=settings)
+        fits = asked.groups <= most.groups and asked.members <= most.members
+        return RedundantLaunch(
+            min(asked.groups, most.groups), min(asked.members, most.members), asked.bad, asked.capped or not fits
+        )
+
+
+def _times(count: int, factor: float) -> int:
+    return math.floor(count * factor + 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A running group: its finished members in order, and its running members. Lost members are in neither."""
+
+    id: str
+    finished: tuple[TrajectorySnapshot, ...]
+    running: tuple[TrajectorySnapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The cancelled trajectories, and the reason."""
+
+    ids: tuple[str, ...]
+    reason: str
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) -> tuple[Cancelled, ...]:
+    """The trajectories that are no longer needed: members beyond the first `group_size` of a complete group, and
+    everything else once `target` groups are complete. `groups` are in order of completion; complete groups beyond the
+    target are surplus. A trajectory that a group or the batch could still need is never cancelled."""
+    complete = [g for g in groups if len(g.finished) >= group_size]
+    beyond = [t.id for g in complete for t in (*g.finished[group_size:], *g.running)]
+    cancelled = [Cancelled(tuple(beyond), "group_complete")] if beyond else []
+    if len(complete) >= target:
+        kept = {g.id for g in complete[:target]}
+        listed = set(beyond)
+        rest = [t.id for g in groups if g.id not in kept for t in (*g.finished, *g.running) if t.id not in listed]
+        if rest:
+            cancelled.append(Cancelled(tuple(rest), "batch_complete"))
+    return tuple(cancelled)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasFeature:
+    """One figure of kept and cancelled trajectories. `delta` is Cliff's: P(cancelled > kept) - P(cancelled < kept),
+    from -1 to 1; it uses ranks, because lengths have heavy tails."""
+
+    name: str
+    kept: float
+    cancelled: float
+    kept_count: int
+    cancelled_count: int
+    delta: float
+
+    def notable(self, threshold: float = NOTABLE) -> bool:
+        return min(self.kept_count, self.cancelled_count) >= ENOUGH and abs(self.delta) >= threshold
+
+
+@dataclass(frozen=True, slots=True)
+class BiasReport:
+    """Differences between cancelled and kept trajectories: means and effect size per figure that both sides know."""
+
+    features: tuple[BiasFeature, ...]
+    threshold: float
+
+    def warnings(self) -> tuple[str, ...]:
+        """One line per notable difference."""
+        return tuple(
+            f"cancelled trajectories have {'more' if f.delta > 0 else 'less'} {f.name} than kept ones: "
+            f"{f.cancelled:.3g} against {f.kept:.3g} (Cliff's delta {f.delta:+.2f}, n {f.cancelled_count})"
+            for f in self.features
+            if f.notable(self.threshold)
+        )
+
+
+def bias_report(
+    kept: Sequence[TrajectorySnapshot], cancelled: Sequence[TrajectorySnapshot], *, threshold: float = NOTABLE
+) -> BiasReport:
+    """The report over any window: a batch, a run."""
+    features = []
+    for name in ("tokens", "age_s", "turns", "difficulty", "reward"):
+        ours = [float(v) for t in kept if (v := getattr(t, name)) is not None]
+        theirs = [float(v) for t in cancelled if (v := getattr(t, name)) is not None]
+        if ours and theirs:
+            means = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
+            features.append(BiasFeature(name, *means, len(ours), len(theirs), _cliff(theirs, ours)))
+    return BiasReport(tuple(features), threshold)
+
+
+def _cliff(a: Sequence[float], b: Sequence[float]) -> float:
+    """P(a > b) - P(a < b) over all pairs, in O(n log n)."""
+    ranked = sorted(b)
+    above = sum(bisect_left(ranked, x) for x in a)
+    below = sum(len(ranked) - bisect_right(ranked, x) for x in a)
+    return (above - below) / (len(a) * len(b))
+
+
+def _smallest(need: int, good: float, confidence: float, most: int) -> tuple[int, bool]:
+    """The smallest extra <= most that reaches the confidence, or `most` and False."""
+    for extra in range(most + 1):
+        if _at_least(need, need + extra, good) >= confidence:
+            return extra, True
+    return most, False
+
+
+def _at_least(need: int, count: int, good: float) -> float:
+    """P[Binomial(count, good) >= need], summed over the small number of bad outcomes."""
+    if good >= 1.0:
+        return 1.0
+    if good <= 0.0:
+        return float(need <= 0)
+    logs = [
+        math.lgamma(count + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(count - k + 1)
+        + k * math.log1p(-good)
+        + (count - k) * math.log(good)
+        for k in range(count - need + 1)
+    ]
+    return min(math.fsum(map(math.exp, logs)), 1.0)
+
+
+REMEMBERED_TRAJECTORIES = 2000
+"""Trajectories of either kind that a report covers: Cliff's delta is then known to about 0.03."""
+
+RESIZE_ENDS = 8
+"""Ends of a domain between two checks of its health: a check sums a binomial tail, and the bad share changes slowly."""
+
+UNKNOWN_HOST = ""
+"""Environments do not report the host that they ran on."""
+
+
+class RedundancyController:
+    """The extra groups and members to launch. Synchronous; called by the scheduler alone.
+
+    Health counts attempts that met an infrastructure fault. Attempts cancelled by redundancy itself do not count:
+    otherwise redundancy would sustain itself.
+    """
+
+    def __init__(
+        self, domains: Sequence[Domain], settings: Redundancy, additional: Mapping[str, int] | None = None
+    ) -> None:
+        """`additional`: extra groups per domain that always run, whatever the health."""
+        self._settings = settings
+        self._additional = additional or {}
+        self._health = HealthMeter()
+        self._now = {d.name: self._sized(d) for d in domains}
+        self._ends = dict.fromkeys(self._now, 0)
+
+    def ended(self, domain: Domain, reason: AbortReason | None) -> None:
+        """Count the end of an attempt: with a sample (None), or without one for `reason`."""
+        if not self._settings.health:
+            return
+        if reason is None or reason is AbortReason.INFRA_FAULT:
+            self._health.add(
+                domain.name, UNKNOWN_HOST, TrajectoryEnding.GOOD if reason is None else TrajectoryEnding.FAILED
+            )
+            self._ends[domain.name] += 1
+            if self._ends[domain.name] % RESIZE_ENDS == 0:
+                self._now[domain.name] = self._sized(domain)
+
+    def extra(self, domain: Domain) -> RedundantLaunch:
+        """Groups beyond a batch, and members beyond a group's size, that are worth starting now."""
+        return self._now[domain.name]
+
+    def slots(self, ready: Mapping[str, int], domains: Mapping[str, Domain], *, batches: bool) -> dict[str, int]:
+        """Samples per domain by which its window is wider now. With whole `batches` the number is 0 once a batch is
+        ready: a group started then would be dropped."""
+        if not self.by_groups:
+            return {}
+        return {
+            name: 0 if batches and ready.get(name, 0) >= d.quota else self.extra(d).groups * d.group_size
+            for name, d in domains.items()
+        }
+
+    @property
+    def by_groups(self) -> bool:
+        return self._settings.groups > 1 or any(self._additional.values())
+
+    def _sized(self, domain: Domain) -> RedundantLaunch:
+        bad, seen = self._health.rate(domain.name)
+        extra = self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
+        return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
+
+
+class SelectionBiasReport:
+    """Compares recent cancelled or filtered trajectories (`kind`: the event) with recent kept ones."""
+
+    def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT, *, on: bool) -> None:
+        self._recorder = recorder
+        self._kind = kind
+        self._on = on
+        self._kept: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
+        self._cancelled: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
+        self._changed = False
+
+    def kept(self, run: GroupRun) -> None:
+        """Record the members of a complete group."""
+        if self._on:
+            self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
+
+    def ended(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
+        """Record a member whose sample its group may use."""
+        if self._on:
+            run.seen.append(trajectory_snapshot(live, sample))
+
+    def dropped(self, run: GroupRun) -> None:
+        """Record a surplus group: the work of its finished members is lost."""
+        for seen in run.seen:
+            self._cancel(_with_group_difficulty(run, seen))
+
+    def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
+        """Record a member that was cancelled while it ran, or dropped once it was scored."""
+        self._cancel(_with_group_difficulty(run, trajectory_snapshot(live, sample)))
+
+    def report(self, version: int) -> None:
+        """Emit one event per feature, if any trajectory was cancelled since the last report."""
+        if not self._changed:
+            return
+        self._changed = False
+        found = bias_report(self._kept, self._cancelled)
+        now = asyncio.get_running_loop().time()
+        for f in found.features:
+            fields: dict[str, str | int | float | bool | None] = {
+                "version": version,
+                "kept": f.kept,
+                "cancelled": f.cancelled,
+                "kept_count": f.kept_count,
+                "cancelled_count": f.cancelled_count,
+                "delta": f.delta,
+                "notable": f.notable(found.threshold),
+            }
+            self._recorder.event(RunEvent(now, self._kind, f.name, fields))
+
+    def _cancel(self, trajectory: TrajectorySnapshot) -> None:
+        self._cancelled.append(trajectory)
+        self._changed = True
+
+
+def trajectory_snapshot(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
+    """A snapshot of a trajectory in its present state."""
+    age_s = asyncio.get_running_loop().time() - live.started
+    reward = None if sample is None else sample.score
+    return TrajectorySnapshot(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
+
+
+def _with_group_difficulty(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
+    """The snapshot with the mean reward of its group's present samples as difficulty."""
+    rewards = [s.score for s in run.samples.values()]
+    difficulty = math.fsum(rewards) / len(rewards) if rewards else None
+    return TrajectorySnapshot(seen.id, seen.tokens, seen.age_s, seen.turns, difficulty, seen.reward)

@@ -1,0 +1,353 @@
+"""Changes of tensor parallelism that follow preemption during a run (RollPacker §3.2): decided after each step from the
+engines' counters, and applied by the fleet.
+
+Whether a change of tensor parallelism pays: the cost of preemption against the cost of draining and starting.
+
+`policy.parallelism.next_tensor_parallelism` gives RollPacker's decision; here a change moves whole engines, so it is
+weighed against its cost. Units: engine-seconds, of engines of the current size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from rollart.errors import RollartError
+from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
+from rollart.leases import Expiry, Leases
+from rollart.model import EngineId
+from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, next_tensor_parallelism
+from rollart.policy.workload import WorkloadMeter
+from rollart.ports import Fleet, Recorder, RunEvent
+from rollart.serving.gateway import Gateway
+from rollart.supervise.rebalance import ADOPTED, UNDO_ATTEMPTS, order_moves, reverse_drain
+
+LEAST_GAIN = 0.02
+"""Assumed share of engine time that smaller engines save, by fewer all-reduces. The true share depends on the batch;
+this is the least that is worth a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """Counters of the engines of one kind, since some moment."""
+
+    preemptions: int = 0
+    computed_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def __add__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(
+            self.preemptions + other.preemptions,
+            self.computed_tokens + other.computed_tokens,
+            self.prefill_s + other.prefill_s,
+            self.decode_s + other.decode_s,
+        )
+
+    def since(self, before: EngineCounters) -> EngineCounters:
+        """The increase since `before`; all of it where an engine restarted in between."""
+        if self.preemptions < before.preemptions or self.computed_tokens < before.computed_tokens:
+            return self
+        return EngineCounters(
+            self.preemptions - before.preemptions,
+            self.computed_tokens - before.computed_tokens,
+            max(self.prefill_s - before.prefill_s, 0.0),
+            max(self.decode_s - before.decode_s, 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """One step of one kind of engine: its seconds, the engines that served, their counters, and the mean context of a
+    turn in tokens. `speedup`: how much faster the same devices generate in engines of twice the size when the KV memory
+    is full in both, since a larger engine keeps more KV and runs larger batches; 1 if unknown."""
+
+    step_s: float
+    engines: int
+    did: EngineCounters
+    context: float
+    speedup: float = 1.0
+
+
+def preemption_loss_s(seen: StepMeasurement) -> float:
+    """Engine-seconds spent on computing preempted requests again: one context per preemption, at the measured prefill
+    time per token; never more than all prefills."""
+    did = seen.did
+    if not did.preemptions or not did.computed_tokens:
+        return 0.0
+    return min(did.preemptions * seen.context * did.prefill_s / did.computed_tokens, did.prefill_s)
+
+
+def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
+    """Whether to change, and the reason as text. Larger engines save at most the preemption loss and, of the remaining
+    compute, the gain of larger batches; smaller ones save `LEAST_GAIN` of the time; either over the steps of the
+    horizon. Each engine is unavailable for `move_s`, once."""
+    if seen.step_s <= 0:
+        return False, "no time has passed"
+    lost = preemption_loss_s(seen)
+    busy = seen.did.prefill_s + seen.did.decode_s - lost
+    per_step = lost + busy * (1 - 1 / seen.speedup) if grows else LEAST_GAIN * seen.step_s * seen.engines
+    gain, cost = per_step * horizon_s / seen.step_s, move_s * seen.engines
+    text = f"{gain:.0f} engine-seconds in {horizon_s:.0f} s for {cost:.0f} of moving {seen.engines} engines"
+    return gain > cost, text
+
+
+def resharding_moves(pool: str, role: EngineRole, tp: int, to: int, engines: int) -> list[FleetMove]:
+    """Drains and starts with as few engines unavailable at a time as possible: two drains and a start of twice the
+    size, or a drain and two starts of half the size. An odd engine keeps its size."""
+    drain = FleetMove(FleetMoveKind.DRAIN, pool, tp, 1, before=role)
+    start = FleetMove(FleetMoveKind.START, pool, to, 1, after=role)
+    if to > tp:
+        return [drain, drain, start] * (engines // 2)
+    return [drain, start, start] * engines
+
+
+EngineGroup = tuple[str, EngineRole]
+"""Pool and role. Its engines have one size, except during a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardSettings:
+    """`rules` by pool; a pool without a rule keeps its sizes. A change must pay for itself within `horizon_s`. Before
+    the first change, `restart_s` is the estimate of a move's duration. `move_s` is the lease of one move. `refuses`
+    returns the reason why a kind of engine cannot be started anywhere, or ''."""
+
+    rules: Mapping[str, TensorParallelRule]
+    horizon_s: float = 3600.0
+    restart_s: float = 120.0
+    move_s: float = 600.0
+    refuses: Callable[[EngineKind], str] = lambda _: ""
+    speed: Callable[[EngineKind, float], float] = lambda *_: 1.0
+    """Tokens/s per device of a kind of engine whose KV memory is full of sequences of a context, in tokens."""
+
+
+@dataclass(slots=True)
+class _ReshardState:
+    """The state per kind of round, since the rounds of tail batching are not comparable. All kinds share the size."""
+
+    by_round: dict[str, TensorParallelState] = field(default_factory=dict)
+
+    def of(self, round_: str, tp: int) -> TensorParallelState:
+        state = self.by_round.setdefault(round_, TensorParallelState(tp))
+        return state if state.tp == tp else replace(state, tp=tp, preemptions=None, quiet=0)
+
+
+class Resharder:
+    """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
+    the fleet; no other task waits for it. Its settings give the possible sizes. `move_by` sets the fleet; without a
+    fleet the task does nothing.
+
+    A failed move ends the change: the engines drained for it are started again, and that size is not tried again in
+    this run. Invariant: at most one change runs at a time, and a step in which engines moved is not evaluated.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        leases: Leases,
+        recorder: Recorder,
+        meter: WorkloadMeter,
+        *,
+        settings: ReshardSettings,
+        round_: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._gateway = gateway
+        self._leases = leases
+        self._recorder = recorder
+        self._meter = meter
+        self._settings = settings
+        self._round = round_
+        self._fleet: Fleet | None = None
+        self._stepped = asyncio.Event()
+        self._ended: tuple[float, str] = (0.0, "")
+        self._began: float | None = None
+        self._counted: dict[EngineId, EngineCounters] = {}
+        self._states: dict[EngineGroup, _ReshardState] = {}
+        self._refused: set[EngineKind] = set()
+        self._move_s = settings.restart_s
+        self.moving = False
+
+    def move_by(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def published(self) -> None:
+        """Signal the end of a step, which belongs to the current round."""
+        self._ended = asyncio.get_running_loop().time(), self._round()
+        self._stepped.set()
+
+    async def run(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            ended, round_ = self._ended
+            if self._fleet is not None and await self._look(ended, round_):
+                # The counters of the meantime belong to no step: the next evaluated step begins with the next publish.
+                self._stepped.clear()
+                await self._stepped.wait()
+                self._stepped.clear()
+                await self._count()
+            self._began = asyncio.get_running_loop().time()
+
+    async def _look(self, ended: float, round_: str) -> bool:
+        """Evaluate the step for each group of engines. True if engines moved."""
+        did = await self._count()
+        seats, moved = self._gateway.seats(), False
+        by_kind: dict[EngineKind, list[EngineId]] = {}
+        for engine in sorted(self._gateway.stable()):
+            if engine in seats:
+                by_kind.setdefault(seats[engine].kind, []).append(engine)
+        groups: dict[EngineGroup, EngineKind] = {}
+        for kind in sorted(by_kind, key=lambda k: (-len(by_kind[k]), k)):  # most engines define the kind
+            groups.setdefault((kind.pool, kind.role), kind)
+        for group, kind in groups.items():
+            engines = by_kind[kind]
+            counted = sum((did.get(e, EngineCounters()) for e in engines), EngineCounters())
+            seen = StepMeasurement(ended - (self._began or 0.0), len(engines), counted, self._context())
+            moved |= await self._judge(group, kind, seen, round_)
+        return moved
+
+    async def _judge(self, group: EngineGroup, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
+        rule = self._settings.rules.get(kind.pool)
+        if rule is None or kind.tp not in rule.sizes:
+            return False
+        states = self._states.setdefault(group, _ReshardState())
+        before = states.of(round_, kind.tp)
+        after, why = next_tensor_parallelism(rule, before, seen.did.preemptions)
+        if after.tp == kind.tp:
+            states.by_round[round_] = after
+            return False
+        target = kind._replace(tp=after.tp)
+        kept = replace(after, tp=kind.tp, quiet=0, since_halved=before.since_halved)
+        states.by_round[round_] = kept
+        if after.tp > kind.tp and seen.engines < 2:
+            return self._kept(kind, why, "one engine cannot be two halves of another")
+        refusal = self._settings.refuses(target)
+        if refusal or target in self._refused:
+            if target not in self._refused:
+                self._refused.add(target)
+                self._event("rebalance_failed", why, move=f"tp {kind.tp} → {target.tp} on {kind.pool}", cause=refusal)
+            return False
+        if after.tp > kind.tp and seen.context:
+            speed = self._settings.speed
+            seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
+        pays, told = resharding_pays(
+            seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s
+        )
+        if not pays:
+            return self._kept(kind, why, told)
+        if await self._change(kind, target, seen.engines, f"{why}; {told}"):
+            states.by_round[round_] = after
+        return True
+
+    async def _change(self, kind: EngineKind, target: EngineKind, engines: int, why: str) -> bool:
+        """Change the group engine by engine. False if a move failed."""
+        assert self._fleet is not None
+        self._price(kind, target)
+        began, made = asyncio.get_running_loop().time(), 0
+        moves = resharding_moves(kind.pool, kind.role, kind.tp, target.tp, engines)
+        pending: list[FleetMove] = []
+        drains, starts = (2, 1) if target.tp > kind.tp else (1, 2)
+        left = (drains, starts)
+        for move in order_moves(moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+            try:
+                await self._step(move)
+            except RollartError as error:
+                self._refused.add(target)
+                self._event("rebalance_failed", why, move=str(move), cause=str(error))
+                await self._bring_back(pending, left)
+                return False
+            made += 1
+            if move.kind is FleetMoveKind.DRAIN:
+                pending.append(move)
+                left = (left[0] - 1, left[1])
+            else:
+                left = (left[0], left[1] - 1)
+            if left == (0, 0):
+                pending, left = [], (drains, starts)
+        now = asyncio.get_running_loop().time()
+        self._move_s = (now - began) / max(made // (drains + starts), 1)
+        self._adopted()
+        self._event(
+            "parallelism_changed",
+            f"{kind.role} on {kind.pool}",
+            before=kind.tp,
+            after=target.tp,
+            moves=made,
+            seconds=round(now - began, 3),
+            why=why,
+        )
+        return True
+
+    async def _bring_back(self, drained: list[FleetMove], left: tuple[int, int]) -> None:
+        """Restart the engines drained for the failed move, as far as their devices are free. If no engine serves, the
+        run waits for the restart: its last error ends the run."""
+        assert self._fleet is not None
+        for move in drained:
+            if move.tp > self._fleet.free().get(move.pool, 0):
+                continue
+            for attempt in range(1, UNDO_ATTEMPTS + 1):
+                try:
+                    await self._step(reverse_drain(move))
+                    break
+                except RollartError as error:
+                    if self._gateway.stable():
+                        self._event("rebalance_failed", "undo", move=str(reverse_drain(move)), cause=str(error))
+                        break
+                    if attempt == UNDO_ATTEMPTS:
+                        raise
+                    await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+
+    async def _step(self, move: FleetMove) -> None:
+        assert self._fleet is not None
+        self.moving = True
+        try:
+            async with self._leases.hold("parallelism", str(move), self._settings.move_s, Expiry.RETRY):
+                await self._fleet.apply(move)
+        finally:
+            self.moving = False
+
+    def _price(self, kind: EngineKind, target: EngineKind) -> None:
+        """Set the price of the new kind from the price of its devices: an engine without a price would attract every
+        trajectory."""
+        routes = self._gateway.routes
+        prices = routes.prices
+        if prices is None or target in prices.engines or kind not in prices.engines:
+            return
+        engines = {**prices.engines, target: prices.engines[kind] * target.tp / kind.tp}
+        kv = {**prices.kv, target: prices.kv.get(kind, 0.0)}
+        self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
+
+    async def _count(self) -> dict[EngineId, EngineCounters]:
+        """The increase of each responding engine's counters since the last call."""
+        found: dict[EngineId, EngineCounters] = {}
+        for engine, stats in (await self._gateway.stats()).items():
+            computed = stats.prompt_tokens - stats.cached_tokens
+            now = EngineCounters(stats.preemptions, computed, stats.prefill_seconds, stats.decode_seconds)
+            found[engine] = now.since(self._counted.get(engine, EngineCounters()))
+            self._counted[engine] = now
+        return found
+
+    def _context(self) -> float:
+        """Mean context of a turn in finished trajectories, in tokens."""
+        work = self._meter.work().values()
+        whole = sum(w.share for w in work)
+        if not whole:
+            return 0.0
+        later = [(w, (w.turns - 1) * w.new_tokens + w.turns * w.output_tokens) for w in work]
+        return sum(w.share * (w.first_tokens + more / 2) for w, more in later) / whole
+
+    def _kept(self, kind: EngineKind, why: str, told: str) -> bool:
+        self._event("parallelism_kept", f"{kind.role} on {kind.pool}", tp=kind.tp, why=f"{why}; {told}")
+        return False
+
+    def _adopted(self) -> None:
+        """Record the present engines: a resume starts those."""
+        engines = [[e, s.pool, str(s.role), s.tp] for e, s in self._gateway.seats().items()]
+        work = {domain: asdict(seen) for domain, seen in self._meter.work().items()}
+        self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

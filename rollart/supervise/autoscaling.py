@@ -1,0 +1,134 @@
+"""Autoscaling of hosts to the cluster's nodes: as many hosts as the devices allow, and none on a leaving node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from rollart.errors import RollartError
+from rollart.ports import Recorder, RunEvent
+from rollart.supervise.nodes import NodeTracker
+
+__all__ = ["AutoscaledHosts", "HostAutoscaler"]
+
+RETRY_S = 30.0
+"""Delay after a spawn that found no room: the free devices are spread over too many nodes, or other work holds them."""
+
+LONGEST_S = 3600.0
+
+
+class AutoscaledHosts(Protocol):
+    """A supervised fleet of hosts of one kind: `EnvironmentHostSupervisor`, `FunctionHostSupervisor`."""
+
+    heard: Callable[[], None]
+
+    def where(self) -> Mapping[str, str]:
+        """The node of each host that does not retire ('' for a host without a node), in the order in which to retire
+        hosts."""
+
+    def up(self) -> Collection[str]:
+        """Hosts that accept work now."""
+
+    async def spawn(self) -> str:
+        """Add a host; returns once it is placed on a node. `RollartError` if no node can hold it."""
+
+    def retire(self, name: str) -> None:
+        """Give the host no more work, and end it when its present work is done."""
+
+
+class HostAutoscaler:
+    """A task of the run; `run` never returns. While it runs, it alone spawns and retires hosts of the fleet.
+
+    It waits for nodes that join or leave, for hosts that start or end, and for `RETRY_S` after a spawn that found no
+    room. A host on a leaving node is retired as soon as a host elsewhere is up, and a replacement is spawned. The
+    number of hosts follows the nodes once these have settled. Bounds: never more hosts than `count` allows for the
+    present devices, apart from retiring hosts that finish their work; if a host is up, at least one stays up.
+    """
+
+    def __init__(
+        self,
+        crew: AutoscaledHosts,
+        nodes: NodeTracker,
+        count: Callable[[Mapping[str, int]], int],
+        recorder: Recorder,
+        *,
+        what: str,
+    ) -> None:
+        """`count`: the number of hosts, at least one, for the devices by pool. `what`: the subject of events, the kind
+        of work of the hosts."""
+        self._crew = crew
+        self._nodes = nodes
+        self._count = count
+        self._recorder = recorder
+        self._what = what
+        self._coming = 0
+        self._not_before = 0.0
+        self._cause = ""
+        self._woken = asyncio.Event()
+        self._known: set[str] = set()
+        self._given_up = 0
+        """Hosts that ended without being retired: they are not replaced until there are more devices."""
+        self._counted = 0
+
+    async def run(self) -> None:
+        self._nodes.follow(self._woken.set)
+        self._crew.heard = self._woken.set
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._wait()):
+                            await self._woken.wait()
+                    self._woken.clear()
+                    for _ in range(self._look()):
+                        self._coming += 1
+                        tasks.create_task(self._spawn(), name=f"one more host of {self._what}")
+        finally:
+            self._crew.heard = lambda: None
+
+    def _look(self) -> int:
+        """Retire the hosts that must leave; returns the number of hosts to spawn."""
+        here, up, leaving = self._crew.where(), self._crew.up(), self._nodes.doomed()
+        want, settled = self._wanted(here), self._nodes.settled()
+        if not settled:  # a lost host may be back on another node once the nodes have settled
+            want = min(want, len(here) + self._coming)
+        going = [name for name, node in here.items() if node in leaving]
+        staying = [name for name in here if name not in going]
+        if settled:
+            surplus = len(staying) + self._coming - want
+            going += staying[: max(0, min(surplus, len(staying) - 1))]
+        for name in going:
+            if any(other in up and other not in going for other in here):
+                self._crew.retire(name)
+                self._known.discard(name)
+        more = want - self._coming - sum(name not in going for name in here)
+        return more if _now() >= self._not_before else 0
+
+    def _wanted(self, here: Collection[str]) -> int:
+        counted = max(1, self._count(self._nodes.devices()))
+        self._given_up = 0 if counted > self._counted else self._given_up + len(self._known.difference(here))
+        self._counted, self._known = counted, set(here)
+        return max(1, counted - self._given_up)
+
+    async def _spawn(self) -> None:
+        try:
+            await self._crew.spawn()
+            self._cause = ""
+        except RollartError as error:
+            self._not_before = _now() + RETRY_S
+            if self._cause != error.message:
+                self._cause = error.message
+                self._recorder.event(RunEvent(_now(), "host_not_placed", self._what, {"cause": error.message}))
+        finally:
+            self._coming -= 1
+            self._woken.set()
+
+    def _wait(self) -> float:
+        rest = self._not_before - _now()
+        return min(self._nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,218 @@
+"""Reads the inputs of a simulation from a recorded run's ledger: trajectories, functions, trainer, times."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rollart.errors import UsageError
+from rollart.ledger.intervals import ResourceState
+from rollart.ledger.reader import CallRow, LedgerReader
+from rollart.ledger.store import FLUSH_SECONDS
+from rollart.ports import Interval, RunEvent
+from rollart.report.cost import cost_lines
+from rollart.report.rows import ENGINE_ROLES, collect
+from rollart.report.simulation import RunTotals
+from rollart.sim.trainers import MeasuredSpeed
+from rollart.sim.workload import Script, scripts_by_group
+from serverless.providers.simulated import Profile
+
+__all__ = [
+    "RecordedTimings",
+    "RecordedRun",
+    "SIMULATED_KEY",
+    "engine_s_per_trajectory",
+    "loop_figures",
+    "read_recording",
+]
+
+SIMULATED_KEY = "simulated"
+"""Configuration key that marks a simulation's ledger."""
+
+MIN_BATCH_SPREAD = 1.3
+"""Minimum ratio of the largest to the smallest batch, in tokens, for a line through step times to be meaningful."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTimings:
+    """Timings of the run's own hardware that no datasheet lists. `publish_s`: the trainer's share of a publish, without
+    the journal's commit; `load_s`: the pause of engines for it; `engine_s`: busy engine-seconds per finished
+    trajectory."""
+
+    trainer: MeasuredSpeed
+    publish_s: float
+    load_s: float
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A recorded run. `scripts`: by domain and group, in starting order; `functions`: by name; `provider`: the one with
+    most calls; `lives`: number of starts; `batch`: trained trajectories per step."""
+
+    name: str
+    scripts: Mapping[str, tuple[tuple[Script, ...], ...]]
+    functions: Mapping[str, Profile]
+    provider: str
+    machine: RecordedTimings
+    seen: RunTotals
+    lives: int
+    batch: float
+
+
+def read_recording(directory: Path) -> RecordedRun:
+    """UsageError for a directory without a ledger, a run without a training step, or a simulation."""
+    with LedgerReader(directory) as reader:
+        if SIMULATED_KEY in reader.config():
+            raise UsageError(
+                f"{directory}: the ledger of a simulation, whose tokens are counted in pieces (rule: of a real run)",
+                remedy="replay the run that it was made from",
+            )
+        rows, trained = reader.finished(), reader.trained()
+        done = reader.events("step")
+        if not rows or not trained or not done:
+            problem = "no trajectory has finished" if not rows else "nothing was trained"
+            raise UsageError(f"{directory}: {problem} (rule: a training step at least)", remedy="name another run")
+        intervals, calls = reader.intervals(), reader.calls()
+        usd = math.fsum(line.usd for line in cost_lines(collect(reader, directory.name)))
+        lives, facts = len(reader.events("starting")), reader.facts()
+    began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
+    figures = loop_figures(
+        intervals,
+        began,
+        done[-1].t,
+        steps=len(done),
+        waited_s=math.fsum(_number(e, "waited_s") for e in done),
+        wall_s=facts.seconds,
+        usd=usd,
+    )
+    samples = sum(row.samples for row in trained)
+    return RecordedRun(
+        directory.name,
+        scripts_by_group(sorted(rows, key=lambda row: row.t0)),
+        _function_profiles(calls),
+        Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
+        _recorded_timings(
+            intervals,
+            done,
+            began,
+            [row.tokens for row in trained],
+            figures,
+            math.fsum(row.engine_seconds for row in rows) / len(rows),
+        ),
+        figures,
+        max(lives, 1),
+        samples / len(trained),
+    )
+
+
+def loop_figures(
+    intervals: Sequence[Interval], began: float, ended: float, *, steps: int, waited_s: float, wall_s: float, usd: float
+) -> RunTotals:
+    """Figures of a training loop between two moments, in a run of `wall_s` seconds and `usd` dollars overall."""
+    inside = [i for i in (_clipped(i, began, ended) for i in intervals) if i is not None]
+    engines = [i for i in inside if i.role in ENGINE_ROLES]
+    outside_usd = math.fsum(i.usd for i in intervals) - math.fsum(i.usd for i in inside)
+    return RunTotals(
+        steps=steps,
+        wall_s=wall_s,
+        loop_s=ended - began,
+        usd=usd,
+        loop_usd=usd - outside_usd,
+        waited_s=waited_s,
+        train_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.BUSY),
+        publish_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.SYNC),
+        engine_busy_s=_seconds(i for i in engines if i.state == ResourceState.BUSY),
+    )
+
+
+def engine_s_per_trajectory(directory: Path) -> float:
+    """Busy engine-seconds per finished training trajectory."""
+    with LedgerReader(directory) as reader:
+        rows = reader.finished()
+    return math.fsum(row.engine_seconds for row in rows) / len(rows)
+
+
+def _recorded_timings(
+    intervals: Sequence[Interval],
+    done: Sequence[RunEvent],
+    began: float,
+    tokens: Sequence[int],
+    figures: RunTotals,
+    engine_s: float,
+) -> RecordedTimings:
+    busy = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.BUSY]
+    sync = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.SYNC]
+    load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == ResourceState.SYNC]
+    engines = len({i.resource for i in load}) or 1
+    marks = [began, *(e.t for e in done)]
+    steps = [_seconds_within(busy, a, b) for a, b in pairwise(marks)]
+    # With draining schedules some publishes also wait for trajectories; the median publish hardly does.
+    publishes = sorted(_seconds_within(sync, a, b) for a, b in pairwise(marks))
+    load_s = _seconds_within(load, began, marks[-1]) / engines / len(done)
+    return RecordedTimings(
+        trainer=fit_trainer_speed(tokens, steps[-len(tokens) :]),
+        publish_s=max(0.0, publishes[len(publishes) // 2] - load_s - FLUSH_SECONDS),
+        load_s=load_s,
+        engine_s=engine_s,
+    )
+
+
+def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpeed:
+    """The line through the step times; through the origin if batch sizes are too similar for another line, or if the
+    line has a negative coefficient. Its sum over the steps equals that of the times."""
+    pairs = list(zip(tokens, seconds, strict=False))
+    n, total, spent = len(pairs), sum(t for t, _ in pairs), math.fsum(s for _, s in pairs)
+    mean_t, mean_s = total / n, spent / n
+    if min(tokens) * MIN_BATCH_SPREAD <= max(tokens) and n > 2:
+        slope = math.fsum((t - mean_t) * (s - mean_s) for t, s in pairs) / math.fsum(
+            (t - mean_t) ** 2 for t, _ in pairs
+        )
+        rest = mean_s - slope * mean_t
+        if slope >= 0 and rest >= 0:
+            return MeasuredSpeed(slope, rest)
+    return MeasuredSpeed(spent / total)
+
+
+def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
+    """Timing of each function as means over its calls: billed time per call, the remaining time of a warm call, and a
+    cold start."""
+    found = {}
+    for name in sorted({c.function for c in calls}):
+        own = [c for c in calls if c.function == name and c.status == "ok"]
+        warm = [c for c in own if not c.cold_start_s]
+        cold = [c.cold_start_s for c in own if c.cold_start_s]
+        if not own:
+            continue
+        billed = math.fsum(c.billed_s - c.cold_billed_s for c in own) / len(own)
+        took = math.fsum(c.t1 - c.t0 for c in warm) / len(warm) if warm else billed
+        found[name] = Profile(
+            cold_start_s=math.fsum(cold) / len(cold) if cold else 0.0,
+            call_s=billed,
+            item_s=0.0,
+            overhead_s=max(0.0, took - billed),
+        )
+    return found
+
+
+def _clipped(i: Interval, t0: float, t1: float) -> Interval | None:
+    a, b = max(i.t0, t0), min(i.t1, t1)
+    return Interval(i.role, i.resource, a, b, i.state, i.cause, i.units, i.price_usd_per_unit_hour) if b > a else None
+
+
+def _seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
+    return math.fsum(max(0.0, min(i.t1, t1) - max(i.t0, t0)) for i in intervals)
+
+
+def _seconds(intervals: Iterable[Interval]) -> float:
+    return math.fsum(i.seconds for i in intervals)
+
+
+def _number(event: RunEvent, name: str) -> float:
+    value = event.fields[name]
+    assert isinstance(value, int | float)
+    return float(value)

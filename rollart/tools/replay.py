@@ -1,0 +1,202 @@
+"""Simulates a recorded run again: on its own hardware at the recorded speeds, or on other hardware.
+
+On its own hardware the parts have their recorded timings: the trainer's seconds per step and token, a publish, and the
+functions' calls. Engines follow the roofline, scaled by a pace at which a trajectory takes the recorded engine-seconds.
+Competition for the same cores is included in these timings.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from placement.roofline import Calibration, Constants, RooflinePerformance
+from rollart.errors import UsageError, did_you_mean
+from rollart.ledger.reader import LedgerReader
+from rollart.report.cost import cost_lines
+from rollart.report.profile import profiles_of
+from rollart.report.rows import collect
+from rollart.report.simulation import RunTotals, SimulationCheck
+from rollart.settings.planning import problem_of
+from rollart.settings.resolve import (
+    Resolved,
+    Specs,
+    deployments_of,
+    forecast,
+    recorded_specs,
+    resolve_saved,
+    resolve_specs,
+)
+from rollart.tools.recording import RecordedRun, engine_s_per_trajectory, loop_figures, read_recording
+from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
+
+__all__ = ["PreparedReplay", "check_replay", "prepare_from_run", "prepare_from_spec", "calibrated_replay", "replay_of"]
+
+RESOLVED_FILE = "resolved.yaml"
+"""A run's resolved specs at its start."""
+
+CPU_ENGINE = Constants(
+    effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
+)
+"""Base constants of an engine on a CPU core: the order of magnitude of a small model under PyTorch."""
+
+FIT_STEPS = 12
+"""Steps of the simulations that determine the pace: enough for a mean, few enough for several simulations."""
+
+FIT_ROUNDS = 6
+PACE_TOLERANCE = 0.01
+"""Relative distance to the recorded engine-seconds at which the search for the pace ends, at the latest after
+`FIT_ROUNDS` rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedReplay:
+    """A run, its replay, and a note about the speeds."""
+
+    resolved: Resolved
+    replay: ReplayPlan
+    note: str
+
+
+def prepare_from_run(
+    directory: Path, cluster: Path | None = None, overrides: Sequence[str] = (), *, resample: bool = False
+) -> PreparedReplay:
+    """A recorded run again: unchanged, with overrides, or on another cluster. Errors as from reading a run and
+    resolving a spec."""
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
+    measured = profiles_of(directory)
+    if cluster is None and not overrides:
+        resolved = recorded
+    elif cluster is None and recorded.cluster.engines.fixed:
+        resolved = resolve_specs(recorded_specs(directory / RESOLVED_FILE, None, overrides))
+    else:
+        resolved = forecast(recorded_specs(directory / RESOLVED_FILE, cluster, overrides, measured=measured))
+    return _prepared(resolved, recorded, recording, directory, resample)
+
+
+def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) -> PreparedReplay:
+    """The recording in `directory`, under another spec."""
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
+    if not specs.measured:
+        specs = replace(specs, measured=profiles_of(directory))
+    return _prepared(forecast(specs), recorded, recording, directory, resample)
+
+
+def _prepared(
+    resolved: Resolved, recorded: Resolved, recording: RecordedRun, directory: Path, resample: bool
+) -> PreparedReplay:
+    if _same_hardware(resolved, recorded):
+        resolved, replay = calibrated_replay(resolved, recording, directory, resample=resample)
+        note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
+        return PreparedReplay(resolved, replay, note)
+    note = f"replays {recording.name} on other devices, at the speeds of the plan"
+    return PreparedReplay(resolved, replay_of(resolved, recording, resample=resample), note)
+
+
+def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = False) -> ReplayPlan:
+    """The recorded trajectories and functions on the hardware of `resolved`. UsageError for a domain without a
+    recording."""
+    known = list(recording.scripts)
+    for domain in resolved.run.domains:
+        if domain.name not in recording.scripts:
+            raise UsageError(
+                f"domain '{domain.name}' has no trajectory in {recording.name} (rule: a recorded domain"
+                f"{did_you_mean(domain.name, known)})",
+                remedy="replay a run of the same domains",
+            )
+    return ReplayPlan(recording, resample=resample)
+
+
+def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
+    """True if both runs have the same model, and engines and a trainer on the same devices."""
+
+    def parts(of: Resolved) -> list[tuple[str, str, int]]:
+        devices = {pool.name: pool.device for pool in of.cluster.pools}
+        return sorted({(str(a.role), devices[a.pool], len(a.devices)) for a in of.plan.assignments})
+
+    return resolved.run.model == recorded.run.model and parts(resolved) == parts(recorded)
+
+
+def calibrated_replay(
+    resolved: Resolved, recording: RecordedRun, directory: Path, *, resample: bool = False
+) -> tuple[Resolved, ReplayPlan]:
+    """The run with a problem for its hardware, and a replay at the recorded speeds. `directory`: the recorded run's.
+    Runs up to `FIT_ROUNDS` short simulations."""
+    resolved = _with_problem(resolved, directory)
+    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.machine)
+    return resolved, _with_fitted_pace(resolved, replace(replay, resample=False), recording, resample)
+
+
+def check_replay(prepared: PreparedReplay) -> SimulationCheck:
+    """Simulate a recorded run unchanged, and compare the figures. UsageError for a resumed run."""
+    resolved, replay = prepared.resolved, prepared.replay
+    recording = replay.recording
+    if recording.lives > 1:
+        raise UsageError(
+            f"{recording.name} was started {recording.lives} times (rule: --check of a run that was never resumed, as "
+            "its wall time has gaps)",
+            remedy="simulate it without --check",
+        )
+    with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
+        steps = recording.seen.steps
+        done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
+        return SimulationCheck(recording.seen, _simulated_figures(done))
+
+
+def _simulated_figures(done: SimulationResult) -> RunTotals:
+    with LedgerReader(done.directory) as reader:
+        intervals = reader.intervals()
+        usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
+    return loop_figures(
+        intervals,
+        0.0,
+        done.steps[-1].ended,
+        steps=len(done.steps),
+        waited_s=sum(s.waited_s for s in done.steps),
+        wall_s=done.seconds,
+        usd=usd,
+    )
+
+
+def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
+    """The run with a problem, even if no datasheet has the devices' speeds: the roofline then has the right shape, and
+    the pace comes from the recording."""
+    problem = resolved.problem or problem_of(
+        resolved.run,
+        resolved.cluster,
+        resolved.prices,
+        profiles_of(directory),
+        base=resolved.base,
+        fixed=deployments_of(resolved.plan),
+    )
+    performance = problem.performance
+    assert isinstance(performance, RooflinePerformance)
+    cpu = {
+        pool.device.name: Calibration(CPU_ENGINE, pool.device.name, "cpu", performance.precision, "", 0.5)
+        for pool in problem.pools
+        if pool.device.is_cpu and pool.device.name not in performance.constants
+    }
+    performance = replace(performance, constants={**cpu, **performance.constants})
+    return replace(resolved, problem=replace(problem, performance=performance))
+
+
+def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun, resample: bool) -> ReplayPlan:
+    """Find the pace at which simulated trajectories take the recorded engine-seconds. Engine time is roughly
+    proportional to the pace, so each round multiplies the pace by the missing factor."""
+    wanted, pace = recording.machine.engine_s, 1.0
+    steps = min(FIT_STEPS, recording.seen.steps)
+    best = (float("inf"), pace)
+    for _ in range(FIT_ROUNDS):
+        with tempfile.TemporaryDirectory(prefix="rollart-replay-") as scratch:
+            done = simulate(
+                resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replace(replay, pace=pace)
+            )
+            found = engine_s_per_trajectory(done.directory)
+        missing = wanted / found if found > 0 and wanted > 0 else 1.0
+        best = min(best, (abs(missing - 1.0), pace))
+        if best[0] < PACE_TOLERANCE:
+            break
+        pace *= missing
+    return replace(replay, pace=best[1], resample=resample)

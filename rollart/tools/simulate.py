@@ -1,0 +1,652 @@
+"""`rollart simulate`: a resolved run on virtual time, with simulated parts.
+
+Decisions are made by the product itself: the same control plane, reward pipeline and ledger. Durations are modelled:
+engines by the roofline behind the plan, environments and answers by the domains' profiles, training by FLOPs, weights
+and KV by links.
+
+Reward functions on virtual time: the product's pipeline over simulated workers.
+
+Environment hosts of a simulation, managed by the product's own fleet; on simulated machines in an elastic
+cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from placement.architecture import DecoderShape as ModelShape
+from placement.problem import DomainProfile, Quantity, log_normal
+from placement.roofline import Roofline, TrainingConstants
+from placement.training import mfu as training_mfu
+from placement.types import Assignment, Role
+from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
+from rollart.control.control_plane import ControlSettings
+from rollart.control.domain import Domain
+from rollart.control.session import EvaluationPlan
+from rollart.errors import SpecError, UsageError
+from rollart.fleet import EngineKind, EnginePlacement
+from rollart.launch.clusters import PLACEMENT_S, elastic_nodes, elastic_planner, fit_to_devices
+from rollart.launch.hosts import HostAssignments, host_count, host_count_keepers
+from rollart.launch.layout import cpu_pool
+from rollart.launch.routing import SERVING_ROLES, PlannedTurnModel, engine_placement
+from rollart.launch.start_limits import trainer_start_s
+from rollart.launch.strategies import engines_are_elastic, reshard_settings
+from rollart.launch.wiring import control_settings
+from rollart.model import WeightsRef
+from rollart.policy.schedules import resolve as schedule_named
+from rollart.ports import Recorder, Rewarder, RunEvent
+from rollart.report.simulation import ObservedFaults
+from rollart.settings.faults import LINK, FaultPlanSpec, FunctionTroubleSpec, matching_names
+from rollart.settings.planning import publishing_of
+from rollart.settings.resolve import NO_PREDICTION, Resolved
+from rollart.settings.variants import adapt_to_schedule
+from rollart.sim import loop as virtual
+from rollart.sim import scoring
+from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine
+from rollart.sim.environments import START_S, ModelledHosts, SimulatedDomain
+from rollart.sim.links import RDMA, LinkProfile, SharedLink
+from rollart.sim.modelled import ModelledRun, StepTrace, TracedLedger
+from rollart.sim.site import BilledDevices, HostReservation, MachineInventory, ModelledSite, PlacedEngine
+from rollart.sim.steps import StepModel
+from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
+from rollart.sim.weights import VersionTransfer, WeightTransfer
+from rollart.sim.workload import (
+    PRESETS,
+    AnswerLengths,
+    Constant,
+    Distribution,
+    GeneratedWorkload,
+    LogNormal,
+    ReplayedWorkload,
+    Workload,
+    WorkloadShape,
+    mass_of,
+)
+from rollart.supervise.nodes import NodeTracker
+from rollart.supervise.supervisor import HostLimits
+from rollart.tools.faults import SimulationFaults, function_provider, kv_pairs, machine_name, simulated_function_hosts
+from rollart.tools.recording import SIMULATED_KEY, RecordedRun, RecordedTimings
+from serverless.deploy.package import build
+from serverless.pipeline.offload import Offload
+from serverless.providers.simulated import Profile, SimulatedBackend, SimulatedMachines
+from serverless.spec import FunctionBatchSpec, FunctionSpec
+from serverless.types import FaultKind, Invocation
+
+COLD_START_S = 0.5
+"""Start time of a function worker: between the local pool's milliseconds and Modal's seconds, like Lambda with
+Python."""
+
+PLANNED_FAULT_KINDS = (
+    FaultKind.THROTTLED,
+    FaultKind.CRASH,
+    FaultKind.OUT_OF_MEMORY,
+    FaultKind.TIMEOUT,
+    FaultKind.UNAVAILABLE,
+)
+"""Kinds of faults with a probability in fault plans, named like its keys."""
+
+SCORE_SOURCE = "rollart.sim.scoring:score"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionBehaviour:
+    """A function, its timing, and the domains that it scores."""
+
+    spec: FunctionSpec
+    profile: Profile
+    domains: tuple[str, ...]
+
+
+def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> list[FunctionBehaviour]:
+    """The functions of a run: recorded ones with their recorded call times, else one per domain whose profile has a
+    reward. Cold starts on another provider than the recorded one take `COLD_START_S`."""
+    if recording is None:
+        assert resolved.problem is not None
+        costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
+        return [
+            FunctionBehaviour(
+                _function(name, memory_gb=c.memory_gb), Profile(COLD_START_S, call_s=c.seconds, item_s=0.0), (name,)
+            )
+            for name, c in costs.items()
+        ]
+    found = []
+    for name, spec in resolved.functions.items():
+        seen = recording.functions.get(name)
+        domains = tuple(d.name for d in resolved.run.domains if name in (r.function for r in d.rewards))
+        if seen is None or not domains:
+            continue
+        if recording.provider not in resolved.cluster.functions.chain:
+            seen = Profile(COLD_START_S, call_s=seen.call_s, item_s=seen.item_s)
+        changed = {
+            "source": SCORE_SOURCE,
+            "handler": "",
+            "takes": "samples",
+            "deterministic": False,
+            "artefacts": (),
+            "requirements": (),
+            "preload": (),
+        }
+        found.append(FunctionBehaviour(spec.model_copy(update=changed), seen, domains))
+    return found
+
+
+def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec | None) -> list[FunctionBehaviour]:
+    """The functions with the faults of a plan; the first of several entries for a function counts."""
+    found = []
+    for one in known:
+        entries = () if plan is None else plan.functions
+        entry = next((e for e in entries if any(matching_names(p, [one.spec.name]) for p in e.functions)), None)
+        found.append(one if entry is None else _with_faults(one, entry))
+    return found
+
+
+def _with_faults(one: FunctionBehaviour, entry: FunctionTroubleSpec) -> FunctionBehaviour:
+    faults = {kind: getattr(entry, kind.value) for kind in PLANNED_FAULT_KINDS if getattr(entry, kind.value)}
+    cold_s = one.profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
+    profile = replace(
+        one.profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
+    )
+    if entry.concurrency is None:
+        return replace(one, profile=profile)
+    changed = {"concurrency": entry.concurrency, "warm": min(one.spec.warm, entry.concurrency)}
+    return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
+
+
+class SimulatedFunctions:
+    """Context manager of the run's rewarder. A domain without a function takes its environment's reward. `machines`:
+    the hosts of its workers, None if faults cannot hit them."""
+
+    def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
+        names = simulated_function_hosts(resolved)
+        self.machines = SimulatedMachines(names) if names else None
+        kind = type("Provider", (SimulatedBackend,), {"provider": function_provider(resolved)})
+        meter = _InvocationMeter(ledger)
+        self._backend: SimulatedBackend = kind(
+            {b.spec.name: scoring.score for b in known},
+            meter=meter,
+            profiles={b.spec.name: b.profile for b in known},
+            seed=seed,
+            machines=self.machines,
+        )
+        self._offload = Offload([build(b.spec) for b in known], self._backend, meter=meter, seed=seed)
+        self._plan: Mapping[str, DomainRewards] = {
+            d.name: _paid_by([b.spec.name for b in known if d.name in b.domains]) for d in resolved.run.domains
+        }
+
+    async def __aenter__(self) -> Rewarder:
+        await self._backend.__aenter__()
+        await self._offload.__aenter__()
+        return OffloadRewarder(self._offload, self._plan)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._offload.__aexit__(*exc)
+        await self._backend.__aexit__(*exc)
+
+
+def _paid_by(functions: list[str]) -> DomainRewards:
+    return DomainRewards(tuple(map(RewardTerm, functions))) if functions else DomainRewards((), 1.0)
+
+
+def _function(domain: str, *, memory_gb: float) -> FunctionSpec:
+    return FunctionSpec(
+        name=f"reward-{domain}"[:64],
+        source=SCORE_SOURCE,
+        takes="samples",
+        memory_mb=min(32_768, max(128, round(memory_gb * 1024))),
+        concurrency=10_000,
+        queue=1_000_000,
+        timeout_s=900.0,
+        deterministic=False,
+        batch=FunctionBatchSpec(max_items=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _InvocationMeter:
+    """`MeterSink`."""
+
+    ledger: TracedLedger
+
+    def invocation(self, invocation: Invocation) -> None:
+        self.ledger.invocation(invocation)
+
+    def worker(self, span: object) -> None:
+        return None
+
+    def saving(self, saving: object) -> None:
+        return None
+
+
+UNLIMITED_EPISODES = 1_000_000
+"""Capacity of a host that exists only in a fault plan, in episodes: unlimited."""
+
+
+def simulated_environment_hosts(resolved: Resolved, faults: SimulationFaults, wanted: Resolved) -> ModelledHosts | None:
+    """None if environments live in the controller and faults cannot hit them. `wanted`: the run with its whole plan.
+    Hosts that exist only in a fault plan are on no machine."""
+    spec, count = resolved.cluster.environments, host_count(resolved)
+    if not count and not faults.affects_hosts:
+        return None
+    limits = HostLimits(
+        per_host=spec.per_worker if count else UNLIMITED_EPISODES,
+        health_s=math.inf,
+        start_s=START_S,
+        call_s=resolved.run.leases.env_step_s,
+        pull_s=spec.pull_s,
+    )
+    hosts = ModelledHosts(faults.hosts, {}, limits)
+    if count and faults.machines is not None:
+        _on_machines(hosts, faults.machines, resolved, wanted)
+    return hosts
+
+
+def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
+    """Place hosts as in a real run: on the cores of their assignment, or without any, beside other parts."""
+    assignments, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
+    pool = cpu_pool(resolved, resolved.cluster.environments.pool).name
+
+    async def room(name: str) -> HostReservation:
+        with assignments.assigned(name, hosts.fleet.where(), machines.there()) as given:
+            if given is None:
+                reservation = HostReservation(machines, pool, 0)
+            else:
+                first = machine_name(wanted, given.pool, given.devices[0])
+                reservation = HostReservation(machines, given.pool, len(given.devices), first)
+            try:
+                async with asyncio.timeout(limit):
+                    await reservation.found()
+            except BaseException as error:
+                reservation.leave()
+                if not isinstance(error, TimeoutError):
+                    raise
+                raise UsageError(
+                    f"no machine of pool '{reservation.pool}' had room for {name} within {limit:g} s"
+                ) from None
+        return reservation
+
+    hosts.room, hosts.count, hosts.later = room, host_count(resolved), assignments.first_unplanned
+
+
+INSTANT_GB_PER_S = 1e9
+"""Bandwidth of instantaneous transfers: a broadcast leaves nothing to pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """Trajectories and functions of a recorded run in place of the domains' profiles, in recorded order or `resample`d.
+    With a `machine`, the trainer and publishes have its recorded timings, and engines take `pace` times their
+    roofline."""
+
+    recording: RecordedRun
+    resample: bool = False
+    machine: RecordedTimings | None = None
+    pace: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """The result of one simulation. `directory` has its ledger; `trace` is equal for equal spec, schedule and seed."""
+
+    schedule: str
+    seed: int
+    seconds: float
+    trace: str
+    steps: tuple[StepTrace, ...]
+    moved: tuple[VersionTransfer, ...]
+    directory: Path
+    observed_faults: ObservedFaults | None = None
+    """Losses from the fault plan."""
+
+
+def simulate(
+    resolved: Resolved,
+    directory: Path,
+    *,
+    schedule: str | None = None,
+    seed: int = 0,
+    steps: int | None = None,
+    fuzz: int | None = None,
+    replay: ReplayPlan | None = None,
+    faults: FaultPlanSpec | None = None,
+    on_step: Callable[[StepTrace], None] = lambda _: None,
+    on_time: Callable[[float], None] = lambda _: None,
+) -> SimulationResult:
+    """Simulate the run; its ledger remains in `directory`. `fuzz`: seed that shuffles events of the same instant;
+    `replay`: a recorded run to repeat; `faults`: the fault plan.
+
+    SpecError for a run or cluster that cannot be modelled, ValueError for an unknown schedule.
+    """
+    name = schedule or resolved.run.schedule
+    run, left = adapt_to_schedule(resolved.run, name)
+    resolved = replace(resolved, run=run) if left else resolved
+    rules = schedule_named(name, run.staleness if name == run.schedule else None)
+    if name != run.schedule and rules.windowed:
+        rules = schedule_named(name, max(run.staleness, 1))
+    settings = control_settings(resolved)
+    settings = replace(
+        settings,
+        schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
+        measure=mass_of,
+        reshard=reshard_settings(resolved),
+        evaluation=EvaluationPlan(0),
+    )
+    return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step, on_time), seed=fuzz)
+
+
+async def _main(
+    resolved: Resolved,
+    directory: Path,
+    settings: ControlSettings,
+    name: str,
+    seed: int,
+    replay: ReplayPlan | None,
+    faults: FaultPlanSpec | None,
+    on_step: Callable[[StepTrace], None],
+    on_time: Callable[[float], None],
+) -> SimulationResult:
+    loop = asyncio.get_running_loop()
+    recording = None if replay is None else replay.recording
+    simulation_faults = SimulationFaults(faults or FaultPlanSpec(), resolved, seed)
+    wanted, machines = resolved, simulation_faults.machines
+    resolved = resolved if machines is None else fit_to_devices(resolved, machines.there())
+    world = _ModelledCluster(resolved, replay)
+    config = {**resolved.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
+    with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
+        functions = with_function_faults(function_behaviours(resolved, recording), faults)
+        scoring = SimulatedFunctions(functions, resolved, ledger, seed)
+        async with scoring as rewarder:
+            hosts = simulated_environment_hosts(resolved, simulation_faults, wanted)
+            nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
+            run = ModelledRun(
+                [
+                    _domain(resolved, n, seed, replay, simulation_faults, hosts)
+                    for n in range(len(resolved.run.domains))
+                ],
+                world.engines(),
+                world.trainer(),
+                world.trainer_billing(),
+                rewarder,
+                settings,
+                ledger,
+                unused=() if engines_are_elastic(resolved) else world.idle_devices(),
+                site=world.site(ledger, machines) if engines_are_elastic(resolved) else None,
+                planner=None if machines is None else elastic_planner(wanted, resolved),
+                nodes=nodes,
+                on_step=on_step,
+                help=world.help,
+                beside=simulation_faults.background_tasks,
+                hosts=hosts,
+                keepers=None if nodes is None else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
+                restart_s=trainer_start_s(resolved),
+            )
+            simulation_faults.begin(run, world.links(), scoring.machines)
+            await run.run()
+        moved = tuple(world.transfer.moved.values())
+        return SimulationResult(
+            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, simulation_faults.losses(run)
+        )
+
+
+def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:
+    """The node tracker over simulated machines, whose events are recorded too."""
+    now = asyncio.get_running_loop().time
+    machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
+    machines.nodes = nodes = elastic_nodes(resolved, machines.where)
+    if nodes is not None:
+        nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
+    return nodes
+
+
+class _ModelledCluster:
+    """The plan's parts as simulated parts."""
+
+    def __init__(self, resolved: Resolved, replay: ReplayPlan | None = None) -> None:
+        if resolved.problem is None:
+            raise _unknown_speed(resolved)
+        self._resolved = resolved
+        self._recorded = None if replay is None else replay.machine
+        self._pace = 1.0 if replay is None else replay.pace
+        self._performance = resolved.problem.performance
+        self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
+        self._links = PlannedTurnModel.of(resolved.problem, ()).links
+        self._pool_links: dict[tuple[str, str], SharedLink] = {}
+        self._models: dict[tuple[str, int], StepModel] = {}
+        self._pool_of = {a.name: a.pool for a in resolved.plan.assignments}
+        shape = self._performance.shape
+        assert isinstance(shape, ModelShape)
+        self._shape = shape
+        self._train = resolved.plan.of(Role.TRAINER)[0]
+        self._publishing = publishing_of(resolved.run, resolved.cluster, shape)
+        slowest = self._publishing.slowest(
+            resolved.problem.pools,
+            resolved.problem.links,
+            self._train.pool,
+            {a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES},
+        )
+        self._pull_links: dict[str, SharedLink] = {}
+        self._fabric = KvFabric(self._engine_link)
+        self._made = 0
+        weights = resolved.run.weights
+        store = weights.store
+        self.transfer = WeightTransfer(
+            shape.weight_bytes / 1e9,
+            push=SharedLink(LinkProfile(slowest.push.gb_per_s)),
+            pull=self._pull_link,
+            load_gb_per_s=slowest.load_gb_per_s,
+            prefetch=slowest.overlaps,
+            bucket_gb=slowest.bucket_gb,
+            in_flight=1 if store is None else store.in_flight,
+        )
+
+    def links(self) -> dict[str, SharedLink]:
+        """Links by their names in fault plans. Empty for recorded publishes, which use no links."""
+        if self._recorded is not None:
+            return {}
+        found = {f"{LINK}weights": self.transfer.pushed_over}
+        for a in self._resolved.plan.assignments:
+            if a.role in SERVING_ROLES:
+                found[f"{LINK}weights-{a.name}"] = self._pull_link(a.name)
+        for one, other in kv_pairs(self._resolved):
+            found[f"{LINK}kv-{one}-{other}"] = self._pool_link(one, other)
+        return found
+
+    def _pull_link(self, engine: str) -> SharedLink:
+        """The link over which an engine's host pulls weights."""
+        if engine not in self._pull_links:
+            problem = self._resolved.problem
+            assert problem is not None, "a run without a problem is not simulated"
+            path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
+            self._pull_links[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
+        return self._pull_links[engine]
+
+    def engines(self) -> list[PlacedEngine]:
+        return [self._make_engine(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
+
+    def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
+        """Devices of the plan's engines and idle devices, for a run with elastic engines."""
+        resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
+        for assignment in resolved.plan.assignments:
+            if assignment.role in SERVING_ROLES:
+                devices[assignment.pool] += len(assignment.devices)
+        for pool, count in resolved.plan.idle.items():
+            devices[pool] += count
+        rented = {p.name for p in resolved.cluster.pools if p.rented}
+        prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
+        return ModelledSite(
+            devices,
+            self._start_engine,
+            ledger,
+            start_s=resolved.run.placement.rebalance.restart_s,
+            prices=prices,
+            gone=self.transfer.unsubscribe,
+            machines=machines,
+            others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
+        )
+
+    def _start_engine(self, kind: EngineKind) -> PlacedEngine:
+        number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
+        self._made += 1
+        assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
+        self._pool_of[assignment.name] = kind.pool
+        return self._make_engine(assignment)
+
+    def trainer(self) -> ModelledTrainer:
+        training = self._resolved.run.training
+        penalised = training.loss.kl > 0
+        if (seen := self._recorded) is not None:
+            return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=training.stream, penalised=penalised)
+        spec, device = self._resolved.run.placement.train, self._devices[self._train.pool]
+        if spec.seconds_per_token is not None or device.tflops_bf16 is None:
+            raise SpecError("training is modelled by FLOPs (rule: devices with tflops_bf16, no seconds_per_token)")
+        speed = TrainerSpeed(
+            self._shape,
+            device,
+            len(self._train.devices),
+            mfu=self._mfu(),
+            epochs=training.epochs,
+            seconds_per_step=spec.seconds_per_step,
+        )
+        return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)
+
+    def _mfu(self) -> float:
+        """The share of peak in the plan's trainer model: both have the same communication and recomputation."""
+        problem, run = self._resolved.problem, self._resolved.run
+        if problem is None or problem.train is None:
+            return run.placement.train.mfu or TrainingConstants().mfu
+        pool = next(p for p in problem.pools if p.name == self._train.pool)
+        train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
+        return training_mfu(problem, pool, train)
+
+    def help(self, placement: EnginePlacement) -> float:
+        """Training speed of an engine's devices relative to the trainer's."""
+        own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
+        return (self._devices[placement.pool].tflops_bf16 or 0.0) * placement.tp / own if own else 0.0
+
+    def trainer_billing(self) -> BilledDevices:
+        return self._billing(self._train)
+
+    def idle_devices(self) -> list[BilledDevices]:
+        """Idle devices that are paid."""
+        rented = {p.name for p in self._resolved.cluster.pools if p.rented}
+        price = self._resolved.usd_per_device_hour
+        return [
+            BilledDevices("unused", f"unused-{pool}", float(count), price[pool])
+            for pool, count in self._resolved.plan.idle.items()
+            if count and pool not in rented
+        ]
+
+    def _make_engine(self, assignment: Assignment) -> PlacedEngine:
+        tp = len(assignment.devices)
+        limits = EngineLimits(slots=self._resolved.cluster.engines.max_slots)
+        name, steps = assignment.name, self._steps(assignment.pool, tp)
+
+        async def load(weights: WeightsRef) -> None:
+            if self._recorded is not None:
+                await asyncio.sleep(self._recorded.load_s)
+            else:
+                await self.transfer.load(name, weights)
+
+        engine: ModelledEngine
+        if assignment.role is Role.ENGINE:
+            engine = ModelledEngine(name, steps, limits=limits, load=load)
+        else:
+            engine = DisaggregatedEngine(name, steps, self._fabric, limits=limits, load=load)
+        self.transfer.subscribe(name)
+        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self._billing(assignment))
+
+    def _steps(self, pool: str, tp: int) -> StepModel:
+        if (pool, tp) not in self._models:
+            found = self._performance.instance(self._devices[pool], tp)
+            if not isinstance(found, Roofline):
+                raise SpecError(f"pool '{pool}' cannot serve the model: {found}")
+            self._models[pool, tp] = StepModel(found, pace=self._pace)
+        return self._models[pool, tp]
+
+    def _engine_link(self, source: str, target: str) -> SharedLink:
+        """The link between the pools of two engines, shared by all their hand-offs."""
+        return self._pool_link(*sorted((self._pool_of[source], self._pool_of[target])))
+
+    def _pool_link(self, a: str, b: str) -> SharedLink:
+        if (a, b) not in self._pool_links:
+            gb_per_s, latency_s = self._links.get((a, b), (math.inf, 0.0))
+            given = gb_per_s < math.inf
+            self._pool_links[a, b] = SharedLink(LinkProfile(gb_per_s, latency_s=latency_s) if given else RDMA)
+        return self._pool_links[a, b]
+
+    def _billing(self, assignment: Assignment) -> BilledDevices:
+        usd = self._resolved.usd_per_device_hour[assignment.pool]
+        return BilledDevices(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
+
+
+def _unknown_speed(resolved: Resolved) -> SpecError:
+    notes = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
+    why = notes[0].removeprefix("no plan: ") if notes else "the speed of its devices is unknown"
+    return SpecError(
+        f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
+        remedy="name another --cluster; or give the speed of its CPUs (devices: [{name: cpu, tflops_bf16: …, "
+        "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` the recorded run",
+    )
+
+
+def _domain(
+    resolved: Resolved,
+    number: int,
+    seed: int,
+    replay: ReplayPlan | None,
+    simulation_faults: SimulationFaults,
+    hosts: ModelledHosts | None,
+) -> Domain:
+    spec = resolved.run.domains[number]
+    solved = None if spec.profile is None else spec.profile.solved
+    world = SimulatedDomain(
+        workload(resolved, spec.name, seed, replay),
+        seed=seed,
+        name=spec.name,
+        solved=solved,
+        hosts=simulation_faults.hosts,
+        faults=simulation_faults.resets,
+    )
+    if hosts is not None:
+        hosts.make[spec.name] = world.on
+    return Domain(
+        name=spec.name,
+        environment=world.make if hosts is None else hosts.environment(spec.name),
+        quota=resolved.quotas[spec.name],
+        group_size=spec.group_size,
+        max_turns=spec.max_turns,
+        max_tokens=spec.max_tokens,
+    )
+
+
+def workload(resolved: Resolved, name: str, seed: int, replay: ReplayPlan | None) -> Workload:
+    if replay is not None:
+        return ReplayedWorkload(replay.recording.scripts[name], seed=seed, resample=replay.resample)
+    assert resolved.problem is not None
+    profile = next(d for d in resolved.problem.domains if d.name == name)
+    spec = resolved.run.domain(name)
+    shape = PRESETS[spec.shape] if spec.shape is not None else workload_shape(profile, resolved.run.model.context)
+    return GeneratedWorkload(replace(shape, most_turns=min(shape.most_turns, spec.max_turns)), seed, name=name)
+
+
+def workload_shape(profile: DomainProfile, context: int) -> WorkloadShape:
+    """A profile as distributions: log-normal with the known median and 90th percentile, else constant at the mean."""
+    output = profile.output_tokens
+    median, sigma = log_normal(output)
+    return WorkloadShape(
+        turns=_distribution(profile.turns, low=1.0),
+        first=_distribution(profile.prompt, low=1.0),
+        observation=_distribution(profile.new_tokens, low=1.0),
+        answers=AnswerLengths(median, sigma, cap=context),
+        reset_s=Constant(profile.environment.reset_s),
+        step_s=Constant(profile.environment.wait_s),
+        context=context,
+    )
+
+
+def _distribution(quantity: Quantity, *, low: float) -> Distribution:
+    median, sigma = log_normal(quantity)
+    return LogNormal(median, sigma, low=low) if sigma else Constant(max(low, median))

@@ -1,0 +1,231 @@
+"""Several simulations of one run: schedules in comparison, seeds in parallel processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
+from pathlib import Path
+from types import FrameType
+
+from rollart.errors import RollartError, RunFailed
+from rollart.ledger.reader import LedgerReader
+from rollart.report.rows import collect
+from rollart.report.simulation import INFRA_FAULT, SimulationFigures, StepTimes, fault_cost, simulation_figures
+from rollart.report.timeline import timeline
+from rollart.settings.faults import FaultPlanSpec
+from rollart.settings.resolve import Resolved
+from rollart.sim.modelled import StepTrace
+from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
+
+__all__ = ["TaskProgress", "SimulationTask", "simulation_finding", "simulate_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgress:
+    """Progress of a simulation: number of its task, trained steps, and virtual seconds."""
+
+    task: int
+    steps: int
+    seconds: float
+
+
+ProgressWatcher = Callable[[TaskProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationTask:
+    """One simulation. Its ledger remains in `keep`, or is removed if that is None."""
+
+    resolved: Resolved
+    schedule: str
+    seed: int
+    steps: int | None = None
+    keep: Path | None = None
+    fuzz: int | None = None
+    timeline: bool = False
+    """Include a timeline in the finding."""
+    replay: ReplayPlan | None = None
+    faults: FaultPlanSpec | None = None
+
+
+def simulate_all(
+    tasks: Sequence[SimulationTask],
+    *,
+    workers: int | None = None,
+    on_done: Callable[[SimulationFigures], None] = lambda _: None,
+    on_progress: ProgressWatcher = lambda _: None,
+) -> list[SimulationFigures]:
+    """Findings in the order of the tasks, computed by `workers` processes (one per core if None). With several
+    processes `on_progress` is called on another thread.
+
+    The first error ends all simulations and is raised; so do an interrupt, and SIGTERM as SystemExit. No process is
+    left running, and no file is left except kept ledgers.
+    """
+    count = min(len(tasks), workers or os.cpu_count() or 1)
+    with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
+        placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
+        if count > 1:
+            return _run_in_processes(placed, count, on_done, on_progress)
+        found = []
+        for n, (task, directory) in enumerate(placed):
+            found.append(_run_task(task, directory, n, on_progress))
+            on_done(found[-1])
+        return found
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat SIGTERM like an interrupt, so that processes and scratch files are removed as well; raises SystemExit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # ignored in a shell's background job
+            sys.exit(128 + number)
+        interrupt(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise SystemExit(128 + received[0]) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_in_processes(
+    placed: Sequence[tuple[SimulationTask, Path]],
+    count: int,
+    on_done: Callable[[SimulationFigures], None],
+    on_progress: ProgressWatcher,
+) -> list[SimulationFigures]:
+    by_task: dict[int, SimulationFigures] = {}
+    spawn = multiprocessing.get_context("spawn")
+    queue: Queue[TaskProgress | None] = spawn.Queue()
+    watcher = threading.Thread(target=_forward_progress, args=(queue, on_progress), name="progress", daemon=True)
+    watcher.start()
+    with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(queue,)) as pool:
+        try:
+            futures = {pool.submit(_run_task, *one, n): n for n, one in enumerate(placed)}
+            for future in as_completed(futures):
+                by_task[futures[future]] = future.result()
+                on_done(by_task[futures[future]])
+        except BrokenProcessPool:
+            raise RunFailed("a simulation's process was killed", remedy="use fewer --workers, or more memory") from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
+        finally:
+            queue.cancel_join_thread()
+            queue.put(None)
+            watcher.join(JOIN_S)  # a process killed during a write leaves the queue half read
+    return [by_task[n] for n in range(len(placed))]
+
+
+JOIN_S = 1.0
+"""Longest wait for final messages of processes that have ended."""
+
+_progress_queue: Queue[TaskProgress | None] | None = None
+"""In a simulation's process: the queue for progress."""
+
+
+def _init_worker(queue: Queue[TaskProgress | None]) -> None:
+    global _progress_queue
+    # An interrupt at the terminal reaches every process; only the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    queue.cancel_join_thread()
+    _progress_queue = queue
+
+
+def _forward_progress(queue: Queue[TaskProgress | None], on_progress: ProgressWatcher) -> None:
+    while (progress := queue.get()) is not None:
+        on_progress(progress)
+
+
+def _report_progress(progress: TaskProgress) -> None:
+    if _progress_queue is not None:
+        _progress_queue.put(progress)
+
+
+def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -> SimulationFigures:
+    """A simulation's figures, from its ledger."""
+    with LedgerReader(done.directory) as reader:
+        rows = collect(reader, done.directory.name)
+        faults = None
+        if done.observed_faults is not None:
+            faults = fault_cost(rows, reader.events(INFRA_FAULT), done.observed_faults)
+        drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
+    steps = [
+        StepTimes(s.ended, s.waited_s, s.trained - s.began, s.ended - s.trained, s.trajectories, s.tokens)
+        for s in done.steps
+    ]
+    lags: Counter[int] = sum((s.lags for s in done.steps), Counter())
+    found = simulation_figures(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
+    return replace(found, timeline=drawn, faults=faults)
+
+
+def _run_task(
+    task: SimulationTask, directory: Path, number: int, on_progress: ProgressWatcher = _report_progress
+) -> SimulationFigures:
+    steps = 0
+
+    def stepped(seen: StepTrace) -> None:
+        nonlocal steps
+        steps += 1
+        on_progress(TaskProgress(number, steps, seen.ended))
+
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 1000)  # objects are long-lived: full collections find nothing and cost a third
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if task.keep is not None:
+            (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # reports require it in a run's directory
+        return simulation_finding(
+            simulate(
+                task.resolved,
+                directory,
+                schedule=task.schedule,
+                seed=task.seed,
+                steps=task.steps,
+                fuzz=task.fuzz,
+                replay=task.replay,
+                faults=task.faults,
+                on_step=stepped,
+                on_time=lambda now: on_progress(TaskProgress(number, steps, now)),
+            ),
+            with_timeline=task.timeline,
+        )
+    except BaseExceptionGroup as group:
+        raise _first_error(group) from None
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first product error of the group, which survives pickling between processes."""
+    ours = group.subgroup(RollartError)
+    error: BaseException = group if ours is None else ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, RollartError):
+        return RunFailed(f"the simulation failed: {error!r}")
+    error.remedy = error.remedy.replace("then rollart launch --resume", "then simulate again")
+    return error

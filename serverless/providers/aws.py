@@ -1,0 +1,390 @@
+"""Functions on AWS Lambda: deployed by `AwsDeployer`, called through the run's own alias over aiobotocore.
+
+Retries are the caller's: with boto's defaults, one call of a function slower than the read timeout is executed and
+billed five times. Lambda cannot cancel a call: an abandoned call runs to its end, and its bill is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion
+from serverless.deploy.aws_function import AwsSettings
+from serverless.deploy.aws_session import library, translate_error
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
+from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.providers.base import Reply, WorkerLoad
+from serverless.providers.faults import LambdaReport, function_fault, parse_report, service_fault
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
+
+__all__ = ["AwsLambdaBackend"]
+
+_MAX_BYTES = 6_291_456
+"""Lambda's limit of a synchronous request, 6 MiB."""
+
+_GRACE_S = 10.0
+"""Allowance beyond the function's own time limit: the start of an environment, and the network."""
+
+_LONGEST_S = 900.0 + _GRACE_S
+
+
+@dataclass(slots=True, eq=False)
+class _ConcurrencyGate:
+    """A function and its pinned version. At most `slots` calls run at Lambda, in order of arrival; `waiting` counts the
+    calls before them. `package` is None for a function that was not deployed from here."""
+
+    name: str
+    package: Package | None
+    pin: PinnedVersion
+    slots: asyncio.Semaphore
+    queue: int
+    timeout_s: float
+    memory_mb: int
+    repair: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0
+    running: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _InFlightCall:
+    """A call in flight. `left` is the reason why its caller left, '' while the caller waits."""
+
+    gate: _ConcurrencyGate
+    payload: bytes
+    items: int
+    cause: Cause
+    sent: bool = False
+    left: str = ""
+
+    def on_end(self) -> None:
+        """Account for the end of the call: an unsent call is no longer waiting."""
+        if not self.sent:
+            self.gate.waiting -= 1
+
+
+class AwsLambdaBackend:
+    """Implements `Backend` and `ProvisionedBackend`. Owns `deployer`, a client with connections, and a task per call in
+    flight.
+
+    `invoke` may be called by any number of tasks. Each is unblocked by Lambda's answer, its deadline, the function's
+    time limit plus an allowance, or its cancellation. Invariants: one request per `invoke`, sent once; at most
+    `concurrency` calls of a function at Lambda, abandoned ones included, and `queue` waiting; only the version that
+    `deploy` named answers (an answer of another version is a fault, and the alias is reset); one meter record per
+    request that Lambda accepted, with the values of its REPORT line, also for an abandoned call (with status
+    `cancelled` or `deadline`). Without a REPORT line (a broken connection, a backend closed before the answer) the
+    record holds the seconds until then, as an estimate, and no `provider_id`.
+    """
+
+    provider = PROVIDER
+    calls_included = False
+    """Provisioned concurrency has its own price, in addition to that of the calls."""
+
+    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None, run: str = "") -> None:
+        """`run` is the caller's id, unique in the account; '' generates one. See `AwsDeployer.pin`."""
+        self.settings = settings or AwsSettings()
+        self._meter = meter or NullMeter()
+        self.deployer = AwsDeployer(self.settings, meter=self._meter)
+        self._gates: dict[str, _ConcurrencyGate] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._context: Any = None
+        self._client: Any = None
+        self._left: set[asyncio.Task[Reply | ServerlessError]] = set()
+        self._run = run or secrets.token_hex(8)
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def deploy(self, package: Package) -> None:
+        """Direct calls to this version. It becomes current (`live`) only if the function has no current version."""
+        spec, known = package.spec, self._gates.get(package.spec.name)
+        pin = await self.deployer.pin(package, self._run)
+        if known is not None and known.package is not None and known.package.spec == spec:
+            known.package, known.pin = package, pin
+            return
+        self._gates[spec.name] = _ConcurrencyGate(
+            spec.name, package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
+        )
+
+    async def attach(self, function: str) -> None:
+        """Direct calls to the current version. Raises `UnknownFunction` if there is none."""
+        pin = await self.deployer.current(function)
+        slots = asyncio.Semaphore(self.settings.connections)
+        self._gates[function] = _ConcurrencyGate(
+            function, None, pin, slots, self.settings.connections, pin.timeout_s, pin.memory_mb
+        )
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        gate = self._gate(function)
+        if self._group is None:
+            raise BackendFailed("the AWS Lambda backend is not open", remedy="use `async with`")
+        payload = _encode(event)
+        if isinstance(payload, InfraFault):
+            return Reply(fault=payload)
+        if gate.waiting >= gate.queue:
+            detail = f"{gate.queue} calls wait for {function}"
+            return Reply(fault=InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE))
+        call = _InFlightCall(gate, payload, len(event), cause)
+        gate.waiting += 1
+        task = self._group.create_task(self._call(call))
+        # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
+        task.add_done_callback(lambda _: call.on_end())
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await asyncio.shield(task)
+        except TimeoutError:
+            self._leave(call, task, "deadline")
+            detail = f"no answer of {function} in the {deadline_s:.3f} s that were left"
+            return Reply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+        except asyncio.CancelledError:
+            self._leave(call, task, "cancelled")
+            raise
+        if isinstance(reply, ServerlessError):
+            raise reply
+        return reply
+
+    def load(self, function: str) -> WorkerLoad:
+        gate = self._gates.get(function)
+        return WorkerLoad(busy=gate.running, waiting=gate.waiting) if gate is not None else WorkerLoad()
+
+    async def provisioned(self, function: str) -> int:
+        """The provisioned concurrency of the alias that calls go to."""
+        return await self.deployer.warm(self._gate(function).pin)
+
+    async def provision(self, function: str, workers: int) -> None:
+        """Set the provisioned concurrency and wait until it is in force (minutes on AWS, at most three). Calls do not
+        wait for it."""
+        await self.deployer.set_warm(self._gate(function).pin, workers)
+
+    async def __aenter__(self) -> AwsLambdaBackend:
+        await self.deployer.__aenter__()
+        try:
+            session = await asyncio.to_thread(library, "aiobotocore.session")
+            settings = self.settings
+            config = library("aiobotocore.config").AioConfig(
+                max_pool_connections=settings.connections,
+                connect_timeout=3,
+                read_timeout=settings.read_timeout_s or _LONGEST_S,
+                tcp_keepalive=True,
+                retries={"mode": "standard", "total_max_attempts": 1},
+            )
+            self._context = session.AioSession(profile=settings.profile or None).create_client(
+                "lambda", region_name=settings.region or None, endpoint_url=settings.endpoint_url, config=config
+            )
+            self._client = await self._context.__aenter__()
+        except BaseException as error:
+            await self.deployer.__aexit__()
+            ours = translate_error(error, "opening the AWS Lambda client")
+            if ours is None:
+                raise
+            raise ours from error
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        self._renewing = self._group.create_task(self._renew(), name="leases of aliases")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Wait at most `drain_s` for the bills of abandoned calls, and remove the run's aliases."""
+        group, self._group = self._group, None
+        if group is None or self._renewing is None:
+            return
+        self._renewing.cancel()
+        try:
+            try:
+                async with asyncio.timeout(self.settings.drain_s):
+                    await asyncio.gather(*self._left, return_exceptions=True)
+            except TimeoutError:
+                pass
+        finally:
+            for task in self._left:
+                task.cancel()
+            try:
+                await group.__aexit__(None, None, None)
+                for gate in self._gates.values():
+                    if gate.package is not None:
+                        with contextlib.suppress(ServerlessError):  # its lease will expire
+                            await self.deployer.unpin(gate.pin)
+            finally:
+                await self._context.__aexit__(None, None, None)
+                await self.deployer.__aexit__()
+
+    def _gate(self, function: str) -> _ConcurrencyGate:
+        gate = self._gates.get(function)
+        if gate is None:
+            known = ", ".join(self._gates) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        return gate
+
+    async def _renew(self) -> None:
+        """Renew the leases until cancelled. Failures are retried: a lease outlasts three attempts."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4.0)
+            for gate in list(self._gates.values()):
+                with contextlib.suppress(ServerlessError):
+                    await self._pin_again(gate, gate.pin)
+
+    async def _pin_again(self, gate: _ConcurrencyGate, seen: PinnedVersion) -> None:
+        """Reset the alias to the package's version, unless that was done since `seen`."""
+        async with gate.repair:
+            if gate.pin is not seen:
+                return
+            if gate.package is None:
+                gate.pin = await self.deployer.current(gate.name)
+            else:
+                gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
+
+    def _leave(self, call: _InFlightCall, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
+        """Handle a caller that leaves. A sent call runs to its end at Lambda; a waiting one is dropped."""
+        call.left = why
+        if not call.sent:
+            task.cancel()
+        elif not task.done():
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+
+    async def _call(self, call: _InFlightCall) -> Reply | ServerlessError:
+        gate = call.gate
+        await gate.slots.acquire()
+        call.sent = True
+        gate.waiting -= 1
+        gate.running += 1
+        try:
+            return await self._send(call)
+        finally:
+            gate.running -= 1
+            gate.slots.release()
+
+    async def _send(self, call: _InFlightCall) -> Reply | ServerlessError:
+        """One request and its answer. A caller's mistake is returned, not raised, so that the task group stays
+        intact."""
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        gate, pin = call.gate, call.gate.pin
+        lambda_report: LambdaReport | None = None
+        fault: InfraFault | None = None
+        body: object = None
+        taken, moved = True, False
+        version = ""
+        try:
+            async with asyncio.timeout(gate.timeout_s + _GRACE_S):
+                answer = await self._client.invoke(
+                    FunctionName=self.settings.function_name(gate.name),
+                    Qualifier=pin.qualifier,
+                    LogType="Tail",
+                    Payload=call.payload,
+                )
+                async with answer["Payload"] as stream:
+                    data = await stream.read()
+            lambda_report = parse_report(answer.get("LogResult", ""))
+            version = str(answer.get("ExecutedVersion", ""))
+            fault, body = (function_fault(data, lambda_report), None) if "FunctionError" in answer else _body(data)
+            moved = version != pin.number
+            if moved:
+                fault = _version_changed_fault(pin, version)
+        except asyncio.CancelledError:
+            call.left = call.left or "cancelled"
+            raise
+        except Exception as error:
+            found = _transport_fault(error, gate.name)
+            if isinstance(found, ServerlessError):
+                taken = False
+                if not isinstance(found, UnknownFunction):
+                    return found
+                moved, found = True, (_version_changed_fault(pin, ""), False)
+            fault, taken = found
+        finally:
+            bill = self._bill(call, t0, now(), lambda_report, version, fault) if taken else None
+        if moved:
+            try:
+                await self._pin_again(gate, pin)
+            except (CredentialsMissing, UnknownFunction) as error:
+                return error
+            except ServerlessError as error:  # the next call retries
+                assert fault is not None
+                fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
+        return Reply(body if fault is None else None, fault, bill)
+
+    def _bill(
+        self,
+        call: _InFlightCall,
+        t0: float,
+        t1: float,
+        lambda_report: LambdaReport | None,
+        version: str,
+        fault: InfraFault | None,
+    ) -> Invocation:
+        bill = Invocation(
+            function=call.gate.name,
+            provider=self.provider,
+            worker=f"{self.provider}/{call.gate.name}" + (f"/{version}" if version else ""),
+            t0=t0,
+            t1=t1,
+            cold_start_s=lambda_report.init_s if lambda_report else 0.0,
+            billed_s=lambda_report.billed_s if lambda_report else billed_seconds(t1 - t0),
+            memory_mb=lambda_report.memory_mb if lambda_report else call.gate.memory_mb,
+            items=call.items,
+            status=call.left or (str(fault.kind) if fault else "ok"),
+            cause=call.cause,
+            provider_id=lambda_report.request_id if lambda_report else "",
+        )
+        self._meter.invocation(bill)
+        return bill
+
+
+def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:
+    """The fault of an alias that names another version than it was set to, or that is gone: the answer is not this
+    run's."""
+    now = f"version {version} answered" if version else "it is gone"
+    detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
+    return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+
+
+def _encode(event: Sequence[dict[str, Any]]) -> bytes | InfraFault:
+    try:
+        payload = json.dumps(list(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        detail = f"the event has no JSON form: {error}"
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    if len(payload) > _MAX_BYTES:
+        detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {_MAX_BYTES}: lower batch.max_bytes"
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    return payload
+
+
+def _body(data: bytes) -> tuple[InfraFault | None, object]:
+    try:
+        return None, json.loads(data)
+    except ValueError as error:
+        detail = f"the answer is not JSON: {error}"
+        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail), None
+
+
+def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
+    """Classify a transport error: its fault and whether Lambda may have accepted the call; or the caller's mistake.
+
+    A timeout is not retryable: the call may still run, and the next one would be as slow.
+    """
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        if response.get("Error", {}).get("Code") == "ResourceNotFoundException":
+            return UnknownFunction(f"{function} is gone from AWS: {error}", remedy="deploy it again")
+        fault = service_fault(response)
+        if fault is not None:
+            return fault, False
+    names = {one.__name__ for one in type(error).__mro__}
+    if names.intersection(("ConnectTimeoutError", "EndpointConnectionError", "SSLError", "ProxyConnectionError")):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no way to Lambda: {error}"[:500]), False
+    if isinstance(error, TimeoutError) or "ReadTimeoutError" in names:
+        detail = f"no answer of {function}: it may still run ({type(error).__name__})"
+        return InfraFault(FaultKind.TIMEOUT, retryable=False, detail=detail), True
+    if names.intersection(("HTTPClientError", "ClientError", "OSError")) and not isinstance(response, dict):
+        detail = f"the connection to Lambda broke: {type(error).__name__}: {error}"[:500]
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), True
+    ours = translate_error(error, f"calling {function}")
+    return ours or BackendFailed(f"calling {function}: {type(error).__name__}: {error}")

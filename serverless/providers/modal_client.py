@@ -1,0 +1,549 @@
+"""The Modal client of this package: opened with credentials, with unpickling disabled and errors translated.
+
+Modal's client loads an answer in whatever format the container names, so a container that runs a policy's code could
+execute code in this process. `deserialize` of `modal._serialization` would unpickle such an answer, and also the
+exception of a container that failed to start. While a client of this package is open, that module's unpickler is
+replaced by a refusing one (process-wide: no data from a container may be unpickled), and answers are requested as
+CBOR. This is the only module that touches Modal's private interface. The replacement is checked at every opening, and a
+client that would load a pickle is not opened.
+
+A function's deployments on Modal: one app per function, whose tags map deployments to package versions.
+
+    rollart-live   3              the deployment that calls go to (Modal counts an app's deployments from 1)
+    rollart-v3     <digest>       the package version of deployment 3, base64url (a tag holds 63 characters)
+    rollart-t3     1767225600     when it was made, Unix seconds
+
+Modal keeps deployments and looks any of them up by number (`Function.from_name(version=)`), so a rollback is one
+`App.set_tags`, which is atomic, and a deployment that fails is never live.
+
+One call on Modal: a pinned deployment, the payload, and the validated answer of the container.
+
+Payloads and answers are JSON as bytes in CBOR, see `serverless.deploy.modal_entry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import datetime
+import importlib
+import json
+import os
+import pickle
+import re
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, SpecInvalid, UnknownFunction
+from serverless.types import FaultKind, InfraFault, Throttle
+
+if TYPE_CHECKING:
+    import modal
+
+
+_CONNECT_S = 20.0
+"""Seconds to connect. Modal's client tries for a minute; a command that cannot connect must report it sooner."""
+
+_CLOSE_S = 5.0
+
+_SETTINGS = {"MODAL_PAYLOAD_FORMAT": "cbor", "MODAL_MAX_THROTTLE_WAIT": "0"}
+"""The second setting leaves throttled requests to this package's retries instead of a wait inside the client."""
+
+_REMEDY = "set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, or run `modal token new`"
+
+_BILLING = re.compile(r"billing|budget|spend|payment|credit", re.IGNORECASE)
+"""A workspace without credit also answers RESOURCE_EXHAUSTED, but retries do not help."""
+
+_MEMORY = re.compile(r"out of memory|\boom\b|memory limit|exit(?:ed with)? code:? 137", re.IGNORECASE)
+
+_STOPPED = re.compile(r"stopped|terminated|preempt", re.IGNORECASE)
+
+
+class PickleRefused(Exception):
+    """A container answered with a pickle, which was not loaded."""
+
+
+def modal_library() -> Any:
+    """The modal package."""
+    try:
+        import modal
+    except ImportError:
+        raise ExtraMissing("modal", "modal") from None
+    return modal
+
+
+@contextlib.asynccontextmanager
+async def open_client() -> AsyncIterator[modal.Client]:
+    """A client with the user's credentials, checked with the server.
+
+    Raises `CredentialsMissing` if there are none or the server rejects them, `BackendFailed` if it does not answer.
+    """
+    with _no_pickles():
+        client = await _client()
+        try:
+            yield client
+        finally:
+            await _close(client)
+
+
+async def _client() -> Any:
+    modal = modal_library()
+    client = None
+    try:
+        with translate_errors():
+            async with asyncio.timeout(_CONNECT_S):
+                client = await _connect(modal)
+                await client.hello.aio()
+        return client
+    except TimeoutError:
+        await _close(client)
+        raise BackendFailed(
+            f"Modal does not answer within {_CONNECT_S:g} s", remedy="check the network and MODAL_SERVER_URL"
+        ) from None
+    except BaseException:
+        await _close(client)
+        raise
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Translate Modal's errors into this package's errors, for the control plane."""
+    modal = modal_library()
+    try:
+        yield
+    except (modal.exception.AuthError, modal.exception.PermissionDeniedError) as error:
+        raise CredentialsMissing(f"Modal refuses: {_text(error)}", remedy=_REMEDY) from None
+    except modal.exception.Error as error:
+        raise BackendFailed(f"Modal: {type(error).__name__}: {_text(error)}") from error
+    except TimeoutError:  # an OSError, but a time limit of this package
+        raise
+    except OSError as error:
+        raise BackendFailed(f"Modal: {error}", remedy="check the network and MODAL_SERVER_URL") from error
+
+
+def fault_of(error: Exception) -> InfraFault:
+    """The fault of a failed call. Errors that the next call would meet again are raised as errors of this package.
+
+    Modal reports the reason of a container's end only as text, which its documentation does not guarantee.
+    """
+    modal = modal_library()
+    kinds = modal.exception
+    text = _text(error)
+    detail = f"{type(error).__name__}: {text}"[:500]
+    if isinstance(error, kinds.AuthError | kinds.PermissionDeniedError):
+        raise CredentialsMissing(f"Modal refuses: {text}", remedy=_REMEDY) from None
+    if isinstance(error, kinds.ClientClosed):
+        raise BackendFailed("the modal backend is closed") from None
+    if isinstance(error, kinds.FunctionTimeoutError):
+        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
+    if isinstance(error, kinds.ResourceExhaustedError):
+        return _throttled(text, detail)
+    if _find_pickle_refusal(error) or isinstance(error, kinds.ExecutionError | kinds.DeserializationError):
+        return _unreadable(error, text)
+    if isinstance(error, kinds.InternalFailure | kinds.RemoteError):
+        return _ended(text, detail, lost=isinstance(error, kinds.InternalFailure))
+    if isinstance(error, kinds.ConflictError):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+    if isinstance(error, kinds.InvalidError | kinds.RequestSizeError | kinds.SerializationError):
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    if isinstance(error, kinds.ConnectionError | kinds.ServiceError | kinds.InternalError | OSError):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+    if isinstance(error, kinds.Error):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
+    raise error
+
+
+def _throttled(text: str, detail: str) -> InfraFault:
+    if _BILLING.search(text):
+        return InfraFault(FaultKind.THROTTLED, retryable=False, detail=detail, throttle=Throttle.RESERVED)
+    return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.RATE)
+
+
+def _ended(text: str, detail: str, *, lost: bool) -> InfraFault:
+    """The fault of a container that ended during a call (`lost`: Modal's own term) or that never started."""
+    if _MEMORY.search(text):
+        return InfraFault(FaultKind.OUT_OF_MEMORY, retryable=True, detail=detail)
+    if _STOPPED.search(text) or not text:
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+    return InfraFault(FaultKind.CRASH, retryable=lost, detail=detail)
+
+
+def _unreadable(error: Exception, text: str) -> InfraFault:
+    """The fault of a pickled answer; or, with a remote traceback, of a container that could not start and pickled its
+    exception."""
+    if "remote exception" in text:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {lines[-1]}"[:500])
+    if _find_pickle_refusal(error):
+        detail = "the container answered with a pickle, which is never loaded"
+        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
+    return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=text[:500])
+
+
+def _find_pickle_refusal(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, PickleRefused):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _text(error: BaseException) -> str:
+    return str(error.args[0] if error.args else getattr(error, "_message", "") or error)
+
+
+async def _connect(modal: Any) -> Any:
+    config = modal.config.config
+    token, secret = config.get("token_id"), config.get("token_secret")
+    if token and secret:
+        return await modal.Client.from_credentials.aio(token, secret)
+    if refresh := config.get("oauth_refresh_token"):
+        return await modal.Client.from_oauth_credentials.aio(
+            refresh,
+            oauth_client_id=config.get("oauth_client_id"),
+            oauth_client_secret=config.get("oauth_client_secret"),
+            oauth_jwt_key=config.get("oauth_jwt_key"),
+        )
+    raise CredentialsMissing("Modal knows no token", remedy=_REMEDY)
+
+
+async def _close(client: Any) -> None:
+    if client is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await client.close.aio()
+
+
+class _OpenClients:
+    """The number of open clients, and the unpickler to restore after the last."""
+
+    depth = 0
+    before: tuple[Any, dict[str, str | None]] | None = None
+
+
+class _RefusingUnpickler:
+    """Replaces `modal._serialization.Unpickler`."""
+
+    def __init__(self, client: object, buffer: object) -> None:
+        pass
+
+    def load(self) -> Any:
+        raise PickleRefused("pickles are not loaded")
+
+
+@contextlib.contextmanager
+def _no_pickles() -> Iterator[None]:
+    if _OpenClients.depth == 0:
+        _install()
+    _OpenClients.depth += 1
+    try:
+        yield
+    finally:
+        _OpenClients.depth -= 1
+        if _OpenClients.depth == 0:
+            _uninstall()
+
+
+def _install() -> None:
+    version = getattr(modal_library(), "__version__", "?")
+    failed = BackendFailed(
+        f"modal {version} cannot be kept from loading pickles of containers", remedy="pip install 'modal~=1.6.4'"
+    )
+    try:
+        inside: Any = importlib.import_module("modal._serialization")
+        _OpenClients.before = (inside.Unpickler, {name: os.environ.get(name) for name in _SETTINGS})
+        inside.Unpickler = _RefusingUnpickler
+    except (ImportError, AttributeError):
+        raise failed from None
+    os.environ.update(_SETTINGS)
+    try:
+        inside.deserialize(pickle.dumps("a harmless one"), None)
+    except Exception as error:
+        if _find_pickle_refusal(error):
+            return
+    _uninstall()
+    raise failed
+
+
+def _uninstall() -> None:
+    inside: Any = importlib.import_module("modal._serialization")
+    assert _OpenClients.before is not None
+    inside.Unpickler, settings = _OpenClients.before
+    for name, value in settings.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+PROVIDER = "modal"
+
+FUNCTION = "call"
+"""The name of the one Modal function of an app: that of `serverless.deploy.modal_entry`."""
+
+_NAME = 63
+"""Maximum characters of an app's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModalSettings:
+    """Settings of functions on Modal. `python` is the minor version of the interpreter in the container ('' for this
+    one's); `keep` is the number of versions before the live one that are kept for a rollback."""
+
+    prefix: str = "rollart-"
+    environment: str = ""
+    python: str = ""
+    keep: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentTags:
+    """The parsed tags of an app. `versions` are digests by deployment number, `times` Unix seconds likewise."""
+
+    live: int = 0
+    versions: Mapping[int, str] = field(default_factory=dict)
+    times: Mapping[int, int] = field(default_factory=dict)
+    other: Mapping[str, str] = field(default_factory=dict)
+    """Foreign tags, which are preserved."""
+
+    @classmethod
+    def read(cls, tags: Mapping[str, str]) -> DeploymentTags:
+        live, versions, times, other = 0, {}, {}, {}
+        for key, value in tags.items():
+            number = int(key[9:]) if key[:9] in ("rollart-v", "rollart-t") and key[9:].isdigit() else 0
+            if key == "rollart-live":
+                live = int(value) if value.isdigit() else 0
+            elif number and key[8] == "v":
+                versions[number] = _hex(value)
+            elif number:
+                times[number] = int(value) if value.isdigit() else 0
+            else:
+                other[key] = value
+        return cls(live if live in versions else 0, versions, times, other)
+
+    def tags(self) -> dict[str, str]:
+        tags = dict(self.other)
+        tags |= {f"rollart-v{n}": _base64(digest) for n, digest in self.versions.items()}
+        tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
+        return tags | ({"rollart-live": str(self.live)} if self.live else {})
+
+    def pointed(self, number: int) -> DeploymentTags:
+        return DeploymentTags(number, self.versions, self.times, self.other)
+
+    def added(self, number: int, digest: str, t: float, *, keep: int) -> DeploymentTags:
+        """The tags with a new live version and the newest `keep` of the older ones."""
+        versions = {**self.versions, number: digest}
+        kept = sorted(versions, reverse=True)[: keep + 1]
+        return DeploymentTags(number, {n: versions[n] for n in kept}, {**self.times, number: int(t)}, self.other)
+
+    def created(self, number: int) -> str:
+        if number not in self.times:
+            return ""
+        return datetime.datetime.fromtimestamp(self.times[number], datetime.UTC).isoformat()
+
+
+@dataclass(frozen=True, slots=True)
+class ModalNamespace:
+    """Names and look-ups in a Modal environment. `environment` '' is the configured one."""
+
+    client: modal.Client
+    prefix: str
+    environment: str = ""
+
+    def app(self, function: str) -> str:
+        name = self.prefix + function
+        if len(name) > _NAME:
+            raise SpecInvalid(f"{name!r} is {len(name)} characters long, an app's name on Modal at most {_NAME}")
+        return name
+
+    async def find(self, function: str) -> tuple[modal.App, DeploymentTags] | None:
+        """The function's app and its tags, or None if there is no such app."""
+        modal = modal_library()
+        try:
+            app = await modal.App.lookup.aio(
+                self.app(function), client=self.client, environment_name=self.environment or None
+            )
+        except modal.exception.NotFoundError:
+            return None
+        return app, DeploymentTags.read(await app.get_tags.aio(client=self.client))
+
+    async def get(self, function: str) -> tuple[modal.App, DeploymentTags]:
+        """The app and tags of a deployed function. Raises `UnknownFunction` otherwise."""
+        found = await self.find(function)
+        if found is None or not found[1].live:
+            known = ", ".join(await self.functions()) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed on Modal", remedy=f"deployed: {known}")
+        return found
+
+    def function(self, function: str, number: int) -> Any:
+        """The `modal.Function` of one deployment, without a request to Modal."""
+        return modal_library().Function.from_name(
+            self.app(function),
+            FUNCTION,
+            version=number,
+            client=self.client,
+            environment_name=self.environment or None,
+        )
+
+    async def functions(self) -> list[str]:
+        """The names of the functions that rollart deployed here, sorted."""
+        modal = modal_library()
+        with translate_errors():
+            namespace = (
+                modal.Environment.from_name(self.environment, client=self.client)
+                if self.environment
+                else modal.Environment.from_context(client=self.client)
+            )
+            apps = await namespace.apps.list.aio()
+            names = [app for app in apps if (app.name or "").startswith(self.prefix)]
+            live = [a for a in names if DeploymentTags.read(await a.get_tags.aio(client=self.client)).live]
+        return sorted(str(app.name).removeprefix(self.prefix) for app in live)
+
+
+def _base64(digest: str) -> str:
+    return base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
+
+
+def _hex(tag: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(tag + "=" * (-len(tag) % 4)).hex()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+_CANCEL_S = 5.0
+"""Maximum seconds that a cancelled call waits for its cancellation to be acknowledged."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedFunction:
+    """One pinned deployment of a function. `version` is the package's digest."""
+
+    name: str
+    number: int
+    version: str
+    handle: Any
+    memory_mb: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModalReply:
+    """The result of a call: a body or a fault, and the container's own measurements (`worker` '' if there are none)."""
+
+    body: object = None
+    fault: InfraFault | None = None
+    worker: str = ""
+    call: str = ""
+    run_s: float = 0.0
+    init_s: float = 0.0
+
+
+async def pin(namespace: ModalNamespace, function: str, number: int, version: str) -> PinnedFunction:
+    """Look up one deployment: its handle, memory and time limit."""
+    handle = namespace.function(function, number)
+    info = await handle.info.aio()
+    memory = info.memory_mib
+    size = memory[-1] if isinstance(memory, tuple) else memory or 0
+    return PinnedFunction(function, number, version, handle, size, float(info.timeout))
+
+
+async def call_pinned(
+    target: PinnedFunction, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
+) -> ModalReply:
+    """One call, limited by its caller's wait. Faults are values. Raises `UnknownFunction`, `CredentialsMissing` and
+    `BackendFailed`."""
+    asked = {
+        "id": f"{target.version[:8]}-{request}",
+        "name": target.name,
+        "version": target.version,
+        "memory_mb": target.memory_mb,
+        "timeout_s": target.timeout_s,
+        "event": list(event),
+    }
+    try:
+        payload = json.dumps(asked).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        detail = f"the event has no wire form: {error}"[:500]
+        return ModalReply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+    try:
+        given = await (_cancellable(target.handle, payload) if cancellable else target.handle.remote.aio(payload))
+    except modal_library().exception.NotFoundError as error:
+        raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return ModalReply(fault=fault_of(error))
+    return _read(given, target)
+
+
+async def _cancellable(handle: Any, payload: bytes) -> object:
+    """A call that is cancelled on Modal together with its caller, even while it is being submitted."""
+    async with asyncio.TaskGroup() as group:
+        spawning = group.create_task(_settled(handle.spawn.aio(payload)))
+        try:
+            call = await asyncio.shield(spawning)
+            given = call if isinstance(call, Exception) else await _settled(call.get.aio())
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CANCEL_S):
+                    await (await spawning).cancel.aio()
+            raise
+    if isinstance(given, Exception):
+        raise given
+    return given
+
+
+async def _settled(work: Awaitable[Any]) -> Any:
+    """The result or exception as a value: a task group would wrap the exception."""
+    try:
+        return await work
+    except Exception as error:
+        return error
+
+
+def _read(given: object, target: PinnedFunction) -> ModalReply:
+    """Validate the container's envelope. Its code may be a policy's, so every part is checked. An envelope of an older
+    version of this package does not name its version."""
+    answer = _envelope(given)
+    if answer is None:
+        detail = f"the container's answer is not the handler's: {given!r:.80}"
+        return ModalReply(fault=InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+    measured = ModalReply(
+        worker=str(answer.get("worker"))[:100],
+        call=str(answer.get("call") or "")[:100],
+        run_s=_seconds(answer.get("run_s")),
+        init_s=_seconds(answer.get("init_s")),
+    )
+    version = str(answer.get("version", target.version))
+    if version != target.version:
+        detail = f"{target.name}: version {target.version[:12]} was called, but {version[:12]} answered"
+        return replace(measured, fault=InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
+    if "fault" not in answer:
+        return replace(measured, body=answer["body"])
+    fault = answer["fault"]
+    kind = str(fault.get("kind"))
+    known = FaultKind(kind) if kind in set(FaultKind) else FaultKind.CRASH
+    retryable = fault.get("retryable") is True
+    return replace(measured, fault=InfraFault(known, retryable=retryable, detail=str(fault.get("detail"))[:500]))
+
+
+def _envelope(given: object) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(given) if isinstance(given, bytes) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(answer, dict):
+        return None
+    sound = isinstance(answer["fault"], dict) if "fault" in answer else "body" in answer
+    return answer if sound else None
+
+
+def _seconds(value: object) -> float:
+    """A duration claimed by a container: finite and not negative, else 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
+        return 0.0
+    return float(value)

@@ -1,0 +1,270 @@
+"""The program of one execution environment, in a process that the zygote forked. A program, not a library.
+
+Frames on its socket are a 4-byte big-endian length and msgpack:
+
+  in   [request id, event, time limit in ms]
+  out  ["", "ready", init seconds, error or None] once, then [request id, "ok", run seconds, body] or
+       [request id, "fault", run seconds, kind, detail, retryable, keep] per call
+
+A process that the function forks has no channel: it can neither take nor answer a call. Billing uses this process's own
+clock. An order with `exec` executes that program instead, under the same limits, and keeps the socket open without
+using it, so that the parent notices the program's end.
+"""
+# ruff: noqa: TID251 - a worker process measures its own time; the loop's clock is in another process.
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import pathlib
+import resource
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgpack
+
+__all__ = ["LOG_BYTES", "end_line", "run"]
+
+_SCRATCH_BYTES = 512 * 2**20
+"""Size limit of a file that a function writes: Lambda's default /tmp."""
+
+LOG_BYTES = 16 * 2**20
+"""Size at which a log is truncated: a function that prints every sample must not fill the disk."""
+
+_OPEN_FILES = 1024
+"""Lambda's limit of file descriptors."""
+
+
+@dataclass(slots=True)  # not frozen: one is made per call, and freezing would double its cost
+class WorkerContext:
+    """Lambda's context object: the fields that handlers use."""
+
+    function_name: str
+    function_version: str
+    memory_limit_in_mb: int
+    aws_request_id: str
+    log_group_name: str
+    log_stream_name: str
+    deadline: float
+
+    @property
+    def invoked_function_arn(self) -> str:
+        return f"arn:aws:lambda:local:000000000000:function:{self.function_name}"
+
+    def get_remaining_time_in_millis(self) -> int:
+        return max(0, int((self.deadline - time.monotonic()) * 1000.0))
+
+
+def run(channel: socket.socket, order: dict[str, Any]) -> None:
+    """Serve calls until the other end closes. Leaves by `SystemExit` or return; the caller ends the process."""
+    if "exec" in order:
+        _exec_program(channel, order)
+    began = time.perf_counter()
+    handler = None
+    error = _step_failure(lambda: _enter(channel, order))
+    frames = _Frames(channel)
+
+    def load() -> None:
+        nonlocal handler
+        module, _, name = str(order["handler"]).rpartition(".")
+        handler = getattr(importlib.import_module(module), name)
+
+    if error is None:
+        error = _step_failure(load)
+    frames.send(["", "ready", time.perf_counter() - began, error])
+    while handler is not None:
+        frame = frames.next()
+        if frame is None:
+            return
+        request, event, limit_ms = msgpack.unpackb(frame)
+        answer = _call(handler, order, request, event, limit_ms)
+        if not frames.send([request, *answer]) or (answer[0] == "fault" and not answer[5]):
+            return
+
+
+def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
+    """Become the function's process. With isolation, this continues in a child process."""
+    _confine(order, _data_bytes())
+    if "wall" in order:
+        from serverless.sandbox import required
+
+        required.enter(channel, order["package"], order["scratch"])
+
+
+def _step_failure(step: Callable[[], None]) -> str | None:
+    """The error of a step of the start, None if it succeeded."""
+    try:
+        step()
+    except BaseException as failure:
+        traceback.print_exc()
+        return f"{type(failure).__name__}: {failure}"[:500]
+    return None
+
+
+def end_line(request: str) -> bytes:
+    """The line after the output of a call in a log (`workers.logs`)."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return f"END RequestId: {request} Time: {now}\n".encode()
+
+
+def _call(handler: Any, order: dict[str, Any], request: str, event: Any, limit_ms: float) -> list[Any]:
+    began = time.monotonic()
+    context = WorkerContext(
+        function_name=order["name"],
+        function_version=order["version"],
+        memory_limit_in_mb=order["memory_mb"],
+        aws_request_id=request,
+        log_group_name=f"/rollart/{order['name']}",
+        log_stream_name=order["log"],
+        deadline=began + limit_ms / 1000.0,
+    )
+    try:
+        body = handler(event, context)
+    except MemoryError:
+        limit = order["memory_mb"]
+        return ["fault", time.monotonic() - began, "out_of_memory", f"more than {limit} MB (memory_mb)", True, False]
+    except Exception as error:
+        traceback.print_exc()
+        detail = f"{type(error).__name__}: {error}"[:500]
+        return ["fault", time.monotonic() - began, "crash", detail, False, True]
+    finally:
+        sys.stdout.flush()
+        _end_log(order, request)
+    return ["ok", time.monotonic() - began, body]
+
+
+_logged = 0
+"""Bytes in the log when the last call had ended."""
+
+
+def _end_log(order: dict[str, Any], request: str) -> None:
+    """Date the call's output, if there is any, and truncate a long log."""
+    global _logged
+    size = os.fstat(1).st_size
+    if size == _logged:
+        return
+    os.write(1, end_line(request))
+    if size > LOG_BYTES and "wall" in order:
+        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation
+    elif size > LOG_BYTES:
+        os.replace(order["log"], order["log"] + ".1")
+        _open_log(order["log"])
+    _logged = os.fstat(1).st_size
+
+
+def _open_log(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _exec_program(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
+    """Execute another program in this process: all of its memory is the function's."""
+    _confine(order, 0)
+    channel.set_inheritable(True)
+    os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
+
+
+def _confine(order: dict[str, Any], own_bytes: int) -> None:
+    """Set up Lambda's execution environment: limits, environment, log and import path. `own_bytes` of private memory do
+    not count as the function's."""
+    global _logged
+    package = order["package"]
+    _open_log(order["log"])
+    _logged = os.fstat(1).st_size
+    scratch = pathlib.Path(order["scratch"])
+    scratch.mkdir(parents=True, exist_ok=True)
+    os.environ.update(
+        AWS_LAMBDA_FUNCTION_NAME=order["name"],
+        AWS_LAMBDA_FUNCTION_VERSION=order["version"],
+        AWS_LAMBDA_FUNCTION_MEMORY_SIZE=str(order["memory_mb"]),
+        _HANDLER=order["handler"],
+        LAMBDA_TASK_ROOT=package,
+        TMPDIR=str(scratch),
+        HOME=str(scratch),
+    )
+    tempfile.tempdir = None
+    os.chdir(package)
+    sys.path.insert(0, package)
+    # Private writable memory beyond the zygote's own: shared library code does not count as the function's.
+    memory = own_bytes + int(order["memory_mb"]) * 2**20
+    _lower_limit(resource.RLIMIT_DATA, memory)
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_FSIZE, _SCRATCH_BYTES)
+    _lower_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
+
+
+def _lower_limit(which: int, most: int) -> None:
+    """Lower a limit. A hard limit that is already lower stays, since it cannot be raised."""
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
+
+
+def _data_bytes() -> int:
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class _Frames:
+    """Sends and reads frames; a small frame, such as a call, takes one system call.
+
+    Only this process uses the channel: it is closed in every child. A child unknown to Python (a fork by a C library)
+    is recognised by its process id.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._buffer = bytearray()
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=channel.close)
+
+    def send(self, message: list[Any]) -> bool:
+        """Send a message. False if the channel is closed."""
+        try:
+            body = msgpack.packb(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            detail = f"the answer has no wire form: {error}"[:500]
+            body = msgpack.packb([message[0], "fault", message[2], "bad_answer", detail, False, True])
+        if os.getpid() != self._owner:
+            return False
+        try:
+            self._channel.sendall(struct.pack(">I", len(body)) + body)
+        except OSError:
+            return False
+        return True
+
+    def next(self) -> bytes | None:
+        """The next frame, or None when the other end has closed."""
+        if not self._fill(4):
+            return None
+        (length,) = struct.unpack_from(">I", self._buffer)
+        if not self._fill(4 + length):
+            return None
+        frame = bytes(self._buffer[4 : 4 + length])
+        del self._buffer[: 4 + length]
+        return frame
+
+    def _fill(self, count: int) -> bool:
+        while len(self._buffer) < count:
+            if os.getpid() != self._owner:
+                return False
+            try:
+                part = self._channel.recv(1 << 18)
+            except OSError:
+                return False
+            if not part:
+                return False
+            self._buffer += part
+        return True

@@ -1,0 +1,297 @@
+"""The local function provider: handlers under Lambda's contract in warm processes forked from a zygote.
+
+Workers are processes of one user, with limits on memory, open files, file size and time, and an environment without
+credentials. This contains mistakes, not attackers: untrusted code needs a sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import importlib.util
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any, Literal
+
+from serverless.deploy.package import HANDLER, Package
+from serverless.errors import BackendFailed, ExtraMissing
+from serverless.meter import MeterSink, NullMeter
+from serverless.providers.base import LogLine, Reply, WorkerLoad
+from serverless.sandbox import required
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
+from serverless.workers import logs
+from serverless.workers.pool import Launcher, PoolRegistry, Worker, WorkerFault
+from serverless.workers.processes import ForkServer, ProcessWorker
+
+__all__ = ["LocalBackend", "Runtime", "check_isolation", "module_exists", "check_importable"]
+
+_PRELOADED = (
+    "asyncio",
+    "importlib.util",
+    "inspect",
+    "json",
+    "serverless.calling",
+    "serverless.declare",
+    "serverless.errors",
+    "serverless.signatures",
+    "serverless.types",
+)
+"""The modules that the handler file imports."""
+
+Runtime = Literal["rollart", "awslambdaric"]
+"""The program that runs the handler inside a worker: rollart's own loop, or AWS's runtime client
+(`workers.runtime_api`)."""
+
+
+class LocalBackend:
+    """Implements `Backend` and `ScalableBackend` on this machine. Owns a directory, the zygotes and, through them, all
+    workers.
+
+    Each distinct set of `preload` modules has its own zygote, so that a plain function does not pay for another
+    function's torch import. `deploy` starts the zygote and waits for the function's imports. Workers start with the
+    first call, unless the function is `warm`. `root`, if given, keeps packages and logs (`logs/<function>/<slot>.log`).
+    Otherwise both are in a private directory that is removed at the end, even if this process is killed. `launcher`
+    wraps the worker launcher (`providers.rehearsal`). Raises `ExtraMissing` if `runtime` is not installed.
+    """
+
+    provider = "local"
+
+    def __init__(
+        self,
+        *,
+        meter: MeterSink | None = None,
+        root: pathlib.Path | None = None,
+        runtime: Runtime = "rollart",
+        launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+        allow_unsafe: bool = False,
+        logs: pathlib.Path | None = None,
+    ) -> None:
+        """`allow_unsafe` permits untrusted functions that never call the sandbox. `logs` is a separate directory for
+        the workers' output."""
+        if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
+            raise ExtraMissing("awslambdaric", "providers")
+        self._given = root
+        self._root: pathlib.Path | None = None
+        self._runtime = runtime
+        self._allow_unsafe = allow_unsafe
+        self._logs = None if logs is None else logs.resolve()
+        self._host = PoolRegistry(launcher(self), provider=self.provider, meter=meter or NullMeter())
+        self._zygotes: dict[frozenset[str], ForkServer] = {}
+
+    @property
+    def zygote_pids(self) -> tuple[int, ...]:
+        """Process ids of the running zygotes, the one without preloads first."""
+        zygotes = sorted(self._zygotes.items(), key=lambda entry: sorted(entry[0]))
+        return tuple(zygote.pid for _, zygote in zygotes if zygote.pid is not None)
+
+    def workers(self, function: str) -> int:
+        """The current number of a function's workers."""
+        return self._host.pool(function).size
+
+    def load(self, function: str) -> WorkerLoad:
+        return self._host.load(function)
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `ScalableBackend`."""
+        return self._host.keep(function, workers, keep_alive_s)
+
+    async def deploy(self, package: Package) -> None:
+        await self.install(package)
+        self._host.deploy(package)
+
+    async def install(self, package: Package) -> None:
+        """Install the files that `start` needs of a package. Raises `BackendFailed` if the function cannot run here."""
+        _check_requirements(package)
+        if not self._allow_unsafe:
+            check_isolation(package)
+        directory = self._directory(package)
+        zygote = self._zygote(package)
+        zygote.start()
+        if package.spec.preload:
+            await _await_preload(zygote, package)
+        if not directory.exists():
+            partial = directory.with_name(f"{package.version}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            package.write(partial)
+            partial.rename(directory)
+            # Compiled ahead, not executed: otherwise each worker would compile it, which is most of a cold start.
+            compileall.compile_dir(directory, quiet=2)
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self._host.pool(function).invoke(event, deadline_s, cause)
+
+    def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
+        """Output of the workers, oldest first; `source` is the worker's slot."""
+        self._host.pool(function)
+        return logs.read(self._log_root, function, since_s=since_s, limit=limit)
+
+    def tail(self, call: Invocation) -> str:
+        """Output of one call: at most its last 4 KB."""
+        return logs.tail(self._log_root, call.function, call.worker.rpartition("/")[2], call.provider_id)
+
+    async def __aenter__(self) -> LocalBackend:
+        await self._host.open()
+        self._root = (self._given or pathlib.Path(tempfile.mkdtemp(prefix="rollart-functions-"))).resolve()
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            await self._host.close()
+        finally:
+            zygotes, self._zygotes = self._zygotes, {}
+            try:
+                for zygote in zygotes.values():
+                    await zygote.close()
+            finally:
+                if self._given is None and self._root is not None:
+                    shutil.rmtree(self._root, ignore_errors=True)
+
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        """Launcher: fork a worker and wait until the function is loaded."""
+        try:
+            if self._runtime == "awslambdaric":
+                from serverless.workers.runtime_api import RuntimeApiLauncher
+
+                launcher = RuntimeApiLauncher(self.fork, logs=self._log)
+                return await launcher.start(package, worker, slot, gone)
+            return await self._start(package, slot, gone)
+        except OSError as error:  # no descriptors, no disk space: a state of the machine that may pass
+            detail = f"no worker could be started: {error}"
+            raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
+
+    async def fork(
+        self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
+    ) -> ProcessWorker:
+        """Fork a confined process of the function, which is not ready yet. `become` holds the program to execute in it
+        (`exec`) and its `environment`."""
+        log = self._log(package.spec.name, slot)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        order = {
+            "name": package.spec.name,
+            "version": package.version,
+            "handler": HANDLER,
+            "memory_mb": package.spec.memory_mb,
+            "package": str(self._directory(package)),
+            "log": str(log),
+            "scratch": str(self._open() / "scratch" / package.spec.name / str(slot)),
+            **(become or required.order(package.spec.trust, allow_unsafe=self._allow_unsafe)),
+        }
+        return await self._zygote(package).fork(order, gone)
+
+    async def _start(self, package: Package, slot: int, gone: Callable[[], None]) -> ProcessWorker:
+        process = await self.fork(package, slot, gone)
+        try:
+            await process.ready()
+        except BaseException:
+            process.kill()
+            raise
+        return process
+
+    def _zygote(self, package: Package) -> ForkServer:
+        modules = frozenset(package.spec.preload)
+        if modules not in self._zygotes:
+            preload = (*_PRELOADED, *package.spec.preload)
+            self._zygotes[modules] = ForkServer(self._open(), preload=preload, cleanup=self._given is None)
+        return self._zygotes[modules]
+
+    @property
+    def _log_root(self) -> pathlib.Path:
+        return self._open() / "logs" if self._logs is None else self._logs
+
+    def _log(self, function: str, slot: int) -> pathlib.Path:
+        return self._log_root / function / f"{slot}.log"
+
+    def _open(self) -> pathlib.Path:
+        if self._root is None:
+            raise BackendFailed("the local backend is not open", remedy="use `async with`")
+        return self._root
+
+    def _directory(self, package: Package) -> pathlib.Path:
+        return self._open() / "functions" / package.version
+
+
+async def _await_preload(zygote: ForkServer, package: Package) -> None:
+    """Wait for the function's preloads. A failing import is refused here instead of at the first call."""
+    try:
+        failed = await zygote.ready()
+    except WorkerFault as error:
+        raise BackendFailed(f"function {package.spec.name}: {error}", remedy="deploy it again") from None
+    for module in package.spec.preload:
+        if module in failed:
+            raise BackendFailed(
+                f"function {package.spec.name} preloads {module}, which cannot be imported here: {failed[module]}",
+                remedy="install it, or take it out of preload",
+            )
+
+
+def check_isolation(package: Package) -> None:
+    """Refuse untrusted functions that do not run in `serverless.sandbox`: a process of the same user is no
+    isolation."""
+    if package.spec.trust != "untrusted":
+        return
+    trees = [
+        ast.parse(text) for path, text in package.files.items() if path.startswith("function/") and path[-3:] == ".py"
+    ]
+    named = {n.module or "" for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom)}
+    named |= {a.name for t in trees for n in ast.walk(t) if isinstance(n, ast.Import) for a in n.names}
+    if not any(name.startswith(("serverless.sandbox", "serverless.rewards.code_tests")) for name in named):
+        raise BackendFailed(
+            f"function {package.spec.name} is untrusted and never uses the sandbox",
+            remedy="run what the policy wrote with serverless.sandbox, deploy to Modal or Lambda, or allow it "
+            "(`functions.allow_unsafe: true` in the cluster spec, `--allow-unsafe` of rewards test and serve)",
+        )
+
+
+def check_importable(package: Package) -> None:
+    """Raise `BackendFailed` for an import that fails on this machine: a requirement, a preloaded module, or a module
+    that the function's source always imports and that is neither packed nor installed."""
+    _check_requirements(package)
+    packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
+    wanted = [(module, "preloads") for module in package.spec.preload]
+    for path, text in package.files.items():
+        if path.startswith("function/") and path.endswith(".py"):
+            wanted += [(module, "imports") for module in _imports(ast.parse(text))]
+    for module, verb in wanted:
+        if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
+            raise BackendFailed(
+                f"function {package.spec.name} {verb} {module}, which is neither packed nor installed here",
+                remedy="install it, or take it out",
+            )
+
+
+def module_exists(module: str) -> bool:
+    """True if a module of this name can be imported."""
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """The modules that are imported unconditionally when the module is imported."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
+
+
+def _check_requirements(package: Package) -> None:
+    """Check that the requirements are installed: local functions use this Python environment."""
+    for requirement in package.spec.requirements:
+        name = re.split(r"[\s<>=!~;\[@]", requirement, maxsplit=1)[0]
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise BackendFailed(
+                f"function {package.spec.name} requires {requirement}, which is not installed here",
+                remedy=f"pip install '{requirement}'",
+            ) from None

@@ -1,0 +1,677 @@
+"""The workers of one function: started on demand up to the concurrency, kept warm for a while, scaled to zero.
+
+Independent of processes: a `Launcher` starts workers, so the local and the simulated backend share this code.
+
+The workers of a pool as ports: an execution environment, its launcher, and the back-off of failing starts.
+
+Independent of processes: the local and the simulated backend start workers in their own way.
+
+A worker's slot in its pool, and the clock of its states.
+
+A time limit for consecutive calls, without a timer per call.
+
+The pools of one backend by function name, and the task group of their starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, UnknownFunction
+from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
+from serverless.providers.base import Reply, WorkerLoad
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
+
+_FIRST_S, _LONGEST_S = 1.0, 60.0
+"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
+most one start per minute and worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """One call to a worker. `remaining_s` is the time limit, counted from receipt."""
+
+    id: str
+    event: Sequence[dict[str, Any]]
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReply:
+    """A worker's answer. `run_s` is the handler's time as measured by the worker; `keep` is False if the worker ends
+    after it."""
+
+    body: object
+    run_s: float
+    fault: InfraFault | None = None
+    keep: bool = True
+
+
+class WorkerFault(Exception):
+    """A worker died during its call, or did not start."""
+
+    def __init__(self, fault: InfraFault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+class WorkerLost(WorkerFault):
+    """A worker's machine is lost or unreachable. The call need not have caused this, and any later answer is ignored.
+    The call is repeated elsewhere."""
+
+
+class Worker(Protocol):
+    """One execution environment. Calls of `call` do not overlap."""
+
+    @property
+    def init_s(self) -> float:
+        """Seconds of the function's own start-up, billed with the first call."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def call(self, request: WorkerRequest) -> WorkerReply: ...
+
+    def kill(self) -> None:
+        """End the worker at once, even during a call. Idempotent."""
+
+
+class Launcher(Protocol):
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        """Start a worker and wait until it is ready. Raises `WorkerFault`. `gone` is called once if the worker ends by
+        itself. Cleans up if cancelled."""
+
+
+@dataclass(slots=True)
+class StartFailures:
+    """Failed starts, and ends of idle workers, since the last answered call. Failures within one pause count as one
+    round. Loop seconds."""
+
+    rounds: int = 0
+    until: float = 0.0
+
+    def another(self, now: float) -> None:
+        if now >= self.until:
+            self.until = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self.rounds, 16))
+            self.rounds += 1
+
+    def pause_s(self, now: float) -> float:
+        """Seconds until the next start should be tried, 0 for now."""
+        return max(0.0, self.until - now)
+
+
+_EARLY_S = 0.0005
+"""Seconds that a loop with timers of 1 ms may fire early."""
+
+
+class ReusableTimeout:
+    """A reusable `asyncio.timeout`, entered repeatedly by one task at a time, in one loop.
+
+        with limit.of(seconds):      # TimeoutError when they have passed
+            await ...
+
+    Its timer keeps running when a block ends, and checks on firing whether the current block is overdue. So calls that
+    end in time, which are nearly all, neither make nor cancel a timer. `close` stops it.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._expires = 0.0
+        self._expired = False
+        self._cancelling = 0
+
+    def of(self, seconds: float) -> ReusableTimeout:
+        self._expires = self._loop.time() + seconds
+        return self
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._expired = False
+        self._cancelling = self._task.cancelling()
+        if self._timer is None or self._timer.when() > self._expires:
+            self.close()
+            self._timer = self._loop.call_at(self._expires, self._fire)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        task, self._task = self._task, None
+        if not self._expired or task is None:
+            return
+        # This timeout was one of the task's cancellations; if it was the only one, it becomes a `TimeoutError` here.
+        if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise TimeoutError from None
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._task is None:
+            return
+        if self._expires - self._loop.time() > _EARLY_S:
+            self._timer = self._loop.call_at(self._expires, self._fire)
+            return
+        self._expired = True
+        self._task.cancel()
+
+
+class WorkerSlotState(enum.Enum):
+    STARTING = enum.auto()
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """A worker and its clock: `since` is the start of its present state, `cold_s` its start-up time until a call pays
+    it."""
+
+    slot: int
+    name: str
+    since: float
+    state: WorkerSlotState = WorkerSlotState.STARTING
+    worker: Worker | None = None
+    cold_s: float = 0.0
+    init_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+    limit: ReusableTimeout = field(default_factory=ReusableTimeout)
+    queued_s: float = 0.0
+    """Seconds that the call it serves waited for it."""
+    ahead: bool = False
+    """Started before any call requested it: its start is billed separately, as no call has waited for it."""
+
+
+METERED_STATES = {
+    WorkerSlotState.STARTING: WorkerState.COLD,
+    WorkerSlotState.IDLE: WorkerState.IDLE,
+    WorkerSlotState.BUSY: WorkerState.BUSY,
+}
+
+
+_MOVES = 2
+"""Maximum repetitions of a call whose worker's machine was lost. A call to which this happens three times in a row may
+itself be the cause."""
+
+
+class WorkerPool:
+    """Owns the workers of one function version.
+
+    `invoke` may be called by any number of tasks. Each waits for a worker in order of arrival and is unblocked by a
+    free or newly started worker, by its deadline, or by `close`. A worker serves one call at a time. `keep` sets the
+    number of workers that exist independently of calls. While starts fail, or workers die before serving a call,
+    missing workers are restarted with a back-off (1 s, doubling up to 60 s); calls still start workers. Invariants: at
+    most `concurrency` slots; at most `queue` waiters; a waiter and an idle worker never coexist after a change; every
+    second of a slot's life is in exactly one reported span; `warm <= kept <= concurrency`. Tie-break: the most recently
+    used worker is used next, so that the others reach their keep-alive and stop.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        *,
+        launcher: Launcher,
+        meter: MeterSink,
+        provider: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`room` returns once a machine has room for another worker. That wait does not count as the worker's start."""
+        self.package = package
+        self._spec = package.spec
+        self._launcher = launcher
+        self._meter = meter
+        self._provider = provider
+        self._spawn = spawn
+        self._room = room
+        self._slots: dict[int, WorkerSlot] = {}
+        self._idle: list[WorkerSlot] = []
+        self._starting = 0
+        self._waiters: deque[asyncio.Future[WorkerSlot | InfraFault]] = deque()
+        self._reaper: asyncio.TimerHandle | None = None
+        self._calls = 0
+        self._closed = False
+        self._kept = package.spec.warm
+        self._keep_alive_s = package.spec.keep_alive_s
+        self._failures = StartFailures()
+        self._refill: asyncio.TimerHandle | None = None
+
+    @property
+    def size(self) -> int:
+        """The current number of workers, starting ones included."""
+        return len(self._slots)
+
+    def load(self) -> WorkerLoad:
+        """A snapshot. O(1)."""
+        ready = len(self._slots) - self._starting
+        return WorkerLoad(ready, self._starting, ready - len(self._idle), len(self._waiters))
+
+    def keep(self, workers: int) -> int:
+        """Set the number of workers to keep; it is clamped to `warm`..`concurrency` and returned. Missing workers start
+        now, idle ones above the number end by keep-alive. Has no effect on a closed pool."""
+        self._kept = max(self._spec.warm, min(workers, self._spec.concurrency))
+        self.warm_up()
+        self._schedule_reaper()
+        return self._kept
+
+    def keep_alive(self, seconds: float) -> None:
+        """Set the keep-alive of workers above the kept number, currently idle ones included."""
+        if seconds != self._keep_alive_s:
+            self._keep_alive_s = seconds
+            if self._reaper is not None:
+                self._reaper.cancel()
+                self._reaper = None
+            self._schedule_reaper()
+
+    def warm_up(self) -> None:
+        """Start missing workers, after a pause while starts fail. Returns at once."""
+        if self._closed or len(self._slots) >= self._kept:
+            return
+        loop = asyncio.get_running_loop()
+        if pause_s := self._failures.pause_s(loop.time()):
+            self._refill = self._refill or loop.call_later(pause_s, self._refilled)
+            return
+        while len(self._slots) < self._kept:
+            self._start_one(ahead=True)
+
+    def _refilled(self) -> None:
+        self._refill = None
+        self.warm_up()
+
+    async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float, cause: Cause = Cause.CALL) -> Reply:
+        now = asyncio.get_running_loop().time
+        asked = now()
+        expires = asked + deadline_s
+        for moves in range(_MOVES + 1):
+            slot = await self._acquire(expires - asked)
+            if isinstance(slot, InfraFault):
+                return Reply(fault=slot)
+            began = now()
+            slot.queued_s = began - asked
+            reply, lost = await self._serve(slot, event, expires - began, cause)
+            asked = now()
+            if not lost or asked >= expires or moves == _MOVES:
+                break
+            cause = Cause.RETRY
+        return reply
+
+    def close(self, *, drain: bool = False) -> None:
+        """End idle workers and starts; with `drain`, calls in flight finish first. Waiters receive a fault."""
+        self._closed = True
+        for timer in (self._reaper, self._refill):
+            if timer is not None:
+                timer.cancel()
+        gone = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{self._spec.name} was replaced or closed")
+        self._fail_waiters(gone)
+        for slot in list(self._slots.values()):
+            if slot.task is not None:
+                slot.task.cancel()
+            if slot.state is not WorkerSlotState.BUSY or not drain:
+                self._retire(slot)
+
+    async def _acquire(self, deadline_s: float) -> WorkerSlot | InfraFault:
+        name = self._spec.name
+        if self._closed:
+            return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
+        if self._idle and not self._waiters:
+            return self._take(self._idle.pop())
+        if len(self._waiters) >= self._spec.queue:
+            return InfraFault(
+                FaultKind.THROTTLED,
+                retryable=True,
+                detail=f"{self._spec.queue} calls wait for {name}",
+                throttle=Throttle.QUEUE,
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[WorkerSlot | InfraFault] = loop.create_future()
+        self._waiters.append(future)
+        self._pump()
+        timer = loop.call_later(deadline_s, self._give_up, future, deadline_s)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._forget(future)
+            raise
+        finally:
+            timer.cancel()
+
+    def _give_up(self, future: asyncio.Future[WorkerSlot | InfraFault], deadline_s: float) -> None:
+        if not future.done():
+            self._waiters.remove(future)
+            detail = f"no worker of {self._spec.name} in {deadline_s:.3f} s"
+            future.set_result(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+
+    def _forget(self, future: asyncio.Future[WorkerSlot | InfraFault]) -> None:
+        """Release the worker of a waiter that left, if it had just been given one."""
+        if future.done() and not future.cancelled() and isinstance(slot := future.result(), WorkerSlot):
+            self._release(slot)
+        else:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(future)
+
+    async def _serve(
+        self, slot: WorkerSlot, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
+    ) -> tuple[Reply, bool]:
+        """Run a call. Returns the reply, and True if the worker's machine was lost during the call."""
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        limit = min(self._spec.timeout_s, remaining_s)
+        self._calls += 1
+        request = WorkerRequest(f"{self.package.version[:8]}-{self._calls:012d}", event, limit)
+        worker = slot.worker
+        assert worker is not None
+        answer: WorkerReply | None = None
+        fault: InfraFault | None = None
+        status, lost = "cancelled", False
+        try:
+            try:
+                with slot.limit.of(limit):
+                    answer = await worker.call(request)
+                fault = answer.fault
+            except TimeoutError:
+                fault = self._overrun(limit)
+            except WorkerFault as error:
+                fault, lost = error.fault, isinstance(error, WorkerLost)
+            status = str(fault.kind) if fault else "ok"
+        finally:
+            t1 = now()
+            run_s = answer.run_s if answer else t1 - t0
+            bill = self._bill(slot, t0, t1, run_s, len(event), status, cause, request.id)
+            if answer is None or not answer.keep:
+                self._retire(slot)
+                self._pump()
+                self.warm_up()
+            else:
+                self._failures.rounds = 0
+                self._release(slot)
+        return Reply(answer.body if answer and fault is None else None, fault, bill), lost
+
+    def _overrun(self, limit: float) -> InfraFault:
+        if limit < self._spec.timeout_s:
+            detail = f"no answer in the {limit:.3f} s that were left"
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
+        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
+
+    def _bill(
+        self,
+        slot: WorkerSlot,
+        t0: float,
+        t1: float,
+        run_s: float,
+        items: int,
+        status: str,
+        cause: Cause = Cause.CALL,
+        request: str = "",
+    ) -> Invocation:
+        bill = Invocation(
+            function=self._spec.name,
+            provider=self._provider,
+            worker=slot.name,
+            t0=t0,
+            t1=t1,
+            cold_start_s=slot.cold_s,
+            billed_s=billed_seconds(slot.init_s + run_s),
+            memory_mb=self._spec.memory_mb,
+            items=items,
+            status=status,
+            cause=cause,
+            provider_id=request,
+            queued_s=slot.queued_s,
+            cold_billed_s=slot.init_s,
+        )
+        slot.cold_s = slot.init_s = 0.0
+        self._meter.invocation(bill)
+        return bill
+
+    def _pump(self) -> None:
+        """Give idle workers to waiters and start the missing ones up to the limit."""
+        while self._waiters and self._idle:
+            future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(self._take(self._idle.pop()))
+        while len(self._waiters) > self._starting and len(self._slots) < self._spec.concurrency and not self._closed:
+            self._start_one()
+
+    def _start_one(self, *, ahead: bool = False) -> None:
+        number = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
+        name = f"{self._provider}/{self._spec.name}/{number}"
+        slot = WorkerSlot(number, name, asyncio.get_running_loop().time(), ahead=ahead)
+        self._slots[number] = slot
+        self._starting += 1
+        slot.task = self._spawn(self._start(slot))
+
+    async def _start(self, slot: WorkerSlot) -> None:
+        fault: InfraFault | None = None
+        lost = False
+        try:
+            if self._room is not None:
+                await self._found(slot, self._room)
+            async with asyncio.timeout(self._spec.init_timeout_s):
+                slot.worker = await self._launcher.start(self.package, slot.name, slot.slot, lambda: self._gone(slot))
+        except TimeoutError:
+            limit = self._spec.init_timeout_s
+            fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
+        except WorkerFault as error:
+            fault, lost = error.fault, isinstance(error, WorkerLost)
+        except asyncio.CancelledError:
+            self._starting -= 1
+            self._retire(slot)
+            raise
+        slot.task = None
+        self._starting -= 1
+        if lost:  # the waiters are not at fault
+            self._retire(slot)
+            self._pump()
+            self.warm_up()
+            return
+        if slot.worker is None or not slot.worker.alive or self._closed:
+            self._failed_start(slot, fault)
+            return
+        began, now = slot.since, asyncio.get_running_loop().time()
+        slot.cold_s = now - began
+        slot.init_s = slot.worker.init_s
+        self._set_state(slot, WorkerSlotState.IDLE)
+        self._idle.append(slot)
+        self._pump()
+        if slot.ahead and slot.state is WorkerSlotState.IDLE:
+            self._bill(slot, began, now, 0.0, 0, "ok", Cause.WARM)
+        self._schedule_reaper()
+
+    async def _found(self, slot: WorkerSlot, room: Callable[[], Awaitable[None]]) -> None:
+        """Wait for a machine; the slot's life begins afterwards."""
+        try:
+            await room()
+        finally:
+            slot.since = asyncio.get_running_loop().time()
+
+    def _failed_start(self, slot: WorkerSlot, fault: InfraFault | None) -> None:
+        """Handle a failed start: a permanent fault fails all waiters, any other fault fails only the first."""
+        fault = fault or InfraFault(FaultKind.CRASH, retryable=True, detail="the worker died as it became ready")
+        now = asyncio.get_running_loop().time()
+        slot.init_s = now - slot.since
+        self._bill(slot, slot.since, now, 0.0, 0, str(fault.kind))
+        self._retire(slot)
+        if not fault.retryable:
+            self._fail_waiters(fault)
+        elif self._waiters and not (first := self._waiters.popleft()).done():
+            first.set_result(fault)
+        self._failures.another(now)
+        self._pump()
+        self.warm_up()
+
+    def _fail_waiters(self, fault: InfraFault) -> None:
+        waiters, self._waiters = self._waiters, deque()
+        for future in waiters:
+            if not future.done():
+                future.set_result(fault)
+
+    def _take(self, slot: WorkerSlot) -> WorkerSlot:
+        self._set_state(slot, WorkerSlotState.BUSY)
+        return slot
+
+    def _release(self, slot: WorkerSlot) -> None:
+        if slot.state is not WorkerSlotState.BUSY:
+            return
+        if self._closed or slot.worker is None or not slot.worker.alive:
+            self._retire(slot)
+            self._pump()
+            self.warm_up()
+            return
+        self._set_state(slot, WorkerSlotState.IDLE)
+        self._idle.append(slot)
+        self._schedule_reaper()
+        self._pump()
+
+    def _gone(self, slot: WorkerSlot) -> None:
+        """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""
+        if slot.state is WorkerSlotState.IDLE:
+            self._failures.another(asyncio.get_running_loop().time())
+            self._retire(slot)
+            self._pump()
+            self.warm_up()
+
+    def _retire(self, slot: WorkerSlot) -> None:
+        if slot.worker is not None:
+            slot.worker.kill()
+        slot.limit.close()
+        if slot.state is WorkerSlotState.GONE:
+            return
+        if slot.state is WorkerSlotState.IDLE:
+            self._idle.remove(slot)
+        self._set_state(slot, WorkerSlotState.GONE)
+        del self._slots[slot.slot]
+
+    def _set_state(self, slot: WorkerSlot, state: WorkerSlotState) -> None:
+        """Change a slot's state and report the span that ends."""
+        now = asyncio.get_running_loop().time()
+        span = WorkerSpan(
+            function=self._spec.name,
+            provider=self._provider,
+            worker=slot.name,
+            t0=slot.since,
+            t1=now,
+            state=METERED_STATES[slot.state],
+            memory_mb=self._spec.memory_mb,
+        )
+        slot.state, slot.since = state, now
+        if span.t1 > span.t0:
+            self._meter.worker(span)
+
+    def _schedule_reaper(self) -> None:
+        """Schedule the next keep-alive check. One timer suffices, since idle slots are ordered by the start of their
+        idle time."""
+        if self._reaper is None and self._idle and len(self._slots) > self._kept and not self._closed:
+            due = self._idle[0].since + self._keep_alive_s
+            self._reaper = asyncio.get_running_loop().call_at(due, self._reap)
+
+    def _reap(self) -> None:
+        self._reaper = None
+        now = asyncio.get_running_loop().time()
+        while self._idle and len(self._slots) > self._kept:
+            if self._idle[0].since + self._keep_alive_s > now + 1e-9:
+                self._schedule_reaper()
+                return
+            self._retire(self._idle[0])
+
+
+S = TypeVar("S")
+
+
+class PoolRegistry:
+    """Owns the current pool of every function, and drained ones until their calls have ended.
+
+    `open` and `close` belong to one task; the task that opened it is cancelled if a start ends unexpectedly.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        provider: str,
+        meter: MeterSink,
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`room`: see `WorkerPool`."""
+        self._launcher = launcher
+        self._room = room
+        self._provider = provider
+        self._meter = meter
+        self._group: asyncio.TaskGroup | None = None
+        self._pools: dict[str, WorkerPool] = {}
+        self._old: list[WorkerPool] = []
+        self._states: dict[str, Any] = {}
+
+    async def open(self) -> None:
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+
+    async def close(self) -> None:
+        for pool in (*self._pools.values(), *self._old):
+            pool.close()
+        self._pools.clear()
+        self._old.clear()
+        if self._group is not None:
+            group, self._group = self._group, None
+            await group.__aexit__(None, None, None)
+
+    def deploy(self, package: Package) -> bool:
+        """Make the package current; False if it already was."""
+        if self._group is None:
+            raise BackendFailed(f"the {self._provider} backend is not open", remedy="use `async with`")
+        current = self._pools.get(package.spec.name)
+        if current is not None and current.package.version == package.version and current.package.spec == package.spec:
+            return False
+        self._old = [pool for pool in self._old if pool.size]
+        if current is not None:
+            current.close(drain=True)
+            self._old.append(current)
+        pool = WorkerPool(
+            package,
+            launcher=self._launcher,
+            meter=self._meter,
+            provider=self._provider,
+            spawn=self._spawn,
+            room=self._room,
+        )
+        self._pools[package.spec.name] = pool
+        pool.warm_up()
+        return True
+
+    def pool(self, function: str) -> WorkerPool:
+        try:
+            return self._pools[function]
+        except KeyError:
+            known = ", ".join(self._pools) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
+
+    def load(self, function: str) -> WorkerLoad:
+        return self.pool(function).load()
+
+    def keep(self, function: str, workers: int, keep_alive_s: float | None) -> int:
+        """See `ScalableBackend.keep`. A new version of the function starts from its own settings again."""
+        pool = self.pool(function)
+        if keep_alive_s is not None:
+            pool.keep_alive(keep_alive_s)
+        return pool.keep(workers)
+
+    def state(self, function: str, make: Callable[[], S]) -> S:
+        """The launcher's state per function."""
+        if function not in self._states:
+            self._states[function] = make()
+        state: S = self._states[function]
+        return state
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._group is not None
+        return self._group.create_task(work)

@@ -1,0 +1,249 @@
+"""Workers that run AWS's own runtime, `python -m awslambdaric rollart_handler.handler`, served over the Runtime API.
+
+The process is forked from the zygote under the limits of every local worker and then executes that program, so it is
+confined, logged, watched and ended like one; only the calls go over HTTP. Each worker has its own server on a port of
+the loopback interface, which distinguishes the workers.
+
+Source: the AWS Lambda developer guide, "Using the Lambda runtime API" (2018-06-01).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import pathlib
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from serverless.deploy.package import HANDLER, Package
+from serverless.providers.faults import function_fault
+from serverless.types import FaultKind, InfraFault
+from serverless.workers.logs import append_end
+from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
+from serverless.workers.processes import ProcessWorker
+
+__all__ = ["RuntimeApiLauncher"]
+
+_RUNTIME = "/2018-06-01/runtime/"
+
+_EVENT_BYTES = 6 * 2**20
+"""Lambda's limit of an event and of an answer."""
+
+
+class Fork(Protocol):
+    """The signature of `LocalBackend.fork`."""
+
+    def __call__(
+        self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
+    ) -> Awaitable[ProcessWorker]: ...
+
+
+class RuntimeApiLauncher:
+    """Implements `Launcher`. `python` runs the workers, and must have awslambdaric; `logs` returns the path of a
+    worker's log."""
+
+    def __init__(self, fork: Fork, *, logs: Callable[[str, int], pathlib.Path], python: str = sys.executable) -> None:
+        self._fork = fork
+        self._logs = logs
+        self._python = python
+
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        began = asyncio.get_running_loop().time()
+        server = _Server(package.spec.name)
+        address = await server.open()
+        environment = {
+            "AWS_LAMBDA_RUNTIME_API": address,
+            "PYTHONPATH": "",  # a package contains all its modules
+            "AWS_DEFAULT_REGION": "local",
+            "AWS_REGION": "local",
+        }
+        become = {"exec": [self._python, "-m", "awslambdaric", HANDLER], "environment": environment}
+        try:
+            process = await self._fork(package, slot, gone, become)
+        except BaseException:
+            server.close()
+            raise
+        made = _RuntimeWorker(process, server, self._logs(package.spec.name, slot))
+        try:
+            await made.ready()
+        except BaseException:
+            made.kill()
+            raise
+        made.init_s = asyncio.get_running_loop().time() - began
+        return made
+
+
+class _RuntimeWorker:
+    """One process and its server. Implements `pool.Worker`."""
+
+    def __init__(self, process: ProcessWorker, server: _Server, log: pathlib.Path) -> None:
+        self.init_s = 0.0
+        self._process = process
+        self._server = server
+        self._log = log
+        server.broken.add_done_callback(lambda _: process.kill())
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    async def ready(self) -> None:
+        error = await self._or_death(self._server.ready)
+        if error is not None:
+            fault = InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {error}"[:500])
+            raise WorkerFault(fault)
+
+    async def call(self, request: WorkerRequest) -> WorkerReply:
+        loop = asyncio.get_running_loop()
+        try:
+            body = json.dumps(request.event).encode()
+        except (TypeError, ValueError) as error:
+            detail = f"the event has no wire form: {error}"
+            return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        size = self._log.stat().st_size if self._log.exists() else 0
+        began = loop.time()
+        failed, answer = await self._or_death(self._server.ask(request, body))
+        run_s = loop.time() - began
+        append_end(self._log, size, request.id)
+        if failed:
+            fault = function_fault(answer, None)
+            return WorkerReply(None, run_s, fault, keep=fault.kind is not FaultKind.OUT_OF_MEMORY)
+        try:
+            return WorkerReply(json.loads(answer), run_s)
+        except ValueError as error:
+            detail = f"the answer is not JSON: {error}"
+            return WorkerReply(None, run_s, InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._server.close()
+
+    async def _or_death(self, awaited: asyncio.Future[Any]) -> Any:
+        """Await a result. Raises `WorkerFault` if the process ends first."""
+
+        def ended(_: object) -> None:
+            awaited.cancel()
+
+        self._process.ended.add_done_callback(ended)
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise WorkerFault(await self._process.cause()) from None
+        finally:
+            self._process.ended.remove_done_callback(ended)
+
+
+class _Server:
+    """The Runtime API of one worker: hands out one event at a time and takes its answer.
+
+    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is set once the worker
+    requests an event before it has answered the last one, or answers another request than the current one.
+    """
+
+    def __init__(self, function: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._function = function
+        self.ready: asyncio.Future[str | None] = loop.create_future()
+        self.broken: asyncio.Future[None] = loop.create_future()
+        self._taken = False
+        self._asked: asyncio.Future[tuple[WorkerRequest, bytes] | None] = loop.create_future()
+        self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
+        self._current = ""
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> str:
+        """Listen. Returns the address for AWS_LAMBDA_RUNTIME_API."""
+        # asyncio sets TCP_NODELAY: with Nagle's algorithm a call takes 40 ms more.
+        handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        self._server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"{host}:{port}"
+
+    def ask(self, request: WorkerRequest, body: bytes) -> asyncio.Future[tuple[bool, bytes]]:
+        """Hand out an event. The result is True if the function failed, and its answer."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._current = request.id
+        if not self._asked.done():
+            self._asked.set_result((request, body))
+        return self._answer
+
+    def close(self) -> None:
+        if not self._asked.done():
+            self._asked.set_result(None)
+        if self._server is not None:
+            self._server.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path.removeprefix(_RUNTIME)
+        if request.method == "GET" and path == "invocation/next":
+            return await self._next()
+        if request.method == "POST" and path == "init/error":
+            error = json.loads(await _body(request))
+            if not self.ready.done():
+                self.ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
+            return _json_response(202, {"status": "OK"})
+        kind, _, rest = path.partition("/")
+        key, _, what = rest.partition("/")
+        if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
+            return _json_response(404, {"errorType": "NotFound", "errorMessage": request.path})
+        if key != self._current or self._answer is None:
+            self._break()
+            return _json_response(400, {"errorType": "InvalidRequestID", "errorMessage": key})
+        body = await _body(request)
+        if len(body) > _EVENT_BYTES:
+            body, what = _too_large(len(body)), "error"
+        if not self._answer.done():
+            self._answer.set_result((what == "error", body))
+        self._current, self._taken = "", False
+        return _json_response(202, {"status": "OK"})
+
+    def _break(self) -> None:
+        if not self.broken.done():
+            self.broken.set_result(None)
+
+    async def _next(self) -> web.Response:
+        if not self.ready.done():
+            self.ready.set_result(None)
+        if self._taken:
+            self._break()
+            return _json_response(
+                403, {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
+            )
+        self._taken = True
+        asked = await self._asked
+        if asked is None:
+            return _json_response(410, {"errorType": "Closed", "errorMessage": "the worker ends"})
+        self._asked = asyncio.get_running_loop().create_future()
+        request, body = asked
+        deadline = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=request.remaining_s)
+        headers = {
+            "Lambda-Runtime-Aws-Request-Id": request.id,
+            "Lambda-Runtime-Deadline-Ms": str(int(deadline.timestamp() * 1000.0)),
+            "Lambda-Runtime-Invoked-Function-Arn": f"arn:aws:lambda:local:000000000000:function:{self._function}",
+            "Content-Type": "application/json",
+        }
+        return web.Response(body=body, headers=headers)
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """The whole body, whatever its size: aiohttp's own limit is 1 MB."""
+    return await request.content.read()
+
+
+def _too_large(size: int) -> bytes:
+    error = {
+        "errorType": "Function.ResponseSizeTooLarge",
+        "errorMessage": f"Response payload size exceeded maximum allowed payload size ({size} > {_EVENT_BYTES} bytes).",
+    }
+    return json.dumps(error).encode()
+
+
+def _json_response(status: int, body: dict[str, str]) -> web.Response:
+    return web.Response(status=status, body=json.dumps(body).encode(), content_type="application/json")

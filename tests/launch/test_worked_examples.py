@@ -1,0 +1,94 @@
+"""Worked examples come from the environment, on hosts or in the controller; their absence is an error before a
+start."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollart.adapters.envs.worked import WorkedExamples
+from rollart.adapters.text import HubTokenizer
+from rollart.errors import SpecError
+from rollart.launch.hosts import worked_example_factory
+from rollart.launch.preflight import environment_problems, refuse_files
+from rollart.launch.prepare import warm_start_samples
+from rollart.leases import Leases
+from rollart.quickstart.tokenizer import write_tokenizer
+from rollart.settings.load import builtin
+from rollart.settings.resolve import SpecSources, read_specs, resolve_files
+from rollart.sim import loop as virtual
+from rollart.testing.ledger import MemoryRecorder
+from tests.contracts.host_fixture import hosts_of
+from tests.e2e.harness import ROOT
+
+QUICKSTART = builtin("runs/quickstart.yaml")
+HOSTS = ["cluster.environments={workers: 2, warm: 2}", "warm_start.examples=40"]
+
+LIMIT_S = 120.0
+"""Only a failure waits this long."""
+
+
+class Sums:
+    """Gives worked examples; counts the closed instances."""
+
+    closed = 0
+
+    def worked_example(self, seed: int) -> tuple[str, str]:
+        if seed == 13:
+            raise KeyError("no such sum")
+        return f"{seed} + 1", f"{seed + 1}"
+
+    async def close(self) -> None:
+        Sums.closed += 1
+
+
+def test_an_example_is_an_episode() -> None:
+    async def main() -> None:
+        one = WorkedExamples(f"{__name__}:Sums", {})
+        assert not one.blocking
+        for seed in (1, 2):
+            assert (await one.reset(seed)).text == f"{seed} + 1"
+            step = await one.step("")
+            assert (step.observation.text, step.done) == (f"{seed + 1}", True)
+        with pytest.raises(KeyError):
+            await one.reset(13)
+        closed = Sums.closed
+        await one.close()
+        await one.close()
+        assert Sums.closed == closed + 1
+
+    virtual.run(main())
+
+
+def test_an_environment_without_examples_is_told_by_its_line() -> None:
+    specs = read_specs(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"])
+    with pytest.raises(
+        SpecError, match=r"FrozenLakeText' gives no worked examples \(rule: worked_example\(seed\)"
+    ) as told:
+        refuse_files(specs, SpecSources.files(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"]))
+    assert told.value.where.startswith("override 'warm_start.domains=")
+    (problem,) = environment_problems(specs)
+    assert problem.loc == ("run", "warm_start", "domains", 1)
+
+
+@pytest.mark.slow
+def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    resolved = resolve_files(QUICKSTART, None, HOSTS)
+    tokenizer = HubTokenizer(write_tokenizer(tmp_path / "tokenizer").parent)
+    leases = Leases(MemoryRecorder())
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
+            here = await warm_start_samples(resolved, tokenizer, None, leases)
+            there = await warm_start_samples(resolved, tokenizer, worked_example_factory(hosts.fleet), leases)
+            assert there == here
+            assert len(there) == 40
+            assert set(hosts.fleet.faults().values()) == {0}
+
+    asyncio.run(main())
+    assert sys.modules["reasoning_gym"], "the controller has made its own to compare with"

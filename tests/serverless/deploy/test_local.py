@@ -1,0 +1,148 @@
+"""Functions kept on this machine: versions, the way back, and that a failed deployment changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import pathlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from serverless.deploy.local import KEPT, LocalDeployer
+from serverless.deploy.package import Package, build
+from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
+from serverless.spec import FunctionSpec
+from serverless.wire import encode
+from serverless.workers.local import LocalBackend
+from tests.serverless.support import item, package
+
+pytestmark = pytest.mark.slow  # each deployment tries the function in a real worker
+
+
+def version(directory: pathlib.Path, value: float | None, **settings: Any) -> Package:
+    """A function that scores everything so, or does not load (None)."""
+    source = directory / f"v{value}" / "constant.py"
+    source.parent.mkdir(exist_ok=True)
+    first = "import nothing_here\n" if value is None else ""
+    source.write_text(f"{first}\ndef score(sample):\n    print('scored')\n    return {value}\n")
+    spec = FunctionSpec(name="f", source="constant.py", handler="score", memory_mb=128, **settings)
+    return build(spec, base=source.parent)
+
+
+def run(work: Callable[[LocalDeployer], Coroutine[Any, Any, None]], root: pathlib.Path) -> None:
+    times = iter(range(100))
+    start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+    async def main() -> None:
+        async with LocalDeployer(root, clock=lambda: start + datetime.timedelta(seconds=next(times))) as deployer:
+            await work(deployer)
+
+    asyncio.run(main())
+
+
+def test_versions_and_the_way_back(tmp_path: pathlib.Path) -> None:
+    one, two = version(tmp_path, 1.0), version(tmp_path, 2.0)
+
+    async def work(deployer: LocalDeployer) -> None:
+        assert (await deployer.plan(one)).lines == (f"create f at version {one.version[:12]}",)
+        first = await deployer.deploy(one)
+        assert (first.version, first.provider_version, first.current) == (one.version, "1", True)
+        assert (await deployer.plan(one)).nothing
+        assert await deployer.deploy(one) == first
+        assert not (await deployer.plan(two)).nothing
+        await deployer.deploy(two)
+        assert [(v.version, v.current) for v in await deployer.versions("f")] == [
+            (two.version, True),
+            (one.version, False),
+        ]
+        assert (await deployer.rollback("f")).version == one.version
+        with pytest.raises(UnknownFunction, match="no version before"):
+            await deployer.rollback("f")
+        assert (await deployer.rollback("f", two.version[:8])).version == two.version
+        with pytest.raises(UnknownFunction, match="has no version nope"):
+            await deployer.rollback("f", "nope")
+        assert [f.version for f in await deployer.functions()] == [two.version]
+        await deployer.delete("f")
+        assert await deployer.functions() == []
+        with pytest.raises(UnknownFunction, match="deployed: none"):
+            await deployer.versions("f")
+
+    run(work, tmp_path / "root")
+
+
+def test_a_version_that_does_not_work_does_not_become_current(tmp_path: pathlib.Path) -> None:
+    one, broken = version(tmp_path, 1.0), version(tmp_path, None)
+
+    async def work(deployer: LocalDeployer) -> None:
+        await deployer.deploy(one)
+        with pytest.raises(BackendFailed, match=r"failed its trial call: the function did not load.*nothing_here"):
+            await deployer.deploy(broken)
+        assert [v.version for v in await deployer.versions("f")] == [one.version]
+        with pytest.raises(BackendFailed, match="answered an empty list with"):
+            await deployer.deploy(package("lambdas:chatty"))
+        assert [f.function for f in await deployer.functions()] == ["f"]
+
+    run(work, tmp_path / "root")
+
+
+def test_old_versions_are_pruned(tmp_path: pathlib.Path) -> None:
+    packages = [version(tmp_path, float(n)) for n in range(KEPT + 2)]
+
+    async def work(deployer: LocalDeployer) -> None:
+        for one in packages:
+            await deployer.deploy(one)
+        kept = [v.version for v in await deployer.versions("f")]
+        assert kept == [one.version for one in reversed(packages[2:])]
+        directories = {path.name for path in (tmp_path / "root/deployed/f").iterdir() if path.is_dir()}
+        assert directories == set(kept)
+
+    run(work, tmp_path / "root")
+
+
+def test_what_was_deployed_runs_as_it_is_scaled_and_its_logs_are_kept(tmp_path: pathlib.Path) -> None:
+    root = tmp_path / "root"
+
+    async def work(deployer: LocalDeployer) -> None:
+        deployed = version(tmp_path, 1.0)
+        await deployer.deploy(deployed)
+        scaled = await deployer.scale("f", warm=1, concurrency=2)
+        assert (scaled.warm, scaled.concurrency) == (1, 2)
+        with pytest.raises(SpecInvalid, match="warm=3 and concurrency=2"):
+            await deployer.scale("f", warm=3)
+        again = deployer.package("f")
+        assert (again.version, again.files) == (deployed.version, deployed.files)
+        assert (again.spec.warm, again.spec.concurrency) == (1, 2)
+        async with LocalBackend(root=root) as backend:
+            await backend.deploy(again)
+            reply = await backend.invoke("f", [encode(item())], deadline_s=60.0)
+            assert isinstance(reply.body, list)
+            assert reply.body[0]["aggregate_reward_score"] == 1.0
+        assert [line.text for line in await deployer.logs("f")] == ["scored"]
+
+    run(work, root)
+
+
+def test_files_that_were_changed_are_refused(tmp_path: pathlib.Path) -> None:
+    async def work(deployer: LocalDeployer) -> None:
+        one = await deployer.deploy(version(tmp_path, 1.0))
+        path = pathlib.Path(one.endpoint) / "rollart_handler.py"
+        path.write_text(path.read_text() + "\n# more\n")
+        with pytest.raises(PackageError, match="changed after it was deployed"):
+            deployer.package("f")
+
+    run(work, tmp_path / "root")
+
+
+def test_two_changes_at_once_are_one_and_a_refusal(tmp_path: pathlib.Path) -> None:
+    async def work(deployer: LocalDeployer) -> None:
+        made = await asyncio.gather(
+            *(deployer.deploy(version(tmp_path, value)) for value in (1.0, 2.0)), return_exceptions=True
+        )
+        refused = [one for one in made if isinstance(one, BackendFailed)]
+        assert len(refused) == 1
+        assert "another deployment" in str(refused[0])
+        assert len(await deployer.versions("f")) == 1
+
+    run(work, tmp_path / "root")

@@ -1,0 +1,340 @@
+"""The HTTP front over real workers, called by boto3 and by plain clients.
+
+One execution per key, on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import datetime
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.sim import loop as virtual
+from serverless.deploy.package import Package
+from serverless.meter import WorkerState
+from serverless.providers import signing
+from serverless.providers.faults import parse_report
+from serverless.providers.http_server import (
+    FunctionHttpServer,
+    IdempotencyStore,
+    IdempotentResponse,
+    KeyReused,
+    ResponseGone,
+)
+from serverless.wire import encode
+from serverless.workers.local import LocalBackend
+from tests.serverless.support import Books, item, package, until
+
+pytestmark = pytest.mark.slow  # real sockets and processes
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    packages: Sequence[Package], books: Books | None = None, **settings: Any
+) -> AsyncIterator[tuple[FunctionHttpServer, LocalBackend]]:
+    async with LocalBackend(meter=books) as backend:
+        for one in packages:
+            await backend.deploy(one)
+        async with FunctionHttpServer(backend, tail=backend.tail, **settings) as front:
+            yield front, backend
+
+
+def body(**metadata: Any) -> bytes:
+    return json.dumps([encode(item(**metadata))]).encode()
+
+
+async def _post(session: aiohttp.ClientSession, url: str, data: bytes) -> None:
+    async with session.post(url, data=data) as response:
+        await response.read()
+
+
+def with_boto3(work: Callable[[Any], Any], *packages: Package) -> Any:
+    boto3 = pytest.importorskip("boto3")
+    from botocore.config import Config
+
+    def calls(url: str) -> Any:
+        client = boto3.client(
+            "lambda",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
+            config=Config(retries={"total_max_attempts": 1}),
+        )
+        try:
+            return work(client)
+        finally:
+            client.close()
+
+    async def main() -> Any:
+        async with opened(packages) as (front, _):
+            return await asyncio.to_thread(calls, front.url)
+
+    return asyncio.run(main())
+
+
+def test_boto3_invokes_with_a_log_and_a_report() -> None:
+    def work(client: Any) -> tuple[Any, ...]:
+        first = client.invoke(FunctionName="behave", Payload=body(do="raise"), LogType="Tail")
+        arn = "arn:aws:lambda:us-east-1:000000000000:function:behave"
+        second = client.invoke(FunctionName=arn, Qualifier="live", Payload=body(), LogType="Tail")
+        return first, first["Payload"].read(), second, second["Payload"].read()
+
+    first, raised, second, scored = with_boto3(work, package())
+    assert json.loads(raised)[0]["error"]["message"] == "no such a"
+    assert "ValueError: no such a" in base64.b64decode(first["LogResult"]).decode()
+    used, warm = parse_report(first["LogResult"]), parse_report(second["LogResult"])
+    assert used is not None
+    assert warm is not None
+    assert used.init_s > 0.0
+    assert warm.init_s == 0.0
+    assert warm.memory_mb == 128
+    assert warm.request_id != used.request_id
+    assert json.loads(scored)[0]["aggregate_reward_score"] == 1.0
+    assert "ValueError" not in base64.b64decode(second["LogResult"]).decode()
+    assert "FunctionError" not in second
+
+
+def test_boto3_sees_the_functions_errors_as_lambda_tells_them() -> None:
+    def work(client: Any) -> list[tuple[str, str]]:
+        seen = []
+        for do in ("exit", "eat", "sleep"):
+            name = "late" if do == "sleep" else "behave"
+            answer = client.invoke(FunctionName=name, Payload=body(do=do, seconds=30.0))
+            seen.append((answer["FunctionError"], json.loads(answer["Payload"].read())["errorType"]))
+        raised = client.invoke(FunctionName="raising", Payload=body(poison=True))
+        return [*seen, (raised["FunctionError"], json.loads(raised["Payload"].read())["errorType"])]
+
+    late = package(name="late", timeout_s=1.0)
+    assert with_boto3(work, package(timeout_s=30.0), late, package("lambdas:raising")) == [
+        ("Unhandled", "Runtime.ExitError"),
+        ("Unhandled", "Runtime.OutOfMemory"),
+        ("Unhandled", "Sandbox.Timedout"),
+        ("Unhandled", "RuntimeError"),
+    ]
+
+
+def test_boto3_sees_unknown_functions_and_versions_and_other_ways_to_call() -> None:
+    def work(client: Any) -> tuple[int, int]:
+        with pytest.raises(client.exceptions.ResourceNotFoundException):
+            client.invoke(FunctionName="nobody", Payload=body())
+        with pytest.raises(client.exceptions.ResourceNotFoundException):
+            client.invoke(FunctionName="behave", Qualifier="7", Payload=body())
+        with pytest.raises(client.exceptions.InvalidRequestContentException):
+            client.invoke(FunctionName="behave", Payload=b"{")
+        with pytest.raises(client.exceptions.InvalidRequestContentException, match="item 1 has no `id`"):
+            client.invoke(FunctionName="behave", Payload=b'[{"messages": []}]')
+        with pytest.raises(client.exceptions.RequestTooLargeException):
+            client.invoke(FunctionName="behave", Payload=b"[" + b" " * (7 * 2**20) + b"]")
+        event = client.invoke(FunctionName="behave", InvocationType="Event", Payload=body())
+        dry = client.invoke(FunctionName="behave", InvocationType="DryRun", Payload=body())
+        return event["StatusCode"], dry["StatusCode"]
+
+    assert with_boto3(work, package()) == (202, 204)
+
+
+def test_boto3_sees_a_throttle_with_its_reason() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(client: Any) -> list[str]:
+        def call(_: int) -> str:
+            try:
+                client.invoke(FunctionName="behave", Payload=body(do="sleep", seconds=3.0))
+            except client.exceptions.TooManyRequestsException as error:
+                return "{HTTPStatusCode} ".format(**error.response["ResponseMetadata"]) + error.response["Reason"]
+            return "ok"
+
+        with ThreadPoolExecutor(6) as threads:
+            return list(threads.map(call, range(6)))
+
+    seen = with_boto3(work, package(concurrency=1, queue=1))
+    assert set(seen) == {"ok", "429 ConcurrentInvocationLimitExceeded"}
+
+
+def test_only_callers_who_prove_themselves_get_in() -> None:
+    now = datetime.datetime.now(datetime.UTC).timestamp()
+
+    def signed(path: str, data: bytes, at: float = now) -> str:
+        return signing.sign("k", "s", method="POST", path=path, body=data, now=at)
+
+    async def main() -> list[int]:
+        path, data = "/functions/behave", body()
+        async with opened([package()], token="t", secrets={"k": "s"}) as (front, _), aiohttp.ClientSession() as session:
+            statuses = []
+            for header in (
+                "",
+                "Bearer u",
+                "Bearer t",
+                signed(path, data),
+                signed(path, b"[]"),
+                signed("/functions/other", data),
+                signed(path, data, now - 3600.0),
+            ):
+                headers = {"Authorization": header}
+                async with session.post(front.url + path, data=data, headers=headers) as response:
+                    statuses.append(response.status)
+            async with session.get(front.url + "/health") as response:
+                return [*statuses, response.status]
+
+    assert asyncio.run(main()) == [403, 403, 200, 200, 403, 403, 403, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/functions/behave", "cancelled"), ("/2015-03-31/functions/behave/invocations", "ok")],
+)
+def test_a_caller_who_hangs_up_ends_a_plain_call_and_not_one_of_lambdas(path: str, status: str) -> None:
+    books = Books()
+
+    async def main() -> None:
+        # Four seconds of work: time enough to hang up in.
+        busy = body(do="sleep", seconds=4.0)
+        async with opened([package(timeout_s=60.0)], books) as (front, backend), aiohttp.ClientSession() as session:
+            async with asyncio.TaskGroup() as group:
+                call = group.create_task(_post(session, front.url + path, busy))
+                # Its worker has started, and so has, at once, the call that it was started for.
+                await until(lambda: any(span.state is WorkerState.COLD for span in books.spans))
+                call.cancel()
+            await until(lambda: books.invocations, seconds=60.0)
+            assert backend.workers("behave") == (1 if status == "ok" else 0)
+
+    asyncio.run(main())
+    assert [i.status for i in books.invocations] == [status]
+
+
+def test_closing_with_calls_in_flight_is_quick() -> None:
+    async def call(url: str, session: aiohttp.ClientSession) -> None:
+        with contextlib.suppress(aiohttp.ClientError):
+            await session.post(url, data=body(do="sleep", seconds=60.0))
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        one = package(timeout_s=60.0)
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            async with opened([one]) as (front, backend):
+                for path in ("/functions/behave", "/2015-03-31/functions/behave/invocations"):
+                    group.create_task(call(front.url + path, session))
+                await until(lambda: backend.workers("behave") == 2)
+                began = loop.time()
+            return loop.time() - began
+
+    assert asyncio.run(main()) < 30.0
+
+
+class Work:
+    def __init__(self, group: asyncio.TaskGroup, **settings: Any) -> None:
+        self.once = IdempotencyStore(group.create_task, **settings)
+        self.runs: list[str] = []
+
+    async def call(
+        self, key: str, *, seconds: float = 1.0, body: bytes = b"x", executed: bool = True
+    ) -> IdempotentResponse:
+        async def run() -> IdempotentResponse:
+            self.runs.append(key)
+            await asyncio.sleep(seconds)
+            return IdempotentResponse(200, body, executed=executed)
+
+        return await self.once.call(key, b"digest", run)
+
+
+def test_calls_of_one_key_share_one_execution_while_it_runs_and_after() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group)
+            first = group.create_task(work.call("k"))
+            await asyncio.sleep(0.5)
+            assert await work.call("k") == await first == await work.call("k")
+            assert work.runs == ["k"]
+            await asyncio.sleep(31.0)
+            await work.call("k")
+            assert work.runs == ["k", "k"], "half a minute later it is another call's"
+            with pytest.raises(KeyReused):
+                await work.once.call("k", b"another", lambda: asyncio.sleep(0.0, IdempotentResponse(200, b"")))
+
+    virtual.run(main())
+
+
+def test_who_comes_back_in_time_finds_the_call_and_who_does_not_ends_it() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group, linger_s=1.0)
+            for away, outcome in ((0.9, IdempotentResponse(200, b"x")), (1.1, ResponseGone)):
+                key = str(away)
+                first = group.create_task(work.call(key, seconds=5.0))
+                await asyncio.sleep(0.1)
+                first.cancel()
+                await asyncio.sleep(away)
+                if outcome is ResponseGone:
+                    with pytest.raises(ResponseGone):
+                        await work.call(key)
+                else:
+                    assert await work.call(key) == outcome
+            assert work.runs == ["0.9", "1.1"]
+
+    virtual.run(main())
+
+
+def test_what_was_not_executed_leaves_its_key_free() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group)
+            await work.call("k", executed=False)
+            await work.call("k")
+            assert work.runs == ["k", "k"]
+
+    virtual.run(main())
+
+
+def test_answers_are_bounded_in_bytes_and_a_key_without_its_answer_is_not_repeated() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group, most_bytes=100)
+            for key in "abc":
+                await work.call(key, body=bytes(40))
+            with pytest.raises(ResponseGone):
+                await work.call("a")
+            assert (await work.call("c")).body == bytes(40)
+            assert work.runs == ["a", "b", "c"]
+
+    virtual.run(main())
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), keys=st.integers(1, 6), count=st.integers(1, 60))
+def test_no_key_is_executed_twice_whoever_comes_and_goes(seed: int, keys: int, count: int) -> None:
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group, linger_s=0.3, most_bytes=200)
+            tasks: list[asyncio.Task[None]] = []
+
+            async def one(key: str, seconds: float) -> None:
+                try:
+                    answer = await work.call(key, seconds=seconds, body=key.encode() * 40)
+                    assert answer.body == key.encode() * 40
+                except ResponseGone:
+                    pass
+
+            for _ in range(count):
+                tasks.append(group.create_task(one(str(rng.randrange(keys)), rng.choice([0.0, 0.1, 1.0]))))
+                await asyncio.sleep(rng.choice([0.0, 0.01, 0.2]))
+                if rng.random() < 0.4:
+                    rng.choice(tasks).cancel()
+            await asyncio.sleep(2.0)
+            assert len(work.runs) == len(set(work.runs))
+            await asyncio.sleep(40.0)
+            await work.call("last", seconds=0.0)
+            assert len(work.once) == 1, "nothing is remembered for ever"
+
+    virtual.run(main(), seed=seed)
