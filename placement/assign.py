@@ -19,8 +19,6 @@ from heapq import heappop, heappush
 
 from placement.types import Assignment, Demand, Plan, Pool, Role, Shortage
 
-__all__ = ["assign"]
-
 _CPU_ROLES = (Role.REWARD, Role.ENVIRONMENT)
 
 

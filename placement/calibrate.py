@@ -28,8 +28,6 @@ from placement.roofline import (
 )
 from placement.types import Device
 
-__all__ = ["FREE", "FREE_EFFECTIVE", "Fit", "MeasurementKind", "Row", "errors", "fit", "predict"]
-
 Vector = NDArray[np.float64]
 
 MeasurementKind = Literal["prefill", "decode", "step", "tpot", "ttft", "turn"]

@@ -25,8 +25,6 @@ from itertools import groupby
 from placement.problem import RunningPlan
 from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role
 
-__all__ = ["MigrationCost", "Move", "MoveCosts", "MoveKind", "apply_moves", "diff", "total_cost"]
-
 _ORDER = {role: position for position, role in enumerate(Role)}
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
 
-__all__ = ["MIN_SHARE", "ObservedTrajectory", "ProfileEstimator", "workload_drift"]
-
 MIN_SHARE = 0.01
 """Domains below this share of the mix, before and after, do not count for drift: their means are mostly noise."""
 

@@ -17,8 +17,6 @@ from types import MappingProxyType
 
 from placement.types import Device
 
-__all__ = ["CatalogueEntry", "FigureSource", "canonical", "catalogue", "device", "override"]
-
 FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "generation"))
 """The figures that a device may state, besides its generation."""
 

@@ -21,18 +21,6 @@ from dataclasses import dataclass, fields, replace
 
 from placement.types import Link, Pool
 
-__all__ = [
-    "DEVICES_PER_HOST",
-    "LOADING",
-    "PRESETS",
-    "STORE",
-    "Leg",
-    "PublishPath",
-    "PublishSpeeds",
-    "Publishing",
-    "Transport",
-]
-
 STORE = "store"
 """The end of a link that is where versions lie: the run's directory, or the store between trainer and engines."""
 

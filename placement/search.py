@@ -16,8 +16,6 @@ from placement import program
 from placement.milp import MilpSolution
 from placement.program import PlacementProgram
 
-__all__ = ["search_best", "search_shrunk", "search_improved"]
-
 MAX_EXACT_INTEGERS = 30
 """Up to this many integer columns are searched to the end."""
 NEIGHBOURHOOD_NODES = 60

@@ -18,7 +18,6 @@ from placement.types import Device, Pool
 if TYPE_CHECKING:
     from placement.problem import Problem
 
-__all__ = ["TrainingLayout", "TrainingMemory", "adapter_parameters", "fit_training_constants", "training_layout", "mfu"]
 
 LARGEST_SHARE = 0.25
 """Of a pool that the smallest trainer may take where a layout that computes less needs more devices. A guess; RollArt

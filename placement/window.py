@@ -21,17 +21,6 @@ from dataclasses import dataclass, replace
 from placement.problem import DomainProfile, InFlightWindow, Problem, log_normal
 from placement.types import ROLLOUT_ROLES, Placement, Role
 
-__all__ = [
-    "TAIL_QUANTILE",
-    "DomainWindow",
-    "HoldingSlopes",
-    "mean_longest_ratio",
-    "holding_slopes",
-    "longest_member_ratios",
-    "publish_interval",
-    "domain_windows",
-]
-
 QUANTILE_POINTS = 64
 """Quantiles that stand for a distribution: maxima of groups of eight come out within 2 % at a sigma of 1."""
 MAX_PUBLISHES_OUTLIVED = 1000.0

@@ -15,18 +15,6 @@ from typing import Any
 
 from rollart.errors import UsageError
 
-__all__ = [
-    "LINEAR",
-    "Architecture",
-    "architecture_of",
-    "read_architecture",
-    "refuse_truncated",
-    "refuse_unsupported",
-    "stamp_of",
-    "vocab_of",
-    "weight_files",
-]
-
 FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported architectures, and whether they normalise queries and keys per head."""
 

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 from rollart.errors import one_line
 from rollart.user_code import HeldTooLong, abandon_task, guard_of, in_user_code, isolate_user_code
 
-__all__ = ["ControllerLoop", "LoopWatchdog", "run", "running_s"]
-
 T = TypeVar("T")
 
 POLL_S = 1.0

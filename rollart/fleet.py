@@ -13,27 +13,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from rollart.model import EngineId
 
-__all__ = [
-    "ActorSpec",
-    "Bundle",
-    "BundleGroup",
-    "DomainWork",
-    "EngineKind",
-    "EngineRole",
-    "KindLoad",
-    "FleetMove",
-    "FleetMoveKind",
-    "Node",
-    "FleetObservation",
-    "Proposal",
-    "RoutePrices",
-    "Routes",
-    "RuntimeEvent",
-    "EnginePlacement",
-    "Strategy",
-    "TurnModel",
-]
-
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Distribution of a group's bundles: on few nodes, on many, all on one, each on its own; the first two are
 best-effort."""

@@ -7,18 +7,6 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-__all__ = [
-    "ENVIRONMENTS_MADE",
-    "PLACES",
-    "EnvironmentHost",
-    "FunctionHost",
-    "HostHealth",
-    "EpisodeImages",
-    "EnvironmentOrigin",
-    "EnvironmentCreation",
-]
-
-
 ENVIRONMENTS_MADE = "environments_made"
 """The event with a host's environment constructions for a domain so far (`EnvironmentCreation`)."""
 

@@ -25,7 +25,6 @@ try:
 except ImportError:  # this file was copied alone: numbers are sent as JSON then
     packing = None  # type: ignore[assignment]
 
-__all__ = ["Experience", "Service", "ServiceError"]
 
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["DomainShare", "bounded_shares"]
-
 _SLACK = 1e-9
 """Tolerance for rounding in sums of fractions: 0.1 + 0.2 does not break a rule."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MAX_FRAME_BYTES", "FrameDecoder", "encode_frame", "read_frame"]
-
 MAX_FRAME_BYTES = 2**31 - 1
 """Maximum bytes of a frame, which may be a package with its artefacts. A greater length is invalid."""
 

@@ -19,8 +19,6 @@ from serverless.errors import SpecInvalid
 from serverless.signatures import OPTIONS
 from serverless.types import FaultKind, InfraFault, Item, Outcome
 
-__all__ = ["InlineScorer", "inline"]
-
 _ENVIRONMENT_NAMES = ("env", "environment")
 
 

@@ -6,9 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-__all__ = ["canonical", "content_digest", "sha256"]
-
-
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 """Made once: `json.dumps` with settings makes an encoder per call."""
 

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from serverless.types import Invocation
 
-__all__ = ["Meter", "MeterSink", "NullMeter", "Saving", "FunctionUsage", "WorkerSpan", "WorkerState", "billed_seconds"]
-
 
 class WorkerState(enum.StrEnum):
     COLD = "cold"

@@ -26,18 +26,6 @@ from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.workers.local import LocalBackend
 
-__all__ = [
-    "RehearsalCase",
-    "CaseResult",
-    "CostPerMillion",
-    "ExpectedOutcome",
-    "Rehearsal",
-    "cost",
-    "costs",
-    "read_cases",
-    "rehearse",
-]
-
 _TOLERANCE = 1e-6
 
 MODAL_CORES = 0.125

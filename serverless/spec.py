@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["FunctionBatchSpec", "FunctionSpec", "Takes", "Trust"]
-
 Takes = Literal[
     "auto",
     "item",

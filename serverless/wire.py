@@ -19,8 +19,6 @@ import msgpack
 
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 
-__all__ = ["WireItem", "encode", "events", "outcomes", "size"]
-
 WireItem = dict[str, Any]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from rollart.errors import SpecError, one_line
 
-__all__ = ["HubTokenizer"]
-
 CACHED_TEXTS, CACHED_CHARACTERS = 65_536, 512
 """Short observations repeat (small worlds, fixed phrases): at about 200 bytes each this cache stays near 13 MB. Long
 ones seldom repeat, and caching as many of them, with their ids, would fill the controller's memory."""

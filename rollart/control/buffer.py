@@ -21,8 +21,6 @@ from rollart.policy.staleness import StalenessBound
 from rollart.strategies.fairness import DomainShareTracker
 from rollart.strategies.pacing import BatchPace, PacedGroup, groups_to_wait_for, last_chance, may_join
 
-__all__ = ["COLUMNS", "SampleColumn", "BatchDeadline", "SampleBuffer"]
-
 COLUMNS = ("trajectory", "reward")
 """Columns that are written before a sample enters the buffer; training reads both."""
 

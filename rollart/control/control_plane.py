@@ -39,8 +39,6 @@ from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
 
-__all__ = ["ControlPlane", "ControlSettings", "Hooks"]
-
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:

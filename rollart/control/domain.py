@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from rollart.model import Sampling
 from rollart.ports import EVAL_SEEDS_FROM, EnvironmentFactory, HarnessFactory
 
-__all__ = ["Domain", "derive_seed", "training_seed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Domain:

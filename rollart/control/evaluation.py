@@ -13,8 +13,6 @@ from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
 
-__all__ = ["Evaluation", "EvaluationResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:

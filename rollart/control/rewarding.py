@@ -22,8 +22,6 @@ from rollart.model import (
 )
 from rollart.ports import Rewarder
 
-__all__ = ["TrajectoryScorer", "train_sample"]
-
 
 class TrajectoryScorer:
     """Called by each trajectory's own task, so admission bounds the number of trajectories that wait for a reward."""

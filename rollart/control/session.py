@@ -15,8 +15,6 @@ from rollart.serving.gateway import Gateway
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.rebalance import Rebalancer
 
-__all__ = ["EvaluationPlan", "RunSession"]
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:

@@ -10,8 +10,6 @@ from typing import Any
 
 from rollart.errors import UsageError
 
-__all__ = ["RenderedFiles", "json_text", "script_text", "write", "yaml_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class RenderedFiles:

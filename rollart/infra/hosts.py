@@ -12,8 +12,6 @@ from rollart.settings.cluster import UNLESS_QUICK, ClusterSpec, PoolSpec
 from rollart.settings.planning import pool_labels, pools_of
 from rollart.settings.prices import PriceList
 
-__all__ = ["HostGroup", "host_groups", "hosts_engines", "shared_label"]
-
 HOST_CORES = 32
 """Cores of a CPU host if the spec has no `devices_per_host`: a usual size in every cloud."""
 

@@ -14,8 +14,6 @@ from rollart.infra.hosts import HostGroup, hosts_engines
 from rollart.infra.needs import ClusterNeeds, PodSettings
 from rollart.infra.ray import PORT, health_environment
 
-__all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
-
 SPECS_AT = "/etc/rollart"
 """Directory of the run and cluster specs in pods."""
 

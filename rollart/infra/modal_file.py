@@ -13,8 +13,6 @@ from serverless.deploy.modal_app import check_pinned, container_files, container
 from serverless.deploy.package import Package
 from serverless.providers.modal_client import ModalSettings
 
-__all__ = ["modal"]
-
 APP = "modal_app.py"
 SETTINGS = "modal_app.json"
 SOURCE = Path(__file__).with_name("modal_source.py")

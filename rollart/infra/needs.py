@@ -14,8 +14,6 @@ from rollart.settings.base import host_and_port, is_loopback
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.run import RunSpec
 
-__all__ = ["ClusterNeeds", "PodSettings", "cluster_needs", "spec_files"]
-
 LARGEST = 900_000
 """Maximum bytes of a run's files in its ConfigMap, which Kubernetes limits to a megabyte."""
 

@@ -20,8 +20,6 @@ from rollart.model import EngineId
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.resolve import Resolved
 
-__all__ = ["WeightBroadcaster", "collective_backend", "weight_broadcaster"]
-
 JOIN_TIMEOUT_S = 10.0
 """Engines confirm at once that they take part; an engine that has not within this many seconds is left out."""
 

@@ -41,8 +41,6 @@ from rollart.supervise.engines import EngineMeter
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.function_hosts import FunctionHostSupervisor
 
-__all__ = ["launch"]
-
 ProgressCallback = Callable[[RunEvent], None]
 
 ORPHANS_S = 3.0

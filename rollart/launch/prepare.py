@@ -34,20 +34,6 @@ from rollart.user_code import UserCodeGuard, guard
 if TYPE_CHECKING:
     from rollart.adapters.proxy.harness import HarnessRunner  # its server is not needed to check a spec
 
-__all__ = [
-    "runtime_domains",
-    "environment_factory",
-    "harness_factory",
-    "import_attribute",
-    "prepare_tokenizer",
-    "produce_artefacts",
-    "refuse_incomplete",
-    "reward_plan",
-    "stop_token_ids",
-    "trainer_config",
-    "warm_start_samples",
-]
-
 
 CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
 """Concurrent requests for worked examples to hosts, and tries for each: a host may end during a request."""

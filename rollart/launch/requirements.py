@@ -13,8 +13,6 @@ from rollart.launch.layout import refuse_missing_token
 from rollart.settings.resolve import Resolved, Specs
 from rollart.settings.run import HarnessSpec
 
-__all__ = ["CPU_INDEX", "Requirement", "requirements", "refuse_missing", "refuse_without_cuda", "torch_build"]
-
 ENVIRONMENT_MODULES = {
     "rollart.adapters.envs.frozen_lake": "gymnasium",
     "rollart.adapters.envs.gymnasium": "gymnasium",

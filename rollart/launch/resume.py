@@ -17,8 +17,6 @@ from rollart.settings.load import abbreviated
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import RunSpec
 
-__all__ = ["SettingChange", "setting_changes", "refuse_changed"]
-
 FIXED_SETTINGS: Mapping[str, str] = {
     "seed": "prompts and random streams are drawn from it",
     "model": "the versions on disk are of that model, and recorded samples have its context",

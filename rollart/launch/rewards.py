@@ -23,8 +23,6 @@ from serverless.inline import InlineScorer, inline
 from serverless.spec import FunctionSpec
 from serverless.workers.local import check_importable, check_isolation, module_exists
 
-__all__ = ["RunRewards", "check_function", "function_packages", "build_rewards"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunRewards:

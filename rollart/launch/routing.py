@@ -15,17 +15,6 @@ from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
 from rollart.settings.planning import device_name
 from rollart.settings.resolve import Resolved
 
-__all__ = [
-    "SERVING_ROLES",
-    "PlannedTurnModel",
-    "concurrency_settings",
-    "engine_kind",
-    "make_router",
-    "routes_of",
-    "engine_placement",
-    "engine_placements",
-]
-
 SERVING_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of engines, in starting order."""
 

@@ -11,8 +11,6 @@ from rollart.ports import Handle, Recorder, RunEvent
 from rollart.settings.planning import run_shape
 from rollart.settings.resolve import Resolved
 
-__all__ = ["STARTING_EVENT", "StartLimits", "StartWatcher", "engine_start_limits", "trainer_start_s"]
-
 STARTING_EVENT = "engine_starting"
 """Event of an engine that is starting: seconds so far, and the last line of its log."""
 

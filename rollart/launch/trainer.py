@@ -15,8 +15,6 @@ from rollart.launch.layout import trainer_actors
 from rollart.ports import Handle, Runtime
 from rollart.settings.resolve import Resolved
 
-__all__ = ["MultiHostTrainer", "place_trainer"]
-
 STOP_S = 15.0
 """Seconds for a host to stop its program, which is killed after 5. The actor of a lost host may wait for resources
 indefinitely; its next start ends leftover processes."""

@@ -9,8 +9,6 @@ from rollart.errors import SpecError, did_you_mean
 from rollart.settings.load import builtin, load_prices
 from rollart.settings.prices import PriceEntry, PriceList
 
-__all__ = ["ON_OWN_CORES", "PriceBook"]
-
 ON_OWN_CORES = "local"
 """The provider whose workers run on cores that the run pays for by the hour. Its calls have no bill of their own: its
 prices give the cost of the calls elsewhere."""

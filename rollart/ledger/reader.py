@@ -15,23 +15,6 @@ from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSI
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import FINISHED, Interval, RunEvent
 
-__all__ = [
-    "FUNCTION_HEALTH",
-    "OFFLOAD_STAGE",
-    "AttemptRow",
-    "CallRow",
-    "ChargeSum",
-    "FinishedRow",
-    "GroupRow",
-    "InvocationSum",
-    "LedgerReader",
-    "RunFacts",
-    "SavingSum",
-    "TrainedRow",
-    "VersionRow",
-    "WorkerSum",
-]
-
 OFFLOAD_STAGE = "offload_stage"
 """Event: counters of one stage (`stage`) of a function's pipeline since the functions were opened; zeros are
 omitted."""

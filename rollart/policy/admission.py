@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["AdmissionWindow", "DomainQuota"]
-
 
 @dataclass(frozen=True, slots=True)
 class DomainQuota:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from rollart.policy.staleness import StalenessBound
 
-__all__ = ["ReadyGroup", "select_batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CollapseAlarm"]
-
 STEPS = 3
 """Consecutive steps before the alarm: a single batch without a gradient may consist of groups with equal rewards."""
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
 
-__all__ = ["completion_from_chunks", "join_completions", "continuation_sampling"]
-
 ODD = 6364136223846793005
 """Knuth's multiplier: consecutive seeds give unrelated random streams."""
 

@@ -8,8 +8,6 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["PlacementPriority", "PlacementQueue", "PlacementRequest", "slots_to_reclaim"]
-
 T = TypeVar("T")
 
 

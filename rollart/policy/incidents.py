@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-__all__ = ["IncidentTracker", "IncidentWindow"]
-
 TOGETHER_S = 10.0
 """Failures of hosts of one node that are at most this far apart belong to the node. A broken connection is detected at
 once, a silent one by its health check, and a node whose memory is full kills its processes one by one."""

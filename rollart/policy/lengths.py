@@ -13,8 +13,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LengthEstimate", "LengthRanker", "QuantileWindow", "conditional_quantile"]
-
 WINDOW = 512
 """Finished trajectories per domain and attempt in the window of its quantiles: a P90 over this many has an error of
 about 1.3 % of rank, and a policy whose answers grow is followed within a few steps."""

@@ -15,21 +15,6 @@ from dataclasses import dataclass, replace
 
 from rollart.policy.lengths import conditional_quantile
 
-__all__ = [
-    "LendingRefusal",
-    "LendingRefusalReason",
-    "LendingPlan",
-    "Migration",
-    "RolloutInstance",
-    "RolloutRequest",
-    "TensorParallelRule",
-    "TensorParallelState",
-    "default_tp",
-    "plan_lending",
-    "next_tensor_parallelism",
-    "peak_kv_tokens",
-]
-
 LEND_FROM, LEND_TO, LEND_EVERY = 20, 50, 5
 """Percent of a rollout's requests that are done: lending is considered from `LEND_FROM` to `LEND_TO`, once per
 `LEND_EVERY` (RollPacker). Earlier, too much KV is in use; later, too little of the rollout is left to pay for the

@@ -14,24 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = [
-    "AHEAD_BYTES",
-    "MOST_BUCKETS",
-    "BucketDepth",
-    "InFlight",
-    "Pipeline",
-    "PipelineStage",
-    "absorbed_delay",
-    "accumulated_delay",
-    "adapted_quotas",
-    "handoff_depth",
-    "in_flight",
-    "initial_quotas",
-    "prefetched_environments",
-    "slackness",
-    "weight_buckets_in_flight",
-]
-
 ROUNDING = 1e-9
 """Share of one unit of work below which a look-ahead is not rounded up: (0.1 + 2 x 0.1) / 0.1 is 3 in spite of
 floating-point error."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["SlotLedger"]
-
 
 @dataclass(slots=True)
 class SlotLedger:

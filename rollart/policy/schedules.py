@@ -15,18 +15,6 @@ from typing import Any
 
 from rollart.policy.staleness import StalenessBound
 
-__all__ = [
-    "SCHEDULES",
-    "Admission",
-    "Consumption",
-    "InFlightHandling",
-    "StalenessCheck",
-    "RewardTiming",
-    "Schedule",
-    "TurnSynchrony",
-    "resolve",
-]
-
 
 class TurnSynchrony(enum.StrEnum):
     """The condition for a trajectory's next turn."""

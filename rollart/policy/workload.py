@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from rollart.fleet import DomainWork
 
-__all__ = ["MEMORY", "MIN_FINISHED", "WorkloadMeter", "drift"]
-
 MEMORY = 200
 """Window of a domain's means, in finished trajectories. Where the standard deviation of lengths equals their mean, a
 mean over this many is accurate to about 5 %: well below the drift that triggers a new plan."""

@@ -10,8 +10,6 @@ import numpy as np
 from rollart.adapters.envs.frozen_lake import Lake, distances, draw_lake
 from rollart.quickstart.rewards.distance_model import WEIGHTS, features
 
-__all__ = ["FAR", "examples", "train"]
-
 FAR = 8.0
 """Label of a cell without a path to the goal, holes included: the length of an episode."""
 

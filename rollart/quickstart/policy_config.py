@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rollart.quickstart.tokenizer import EOS_ID, PAD_ID, vocabulary
 
-__all__ = ["policy_config"]
-
 
 def policy_config() -> dict[str, object]:
     """`config.json` of a Qwen3ForCausalLM of 0.2 M parameters that learns on one CPU core in a minute.

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ANSWER_MARK", "EOS", "LONGEST_WORD", "SpellSteps", "spell_words"]
-
 EOS = "<eos>"
 ANSWER_MARK = "="
 LONGEST_WORD = 10

@@ -8,8 +8,6 @@ from pathlib import Path
 from rollart.adapters.envs.frozen_lake import lake_words
 from rollart.quickstart.spelling import EOS, spell_words
 
-__all__ = ["EOS_ID", "PAD", "PAD_ID", "UNKNOWN", "vocabulary", "write_tokenizer"]
-
 PAD = "<pad>"
 UNKNOWN = "<unk>"
 PAD_ID = 0

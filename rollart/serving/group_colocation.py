@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from rollart.serving.engine_registry import RegisteredEngine
 
-__all__ = ["GroupColocation", "ColocatedGroup"]
-
 
 @dataclass(slots=True)
 class ColocatedGroup:

@@ -20,8 +20,6 @@ from rollart.serving.engine_registry import (
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import KvAdmission
 
-__all__ = ["TurnRoute", "TurnRouter"]
-
 TurnRoute = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
 """The session's KV state, the decode engine, and the prefill engine if it is a different one."""
 

@@ -14,15 +14,6 @@ from rollart.settings.base import SpecEntry
 if TYPE_CHECKING:
     from rollart.settings.rules import RuleViolation
 
-__all__ = [
-    "FaultPlanSpec",
-    "FunctionTroubleSpec",
-    "OutageSpec",
-    "RateSpec",
-    "ResetTroubleSpec",
-    "fault_problems",
-    "matching_names",
-]
 
 Patterns = Annotated[list[str], Field(min_length=1)]
 

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from rollart.settings.base import Name, SpecEntry
 
-__all__ = ["STALE_DAYS", "UNITS", "PriceEntry", "PriceList", "Unit"]
-
 Unit = Literal[
     "device-hour",
     "GB-second",

@@ -13,8 +13,6 @@ from pydantic.fields import FieldInfo
 
 from rollart.settings.load import KINDS
 
-__all__ = ["reference"]
-
 HEAD = """# Specs
 
 Every key of the YAML files that `rollart` reads, generated from the models by

@@ -8,17 +8,6 @@ from pydantic import Field
 
 from rollart.settings.base import SpecEntry
 
-__all__ = [
-    "MOST",
-    "ConcurrencySpec",
-    "FairnessSpec",
-    "FilterSpec",
-    "FollowSpec",
-    "RedundancySpec",
-    "RolloutSpec",
-    "TailBatchingSpec",
-]
-
 MOST = 4.0
 """Largest factor: beyond it three quarters of the rollout are thrown away."""
 

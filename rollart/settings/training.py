@@ -13,19 +13,6 @@ from pydantic import Field, field_validator, model_validator
 
 from rollart.settings.base import SpecEntry
 
-__all__ = [
-    "AdvantageSpec",
-    "CreditSpec",
-    "ImitationSpec",
-    "LoraSpec",
-    "LossSpec",
-    "LossWeight",
-    "ParallelConfig",
-    "PolicyConfig",
-    "TrainerConfig",
-    "TrainingSpec",
-]
-
 
 class AdvantageSpec(SpecEntry):
     """How rewards become advantages. docs/training.md names the published algorithm of each combination."""

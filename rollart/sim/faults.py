@@ -19,19 +19,6 @@ from rollart.sim.links import SharedLink
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.workload import entity_generator
 
-__all__ = [
-    "FailableEngine",
-    "FaultPlan",
-    "FaultTransition",
-    "Outage",
-    "FaultRate",
-    "FaultTarget",
-    "engine_target",
-    "host_target",
-    "link_target",
-    "trainer_target",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FaultTarget:

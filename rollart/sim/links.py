@@ -21,8 +21,6 @@ from heapq import heappop, heappush
 
 from placement.publish import PRESETS
 
-__all__ = ["PUSH", "RDMA", "TCP", "LinkTransfer", "LinkProfile", "SharedLink"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:

@@ -19,8 +19,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from heapq import heappop, heappush
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Deadlock", "VirtualLoop", "posting", "run", "sleeping"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from rollart.model import TrainReport, TrainSample, WeightsRef
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import mass_of, sampled_mass
 
-__all__ = ["MeasuredSpeed", "ModelledTrainer", "TrainingSpeed", "TrainerSpeed", "group_mean_advantages"]
-
 LOGPROB_DRIFT = 0.001
 """KL between a version and the next, nats per token: of the order that clipped losses keep to. Assumed, not fitted."""
 

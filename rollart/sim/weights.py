@@ -16,8 +16,6 @@ from rollart.model import WeightsRef
 from rollart.policy.pipeline import AHEAD_BYTES, BucketDepth, InFlight
 from rollart.sim.links import RDMA, SharedLink
 
-__all__ = ["VersionTransfer", "WeightTransfer"]
-
 
 @dataclass(slots=True)
 class VersionTransfer:

@@ -27,8 +27,6 @@ from rollart.policy.parallelism import (
 from rollart.ports import Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 
-__all__ = ["DeviceLender", "LendingSettings"]
-
 HISTORY = 2000
 """Lengths of finished trajectories that are kept per domain: enough for a quantile of the longest percent."""
 

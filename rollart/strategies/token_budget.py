@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from rollart.model import Group, TrainSample
 from rollart.policy.sample_table import ReadyRows, SampleRow, TokenBudget
 
-__all__ = ["BatchTruncation", "all_samples"]
-
 
 def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
     """All samples, unchanged."""

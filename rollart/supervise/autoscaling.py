@@ -11,8 +11,6 @@ from rollart.errors import RollartError
 from rollart.ports import Recorder, RunEvent
 from rollart.supervise.nodes import NodeTracker
 
-__all__ = ["AutoscaledHosts", "HostAutoscaler"]
-
 RETRY_S = 30.0
 """Delay after a spawn that found no room: the free devices are spread over too many nodes, or other work holds them."""
 

@@ -14,8 +14,6 @@ from rollart.ports import Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 
-__all__ = ["EngineFleet", "EngineSite", "ReservedEngine"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReservedEngine:

@@ -16,8 +16,6 @@ from rollart.ports import Recorder, RunEvent
 from rollart.supervise.environment_hosts import HOST_DOWN, HOST_RESTART
 from rollart.supervise.supervisor import HostLimits, gather_or_cancel, wait_for_restart_cause
 
-__all__ = ["FunctionHostSupervisor", "FunctionPart"]
-
 
 class FunctionPart(Protocol):
     """A host's process, as its supervisor uses it. Its clock runs from its construction to `close`."""

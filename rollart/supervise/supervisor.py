@@ -15,8 +15,6 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.policy.hosts import MemoryRules
 
-__all__ = ["HostLimits", "HostPart", "HostOccupancy", "WatchedHost", "gather_or_cancel", "wait_for_restart_cause"]
-
 REAP_S = 2.0
 """Seconds to wait for a process's exit after its connection broke: the exit gives the better cause."""
 

@@ -16,8 +16,6 @@ from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan, WeightsRef
 from rollart.testing.parts import SimulatedEngine
 
-__all__ = ["HandoffFabric", "HandoffEngine", "HandoffTimings"]
-
 
 @dataclass(frozen=True, slots=True)
 class HandoffTimings:

@@ -12,8 +12,6 @@ from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["MemoryRecorder"]
-
 
 @dataclass(slots=True)
 class _GroupState:

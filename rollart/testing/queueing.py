@@ -23,8 +23,6 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["QueueEngine", "QueueEngineSpeed", "QueueTurnModel"]
-
 DECODE_STRIDE = 16
 """Tokens that all generations advance by between two chunks of prefill."""
 

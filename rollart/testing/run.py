@@ -47,8 +47,6 @@ from rollart.testing.parts import (
     WordTokenizer,
 )
 
-__all__ = ["SimulatedRun", "make_simulated_run"]
-
 
 @dataclass
 class SimulatedRun:

@@ -29,8 +29,6 @@ from rollart.settings.resolve import Specs, read_specs, resolve_specs
 from serverless.deploy.aws_function import AwsSettings
 from serverless.deploy.package import Package
 
-__all__ = ["NAMESPACE", "RAY_VERSION", "TARGETS", "render"]
-
 NODE_TARGETS = ("kuberay", "ray")
 """Targets that render pools; the others render reward functions."""
 

@@ -21,15 +21,6 @@ from rollart.sim.trainers import MeasuredSpeed
 from rollart.sim.workload import Script, scripts_by_group
 from serverless.providers.simulated import Profile
 
-__all__ = [
-    "RecordedTimings",
-    "RecordedRun",
-    "SIMULATED_KEY",
-    "engine_s_per_trajectory",
-    "loop_figures",
-    "read_recording",
-]
-
 SIMULATED_KEY = "simulated"
 """Configuration key that marks a simulation's ledger."""
 

@@ -32,8 +32,6 @@ from rollart.settings.resolve import (
 from rollart.tools.recording import RecordedRun, engine_s_per_trajectory, loop_figures, read_recording
 from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
 
-__all__ = ["PreparedReplay", "check_replay", "prepare_from_run", "prepare_from_spec", "calibrated_replay", "replay_of"]
-
 RESOLVED_FILE = "resolved.yaml"
 """A run's resolved specs at its start."""
 

@@ -29,8 +29,6 @@ from rollart.settings.resolve import Resolved
 from rollart.sim.modelled import StepTrace
 from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
 
-__all__ = ["TaskProgress", "SimulationTask", "simulation_finding", "simulate_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:

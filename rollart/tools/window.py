@@ -18,15 +18,6 @@ from rollart.settings.planning import publishing_of, window_of
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import LAG, MAX_STALENESS
 
-__all__ = [
-    "FreshGroupShare",
-    "RecommendedStaleness",
-    "fresh_group_shares",
-    "publish_paths",
-    "recommended_staleness",
-    "sustained_slots",
-]
-
 WINDOW_TOLERANCE = 0.01
 """Relative tolerance of a plan against its window."""
 SUFFICIENT_RATE_SHARE = 0.9

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from serverless.errors import PackageError, SpecInvalid
 
-__all__ = ["SKIPPED", "SourceDefinition", "SourceFiles", "collect", "tree"]
-
 SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
 """Names that are never packed."""
 

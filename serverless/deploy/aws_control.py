@@ -15,8 +15,6 @@ from serverless.deploy.aws_session import Boto3Clients, error_code, translate_er
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 from serverless.providers.faults import LambdaReport, function_fault, function_log_tail, parse_report
 
-__all__ = ["ALIAS", "LambdaAlias", "LambdaControl", "LambdaVersion"]
-
 T = TypeVar("T")
 
 ALIAS = "live"

@@ -11,8 +11,6 @@ from serverless.deploy.aws_function import AwsSettings
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, ServerlessError
 from serverless.providers.faults import NOT_ALLOWED
 
-__all__ = ["Boto3Clients", "error_code", "library", "translate_errors", "translate_error"]
-
 _SIGN_IN = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or sign in: `aws configure` or `aws sso login`"
 
 _NOT_SIGNED_IN = (

@@ -30,8 +30,6 @@ from serverless.types import Cause
 from serverless.workers import logs
 from serverless.workers.local import LocalBackend
 
-__all__ = ["KEPT", "LocalDeployer"]
-
 KEPT = 5
 """Versions kept after a deployment for rollbacks, the current one included, at a few KB each."""
 

@@ -22,8 +22,6 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VERSION", "call"]
-
 VERSION = "rollart_version"
 """The file with the version of a container's package."""
 

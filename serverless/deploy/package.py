@@ -33,8 +33,6 @@ from serverless.errors import NotOffloadable, PackageError, SpecInvalid
 from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
 from serverless.spec import FunctionSpec
 
-__all__ = ["HANDLER", "Package", "build", "settings"]
-
 HANDLER = "rollart_handler.handler"
 """The name of the handler for Lambda, in every package."""
 

@@ -18,8 +18,6 @@ from serverless.errors import PackageError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-__all__ = ["RequirementLock", "lock"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequirementLock:

@@ -9,8 +9,6 @@ import re
 
 from serverless.errors import PackageError
 
-__all__ = ["files", "write"]
-
 _REWARD = '''"""{name}: 1.0 if the answer that the completion marks is the reference answer, else 0.0.
 
 The reward gets a `Sample`: `sample.completion` is the text of the last assistant message, `sample.messages` the whole

@@ -13,8 +13,6 @@ from serverless.keys import canonical, sha256
 from serverless.pipeline.settings import LimitsSpec
 from serverless.types import Item, Scored
 
-__all__ = ["AnchorTimes", "prompt_key"]
-
 
 def prompt_key(item: Item) -> str:
     """The key of a prompt: metadata `group`, else a digest of the reference and of every message but the last

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from serverless.types import FaultKind, InfraFault, ModelFault, Outcome
 
-__all__ = ["FunctionHealth", "OffloadStage", "StageCounts"]
-
 _RECENT = 200
 """Outcomes over which `recent_rate` is taken."""
 

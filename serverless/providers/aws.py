@@ -24,8 +24,6 @@ from serverless.providers.base import Reply, WorkerLoad
 from serverless.providers.faults import LambdaReport, function_fault, parse_report, service_fault
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
-__all__ = ["AwsLambdaBackend"]
-
 _MAX_BYTES = 6_291_456
 """Lambda's limit of a synchronous request, 6 MiB."""
 

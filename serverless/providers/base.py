@@ -9,19 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 from serverless.deploy.package import Package
 from serverless.types import Cause, InfraFault, Invocation
 
-__all__ = [
-    "AttachableBackend",
-    "Backend",
-    "DeploymentChange",
-    "DeployedFunction",
-    "Deployer",
-    "WorkerLoad",
-    "LogLine",
-    "ProvisionedBackend",
-    "Reply",
-    "ScalableBackend",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

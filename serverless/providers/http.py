@@ -42,8 +42,6 @@ from serverless.providers.faults import LambdaReport, function_fault, parse_repo
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["Bearer", "Endpoint", "HttpBackend", "Signed"]
-
 _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 """Errors before a connection was made: nothing has been executed."""
 

@@ -31,8 +31,6 @@ from serverless.providers.modal_client import (
 )
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["ModalBackend"]
-
 _UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UNAVAILABLE})
 """Faults after which no container is known to have run the call."""
 

@@ -19,8 +19,6 @@ from serverless.providers.base import Backend, Reply, ScalableBackend, WorkerLoa
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
 from serverless.workers.pool import Launcher, Worker, WorkerFault
 
-__all__ = ["LAMBDA", "MODAL", "PLATFORMS", "LogNormalSeconds", "Platform", "RehearsedBackend", "RehearsedLauncher"]
-
 
 @dataclass(frozen=True, slots=True)
 class LogNormalSeconds:

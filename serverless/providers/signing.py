@@ -15,8 +15,6 @@ import hmac
 import re
 from collections.abc import Mapping
 
-__all__ = ["SKEW_S", "key_of", "sign", "verify"]
-
 SKEW_S = 300.0
 """Maximum clock difference in seconds, as in AWS's signature version 4."""
 

@@ -20,8 +20,6 @@ from serverless.providers.base import Reply, WorkerLoad
 from serverless.types import Cause, FaultKind, InfraFault
 from serverless.workers.pool import PoolRegistry, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 
-__all__ = ["Profile", "SimulatedBackend", "SimulatedMachines"]
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:

@@ -32,8 +32,6 @@ from serverless.errors import SandboxUnavailable
 from serverless.sandbox import Box, Limits, Status, sandbox
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 
-__all__ = ["CodeTests", "extract"]
-
 _BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 _TOTAL_S = 45.0

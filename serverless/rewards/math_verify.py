@@ -30,8 +30,6 @@ from serverless.declare import reward
 from serverless.errors import ExtraMissing
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 
-__all__ = ["MathVerify"]
-
 _MARKED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LATEX = re.compile(r"[\\$]")
 _ANSWER_BYTES = 65_536

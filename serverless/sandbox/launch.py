@@ -26,19 +26,6 @@ from serverless.sandbox import seccomp
 from serverless.sandbox.inside.scratch import empty
 from serverless.sandbox.values import Limits
 
-__all__ = [
-    "LADDER",
-    "UNSAFE",
-    "Launched",
-    "RungUnavailable",
-    "VisiblePaths",
-    "LaunchMethod",
-    "unused_uid",
-    "hosting_provider",
-    "visible_paths",
-    "launch_methods",
-]
-
 LADDER = ("provider", "bubblewrap", "landlock")
 UNSAFE = "unsafe"
 

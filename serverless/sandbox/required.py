@@ -19,8 +19,6 @@ import sys
 import tempfile
 from typing import Any
 
-__all__ = ["enter", "order"]
-
 _PROBE_S = 60.0
 
 

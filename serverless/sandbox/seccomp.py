@@ -11,8 +11,6 @@ from __future__ import annotations
 import errno
 import struct
 
-__all__ = ["ARCHITECTURES", "CALLS", "PID", "program"]
-
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_* by `os.uname().machine`."""
 

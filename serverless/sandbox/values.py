@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Limits", "Ran", "Rung", "Status"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

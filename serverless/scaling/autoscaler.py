@@ -12,8 +12,6 @@ from collections import deque
 
 from serverless.scaling.settings import ReactiveSpec
 
-__all__ = ["KNATIVE", "Autoscaler"]
-
 KNATIVE = ReactiveSpec(stable_s=60.0, panic_share=0.1, grace_s=30.0)
 """Knative's constants (config-autoscaler)."""
 

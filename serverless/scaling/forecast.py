@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ExpectedCalls", "Forecast", "workers_for"]
-
 KEPT = 512
 """Durations kept per kind: a 0.99 quantile needs several hundred; older ones belong to another policy."""
 

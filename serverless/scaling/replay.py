@@ -19,18 +19,6 @@ from serverless.scaling.autoscaler import KNATIVE, Autoscaler
 from serverless.scaling.forecast import Forecast, workers_for
 from serverless.scaling.settings import ReactiveSpec
 
-__all__ = [
-    "ForecastScaling",
-    "ReplayedCall",
-    "OnDemandScaling",
-    "ReactiveScaling",
-    "CallReplay",
-    "ScalingRule",
-    "replay_dedicated",
-    "replay_elastic",
-    "min_dedicated_workers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:

@@ -31,8 +31,6 @@ from typing import Any, NoReturn
 
 import msgpack
 
-__all__ = ["LOG_BYTES", "end_line", "run"]
-
 _SCRATCH_BYTES = 512 * 2**20
 """Size limit of a file that a function writes: Lambda's default /tmp."""
 

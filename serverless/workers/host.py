@@ -37,8 +37,6 @@ from serverless.types import FaultKind, InfraFault
 from serverless.workers.local import LocalBackend
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 
-__all__ = ["FUNCTION_HOST_TOKEN", "WorkerHost"]
-
 FUNCTION_HOST_TOKEN = "SERVERLESS_HOST_TOKEN"
 
 GREETING_S = 10.0

@@ -28,8 +28,6 @@ from serverless.workers import logs
 from serverless.workers.pool import Launcher, PoolRegistry, Worker, WorkerFault
 from serverless.workers.processes import ForkServer, ProcessWorker
 
-__all__ = ["LocalBackend", "Runtime", "check_isolation", "module_exists", "check_importable"]
-
 _PRELOADED = (
     "asyncio",
     "importlib.util",

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from serverless.providers.base import LogLine
 from serverless.workers._worker import LOG_BYTES, end_line
 
-__all__ = ["append_end", "read", "tail"]
-
 _TAIL_BYTES = 4096
 """Bytes of a call's log that Lambda returns (`LogType=Tail`)."""
 

@@ -22,8 +22,6 @@ from serverless.frames import FrameDecoder, encode_frame
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.pool import WorkerFault, WorkerReply, WorkerRequest
 
-__all__ = ["ForkServer", "ProcessWorker"]
-
 _STOP_S = 2.0
 """Seconds a stopping zygote may take to kill and reap its workers before it is killed itself."""
 

@@ -26,8 +26,6 @@ from serverless.workers.logs import append_end
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 from serverless.workers.processes import ProcessWorker
 
-__all__ = ["RuntimeApiLauncher"]
-
 _RUNTIME = "/2018-06-01/runtime/"
 
 _EVENT_BYTES = 6 * 2**20

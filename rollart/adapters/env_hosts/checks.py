@@ -26,8 +26,6 @@ from rollart.adapters.envs.worked import METHOD
 from rollart.errors import did_you_mean, one_line
 from rollart.user_code import UserCodeGuard, declares_quick
 
-__all__ = ["MODULE", "WARM_START_ARGUMENT", "EnvironmentProblem", "check_environments"]
-
 MODULE = "rollart.adapters.env_hosts.checks"
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")

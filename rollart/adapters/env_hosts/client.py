@@ -23,8 +23,6 @@ from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.model import Observation, Step
 from rollart.user_code import checked_observation, checked_step
 
-__all__ = ["HostConnection"]
-
 
 class HostConnection:
     """Implements `EnvironmentHost` over a socket. Owns the connection and the task that reads it.

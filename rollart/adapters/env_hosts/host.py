@@ -27,8 +27,6 @@ from rollart.adapters.env_hosts.server import EnvironmentHostServer, load_factor
 from rollart.adapters.envs.images import load_image_hook
 from rollart.orphans import kill_at_end
 
-__all__ = ["ENVIRONMENT_HOST_TOKEN"]
-
 ENVIRONMENT_HOST_TOKEN = "ROLLART_HOST_TOKEN"
 
 

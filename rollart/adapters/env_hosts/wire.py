@@ -18,21 +18,6 @@ from typing import Any
 
 from rollart.model import Observation, Step
 
-__all__ = [
-    "CallStatus",
-    "HostOperation",
-    "HostRequest",
-    "HostResponse",
-    "observation_of",
-    "pack",
-    "packed_observation",
-    "packed_step",
-    "read_frame",
-    "step_of",
-    "unpack",
-    "write_frame",
-]
-
 LARGEST = 64 * 2**20
 """Maximum bytes of a frame. An observation of this size would exceed any context; a greater length means a broken
 frame."""

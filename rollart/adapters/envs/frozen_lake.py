@@ -14,8 +14,6 @@ from typing import Any
 from rollart.adapters.envs.split import held_out_item, held_out_seed
 from rollart.model import Observation, Step
 
-__all__ = ["ACTIONS", "FrozenLakeText", "Lake", "distances", "draw_lake", "lake_words"]
-
 ACTIONS = ("left", "down", "right", "up")
 """Action words in the order of Gymnasium's action numbers 0 to 3."""
 

@@ -22,8 +22,6 @@ from typing import Any, Protocol
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.errors import one_line
 
-__all__ = ["ImageCache", "ImageHook", "PullFailed", "TarImages", "load_image_hook"]
-
 
 class PullFailed(Exception):
     """An image cannot be pulled; the message names it."""

@@ -11,8 +11,6 @@ from rollart.model import Observation, Step
 from rollart.ports import Environment, EnvironmentFactory
 from rollart.user_code import UserCodeGuard, cancel_call, declares_quick, guard, require_awaitable
 
-__all__ = ["InProcessEnvironment", "in_process"]
-
 T = TypeVar("T")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["attribute_at"]
-
 
 def attribute_at(path: str, purpose: str) -> Any:
     """The object at `package.module:attribute`. ValueError, which names the `purpose` of the path, if there is none."""

@@ -21,8 +21,6 @@ from rollart.errors import did_you_mean
 from rollart.model import Observation, Step
 from rollart.ports import EVAL_SEEDS_FROM
 
-__all__ = ["Entry", "PlainFormat", "ReasoningGymEnv", "WorkedFormat"]
-
 Entry = Mapping[str, Any]
 """A reasoning-gym item: `question`, `answer`, `metadata`."""
 

@@ -10,8 +10,6 @@ import zlib
 
 from rollart.ports import EVAL_SEEDS_FROM
 
-__all__ = ["HELD_OUT_ONE_IN", "held_out_item", "held_out_seed"]
-
 HELD_OUT_ONE_IN = 8
 """One item in eight is held out: enough for 256 distinct evaluation episodes of each quickstart domain."""
 

@@ -8,8 +8,6 @@ from typing import Any
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.model import Observation, Step
 
-__all__ = ["METHOD", "WORKED", "WorkedExamples"]
-
 METHOD = "worked_example"
 """Method of an environment that has worked examples: `worked_example(seed) -> (prompt, answer)`."""
 

@@ -23,8 +23,6 @@ from rollart.adapters.proxy.messages import (
 )
 from rollart.adapters.proxy.sse import encode_event, split_events
 
-__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event", "prompt_of"]
-
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 ERROR_TYPES = {

@@ -19,9 +19,6 @@ from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import Message, PromptInput
 from rollart.model import Completion, FinishReason, Segment, SegmentKind
 
-__all__ = ["TurnRelation", "Branch", "SessionCapture", "PlannedTurn", "CapturedTurn"]
-
-
 REFERENCE_BYTES, INTEGER_BYTES, LOGPROB_BYTES = 8, 32, 32
 """Bytes in CPython: of a tuple entry, of a token id, of a log-probability with its entry."""
 

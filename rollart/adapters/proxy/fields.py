@@ -7,8 +7,6 @@ from typing import Any
 
 from rollart.adapters.proxy.messages import BadRequest, ToolCall, read_json
 
-__all__ = ["MOST", "arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
-
 MOST = 2**63 - 1
 """Largest integer in a request: the limit of the engines' wire format."""
 

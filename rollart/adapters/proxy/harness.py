@@ -18,8 +18,6 @@ from rollart.model import Completion, CompletionChunk, Observation, Sampling, Se
 from rollart.ports import HarnessRequest
 from rollart.user_code import GRACE_S, UserCodeGuard, abandon_task, guard
 
-__all__ = ["Agent", "HarnessRunner"]
-
 Agent = Callable[..., Awaitable[float | Step | None]]
 """`async def agent(base_url, session, seed, **arguments)`. `base_url` ends in `/v1`, as OpenAI's clients expect; it
 also serves Anthropic's clients, which append a second `/v1`. The agent returns the episode's reward, or a `Step` with

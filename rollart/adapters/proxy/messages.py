@@ -12,24 +12,6 @@ from typing import Any
 
 from rollart.model import Completion, FinishReason
 
-__all__ = [
-    "PolicyResponse",
-    "CompletionRequest",
-    "BadRequest",
-    "ToolCallStart",
-    "ToolCall",
-    "ToolCallEnd",
-    "ResponseHeader",
-    "Message",
-    "ArgumentsDelta",
-    "OutputPart",
-    "PromptInput",
-    "OutputEvent",
-    "TextDelta",
-    "require_messages",
-    "read_json",
-]
-
 
 class BadRequest(Exception):
     """A request that can never be served. `field` is the invalid field of the body, `code` OpenAI's error code."""

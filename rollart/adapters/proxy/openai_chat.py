@@ -23,8 +23,6 @@ from rollart.adapters.proxy.messages import (
 )
 from rollart.adapters.proxy.sse import encode_event, split_events
 
-__all__ = ["EventWriter", "parse_request", "response_body", "error_body", "error_event", "usage"]
-
 
 def parse_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. BadRequest for options that are not supported."""

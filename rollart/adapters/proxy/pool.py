@@ -13,8 +13,6 @@ from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, G
 from rollart.policy.continuing import completion_from_chunks, continuation_sampling, join_completions
 from rollart.policy.engine_health import wrong_answer, wrong_tokens
 
-__all__ = ["EnginePool"]
-
 MAX_INTERRUPTIONS = 8
 """Maximum resumptions of a streamed generation that its engine aborted, as some weight updates do. The resumed request
 waits in the engine until the engine resumes."""

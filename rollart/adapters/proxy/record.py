@@ -13,8 +13,6 @@ from rollart.adapters.proxy.sessions import ProxySession
 from rollart.errors import StorageFailed, UsageError
 from rollart.model import Segment, SegmentKind
 
-__all__ = ["SessionRecorder", "read_sessions", "segment_body", "session_body"]
-
 SCHEMA_VERSION = 1
 
 READ_BLOCK = 2**16

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from rollart.adapters.proxy.messages import ArgumentsDelta, OutputEvent, TextDelta
 
-__all__ = ["KEEPALIVE_COMMENT", "encode_event", "split_events"]
-
 CHUNK_CHARACTERS = 48
 """Maximum characters of one event. The response is captured whole before these events are sent, so splitting serves
 clients that expect several events, not latency."""

@@ -10,8 +10,6 @@ from rollart.hosted import HostHealth
 from serverless.errors import BackendFailed
 from serverless.workers.remote import HostLink, HostLost, WorkerHosts
 
-__all__ = ["FunctionHostConnection"]
-
 
 class FunctionHostConnection:
     """Implements `FunctionHost` over a link. `emptied` waits for the link's workers to end."""

@@ -14,8 +14,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["CODES", "KIND", "LEAST", "PackedColumn", "columns", "decoded", "encoded", "pack", "plain"]
-
 KIND = "application/vnd.rollart.columns"
 
 LEAST = 32

@@ -27,8 +27,6 @@ from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import BLOCK_BYTES, StoredFile, WeightUploads
 from rollart.errors import StorageFailed
 
-__all__ = ["ServiceServer"]
-
 MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
 
