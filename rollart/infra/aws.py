@@ -1,31 +1,25 @@
-"""The AWS resources of a run's functions, independent of the template language: names, settings, archives,
-permissions.
+"""The AWS parts of a cluster as templates: CloudFormation, SAM, and Terraform's JSON.
 
-CloudFormation and SAM templates of the AWS parts: a bucket for weights and code, and the reward functions.
-
-The AWS parts as Terraform's JSON. No test applies it: the tests read it and follow its references.
+The parts are a bucket for weights and code, the reward functions of a run, and the permissions of a run. Functions are
+described by `serverless.deploy.aws_function`, as `rollart rewards deploy` creates them, so that a run finds them
+deployed. No test applies Terraform's JSON: the tests read it and follow its references.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import RenderedFiles, json_text, yaml_text
-from serverless.deploy.aws_function import AwsSettings, bundle, function_configuration
+from rollart.infra.files import RenderedFiles, header, json_text, yaml_text
+from serverless.deploy.aws_function import ALIAS, ASSUME_ROLE, AwsFunction, AwsSettings, aws_function, log_permission
 from serverless.deploy.package import Package
 
-ALIAS = "live"
-"""The alias that a run calls; `rollart rewards rollback` moves it."""
-
-DIGEST_TAG = "rollart:digest"
-"""The tag that marks a function of `rollart`; its value is the digest of the package."""
-
-DESCRIPTION_PREFIX = "rollart:"
+CFN_VERSION = "2010-09-09"
+SAM_TRANSFORM = "AWS::Serverless-2016-10-31"
 
 RESERVED_LOGICAL_NAMES = ("Bucket", "BucketPolicy", "ControllerPolicy", "FunctionsRole")
 """Logical names of a template's other resources."""
@@ -33,155 +27,29 @@ RESERVED_LOGICAL_NAMES = ("Bucket", "BucketPolicy", "ControllerPolicy", "Functio
 LOGICAL_NAME_SUFFIXES = ("", "Logs", "Live")
 """Suffixes of the logical names of a function's resources."""
 
-
-@dataclass(frozen=True, slots=True)
-class AwsFunction:
-    """One Lambda function. `logical` is its name in a template, `archive` the code, at `key` in a bucket or directory;
-    `settings` are Runtime, Handler, MemorySize and Timeout, by Lambda's names. `reserved` and `warm` 0: none."""
-
-    name: str
-    logical: str
-    digest: str
-    archive: bytes
-    key: str
-    settings: dict[str, Any]
-    architecture: str
-    retention_days: int
-    reserved: int
-    warm: int
-
-    @property
-    def description(self) -> str:
-        return DESCRIPTION_PREFIX + self.digest
-
-    @property
-    def log_group(self) -> str:
-        return f"/aws/lambda/{self.name}"
+CONTROLLER_DESCRIPTION = "A rollart run: calls its functions, moves its weights."
+PUBLIC_ACCESS = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
+"""The kinds of public access to a bucket, all of which are blocked."""
 
 
 def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
     """The functions as `rollart rewards deploy` would create them: the same archives under the same names, so that a
     run finds them deployed. Errors of `serverless` for settings that Lambda does not support; SpecError for names that
     are equal in a template."""
-    found = tuple(_aws_function(package, settings) for package in packages)
-    _check_logical_names({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
-    return found
-
-
-def _check_logical_names(logical: Mapping[str, str]) -> None:
+    found = tuple(aws_function(package, settings) for package in packages)
     taken = dict.fromkeys(map(str.lower, RESERVED_LOGICAL_NAMES), "a resource of another kind")
-    for name, own in logical.items():
-        us = f"function '{name}'"
-        for part in LOGICAL_NAME_SUFFIXES:
-            other = taken.setdefault((own + part).lower(), us)
+    for function in found:
+        us = f"function '{function.spec.name}'"
+        for suffix in LOGICAL_NAME_SUFFIXES:
+            name = _logical(function) + suffix
+            other = taken.setdefault(name.lower(), us)
             if other != us:
                 raise SpecError(
-                    f"{us} would be '{own + part}' in a template, as {other} (rule: letters and digits tell names "
-                    "apart, case does not)",
+                    f"{us} would be '{name}' in a template, as {other} (rule: letters and digits tell names apart, "
+                    "case does not)",
                     remedy="rename the function",
                 )
-
-
-def _aws_function(package: Package, settings: AwsSettings) -> AwsFunction:
-    spec, name = package.spec, settings.function_name(package.spec.name)
-    wanted = function_configuration(spec, settings)
-    archive = bundle(package, settings)
-    return AwsFunction(
-        name=name,
-        logical="".join(part.capitalize() for part in re.split(r"[^A-Za-z0-9]+", spec.name)),
-        digest=package.version,
-        archive=archive,
-        key=f"functions/{name}/{hashlib.sha256(archive).hexdigest()[:32]}.zip",
-        settings=wanted,
-        architecture=settings.architecture,
-        retention_days=settings.log_retention_days,
-        reserved=spec.concurrency if settings.reserve_concurrency else 0,
-        warm=spec.warm,
-    )
-
-
-def archive_files(found: Sequence[AwsFunction]) -> dict[str, bytes]:
-    return {function.key: function.archive for function in found}
-
-
-def assume_lambda() -> dict[str, Any]:
-    """The trust policy of the functions' role."""
-    statement = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
-    return {"Version": "2012-10-17", "Statement": [statement]}
-
-
-def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
-    """Permits a function to write its own log, and nothing else: no access to accounts, buckets or other functions."""
-    return {
-        "Sid": "OwnLogs",
-        "Effect": "Allow",
-        "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
-        "Resource": list(log_groups),
-    }
-
-
-def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
-    """The permissions of a run: to call the functions, if there are any, to verify that they match its packages, to
-    keep the run's alias on each, with provisioned concurrency, and to transfer weights."""
-    if not functions:
-        return _weight_statements(bucket, objects)
-    return [
-        {"Sid": "Call", "Effect": "Allow", "Action": "lambda:InvokeFunction", "Resource": list(aliases)},
-        {
-            "Sid": "Look",
-            "Effect": "Allow",
-            "Action": [
-                "lambda:GetFunction",
-                "lambda:GetFunctionConcurrency",
-                "lambda:GetFunctionConfiguration",
-                "lambda:GetProvisionedConcurrencyConfig",
-                "lambda:ListAliases",
-                "lambda:ListVersionsByFunction",
-            ],
-            "Resource": [*functions, *aliases],
-        },
-        {
-            "Sid": "OwnAlias",
-            "Effect": "Allow",
-            "Action": [
-                "lambda:CreateAlias",
-                "lambda:UpdateAlias",
-                "lambda:DeleteAlias",
-                "lambda:PutProvisionedConcurrencyConfig",
-                "lambda:DeleteProvisionedConcurrencyConfig",
-            ],
-            "Resource": [*functions, *aliases],
-        },
-        *_weight_statements(bucket, objects),
-    ]
-
-
-def _weight_statements(bucket: Any, objects: Any) -> list[Any]:
-    return [
-        {
-            "Sid": "Weights",
-            "Effect": "Allow",
-            "Action": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
-            "Resource": objects,
-        },
-        {"Sid": "ListWeights", "Effect": "Allow", "Action": "s3:ListBucket", "Resource": bucket},
-    ]
-
-
-def transport_statement(bucket: Any, objects: Any) -> dict[str, Any]:
-    """Denies unencrypted access to the bucket."""
-    return {
-        "Sid": "OnlyTls",
-        "Effect": "Deny",
-        "Principal": "*",
-        "Action": "s3:*",
-        "Resource": [bucket, objects],
-        "Condition": {"Bool": {"aws:SecureTransport": "false"}},
-    }
-
-
-CFN_VERSION = "2010-09-09"
-SAM_TRANSFORM = "AWS::Serverless-2016-10-31"
+    return found
 
 
 def cloudformation(
@@ -189,212 +57,63 @@ def cloudformation(
 ) -> RenderedFiles:
     """`storage.yaml` makes the bucket (named `bucket`), which must hold the code before `functions.yaml` can be
     deployed."""
-    template: dict[str, Any] = {
+    parameter = {"Type": "String", "Description": "Bucket of the storage stack: the archives are there."}
+    resources = _cfn_role(functions, role_arn)
+    for function in functions:
+        resources |= _cfn_function(function, _cfn_role_reference(role_arn))
+    arn = "arn:${AWS::Partition}:s3:::${Bucket}"
+    resources["ControllerPolicy"] = _cfn_controller_policy(functions, {"Fn::Sub": arn}, {"Fn::Sub": f"{arn}/*"})
+    template = {
         "AWSTemplateFormatVersion": CFN_VERSION,
         "Description": f"Reward functions of rollart cluster {name}.",
-        "Parameters": {
-            "Bucket": {"Type": "String", "Description": "Bucket of the storage stack: the archives are there."}
-        },
+        "Parameters": {"Bucket": parameter},
+        "Resources": resources,
+        "Outputs": _cfn_outputs(functions),
     }
-    role = _cfn_role(functions, role_arn)
-    resources = dict(role)
-    for function in functions:
-        resources |= _lambda_resources(function, _role_ref(role_arn))
-    ref: Any = {"Ref": "Bucket"}
-    arn = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}"}
-    objects = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}/*"}
-    resources["ControllerPolicy"] = _controller_policy(functions, arn, objects)
-    template |= {"Resources": resources, "Outputs": _outputs(functions, ref)}
     storage = {
         "AWSTemplateFormatVersion": CFN_VERSION,
         "Description": f"Weights, artefacts and code of rollart cluster {name}.",
         "Resources": _cfn_bucket(bucket),
         "Outputs": {"Bucket": {"Value": {"Ref": "Bucket"}}},
     }
-    about = f"Rendered by `rollart infra render --target cfn` for cluster {name}: change the spec, not this."
+    about = header("cfn", name)
     files = {
         "storage.yaml": yaml_text(storage, about=about),
         "functions.yaml": yaml_text(template, about=about),
-        **archive_files(functions),
+        **_archives(functions),
     }
-    return RenderedFiles(files, _cfn_steps(name, code=bool(functions)))
+    deploy = "aws cloudformation deploy --template-file"
+    stored = (
+        f"$(aws cloudformation describe-stacks --stack-name {name}-storage "
+        "--query 'Stacks[0].Outputs[0].OutputValue' --output text)"
+    )
+    steps = (
+        f"{deploy} storage.yaml --stack-name {name}-storage",
+        f"BUCKET={stored}",
+        *(("aws s3 cp functions s3://$BUCKET/functions --recursive",) if functions else ()),
+        f"{deploy} functions.yaml --stack-name {name}-functions --parameter-overrides Bucket=$BUCKET "
+        "--capabilities CAPABILITY_IAM",
+    )
+    return RenderedFiles(files, steps)
 
 
 def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> RenderedFiles:
     """`template.yaml` alone: SAM's client uploads the archives, to a bucket of its own."""
     resources = _cfn_bucket(bucket) | _cfn_role(functions, role_arn)
     for function in functions:
-        resources |= _sam_resources(function, _role_ref(role_arn))
+        resources |= _sam_function(function, _cfn_role_reference(role_arn))
     arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
-    resources["ControllerPolicy"] = _controller_policy(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
+    resources["ControllerPolicy"] = _cfn_controller_policy(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
     template = {
         "AWSTemplateFormatVersion": CFN_VERSION,
         "Transform": SAM_TRANSFORM,
         "Description": f"Reward functions, weights and artefacts of rollart cluster {name}.",
         "Resources": resources,
-        "Outputs": _outputs(functions, {"Ref": "Bucket"}),
+        "Outputs": _cfn_outputs(functions),
     }
-    about = f"Rendered by `rollart infra render --target sam` for cluster {name}: change the spec, not this."
-    files = {"template.yaml": yaml_text(template, about=about), **archive_files(functions)}
+    files = {"template.yaml": yaml_text(template, about=header("sam", name)), **_archives(functions)}
     step = f"sam deploy --template-file template.yaml --stack-name {name} --resolve-s3 --capabilities CAPABILITY_IAM"
     return RenderedFiles(files, (step,))
-
-
-def _cfn_steps(name: str, *, code: bool) -> tuple[str, ...]:
-    deploy = "aws cloudformation deploy --template-file"
-    bucket = (
-        f"$(aws cloudformation describe-stacks --stack-name {name}-storage "
-        "--query 'Stacks[0].Outputs[0].OutputValue' --output text)"
-    )
-    return (
-        f"{deploy} storage.yaml --stack-name {name}-storage",
-        f"BUCKET={bucket}",
-        *(("aws s3 cp functions s3://$BUCKET/functions --recursive",) if code else ()),
-        f"{deploy} functions.yaml --stack-name {name}-functions --parameter-overrides Bucket=$BUCKET "
-        "--capabilities CAPABILITY_IAM",
-    )
-
-
-def _cfn_bucket(name: str) -> dict[str, Any]:
-    """The bucket outlives its stack, since it holds the weights of runs. Unfinished uploads are removed after a day.
-    `name` '': AWS chooses the name."""
-    abort = {"Id": "AbortUploads", "Status": "Enabled", "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
-    encryption = [{"ServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
-    blocked = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
-    arn, objects = {"Fn::GetAtt": ["Bucket", "Arn"]}, {"Fn::Sub": "${Bucket.Arn}/*"}
-    return {
-        "Bucket": {
-            "Type": "AWS::S3::Bucket",
-            "DeletionPolicy": "Retain",
-            "UpdateReplacePolicy": "Retain",
-            "Properties": {
-                **({"BucketName": name} if name else {}),
-                "BucketEncryption": {"ServerSideEncryptionConfiguration": encryption},
-                "OwnershipControls": {"Rules": [{"ObjectOwnership": "BucketOwnerEnforced"}]},
-                "PublicAccessBlockConfiguration": dict.fromkeys(blocked, True),
-                "LifecycleConfiguration": {"Rules": [abort]},
-            },
-        },
-        "BucketPolicy": {
-            "Type": "AWS::S3::BucketPolicy",
-            "Properties": {
-                "Bucket": {"Ref": "Bucket"},
-                "PolicyDocument": {"Version": "2012-10-17", "Statement": [transport_statement(arn, objects)]},
-            },
-        },
-    }
-
-
-def _cfn_role(functions: Sequence[AwsFunction], role_arn: str) -> dict[str, Any]:
-    if role_arn or not functions:
-        return {}
-    groups = [{"Fn::GetAtt": [f"{f.logical}Logs", "Arn"]} for f in functions]
-    policy = {"Version": "2012-10-17", "Statement": [log_statement(groups)]}
-    return {
-        "FunctionsRole": {
-            "Type": "AWS::IAM::Role",
-            "Properties": {
-                "AssumeRolePolicyDocument": assume_lambda(),
-                "Policies": [{"PolicyName": "own-logs", "PolicyDocument": policy}],
-            },
-        }
-    }
-
-
-def _role_ref(role_arn: str) -> Any:
-    return role_arn or {"Fn::GetAtt": ["FunctionsRole", "Arn"]}
-
-
-def _logs(function: AwsFunction) -> dict[str, Any]:
-    return {
-        f"{function.logical}Logs": {
-            "Type": "AWS::Logs::LogGroup",
-            "DeletionPolicy": "Delete",
-            "UpdateReplacePolicy": "Retain",
-            "Properties": {"LogGroupName": function.log_group, "RetentionInDays": function.retention_days},
-        }
-    }
-
-
-def _lambda_resources(function: AwsFunction, role: Any) -> dict[str, Any]:
-    """The function, a version that stays when the next one is deployed (for rollbacks), and the alias that a run
-    calls."""
-    logical = function.logical
-    version = f"{logical}V{function.digest[:12]}"
-    alias: dict[str, Any] = {
-        "FunctionName": {"Ref": logical},
-        "Name": ALIAS,
-        "FunctionVersion": {"Fn::GetAtt": [version, "Version"]},
-    }
-    if function.warm:
-        alias["ProvisionedConcurrencyConfig"] = {"ProvisionedConcurrentExecutions": function.warm}
-    body = {
-        "FunctionName": function.name,
-        "Description": function.description,
-        "PackageType": "Zip",
-        "Code": {"S3Bucket": {"Ref": "Bucket"}, "S3Key": function.key},
-        **function.settings,
-        "Architectures": [function.architecture],
-        "Role": role,
-        "Tags": [{"Key": DIGEST_TAG, "Value": function.digest}],
-    }
-    if function.reserved:
-        body["ReservedConcurrentExecutions"] = function.reserved
-    return {
-        **_logs(function),
-        logical: {"Type": "AWS::Lambda::Function", "DependsOn": f"{logical}Logs", "Properties": body},
-        version: {
-            "Type": "AWS::Lambda::Version",
-            "DeletionPolicy": "Retain",
-            "UpdateReplacePolicy": "Retain",
-            "Properties": {"FunctionName": {"Ref": logical}, "Description": function.description},
-        },
-        f"{logical}Live": {"Type": "AWS::Lambda::Alias", "Properties": alias},
-    }
-
-
-def _sam_resources(function: AwsFunction, role: Any) -> dict[str, Any]:
-    """SAM makes the version and its alias."""
-    body = {
-        "FunctionName": function.name,
-        "Description": function.description,
-        "PackageType": "Zip",
-        "CodeUri": function.key,
-        **function.settings,
-        "Architectures": [function.architecture],
-        "Role": role,
-        "Tags": {DIGEST_TAG: function.digest},
-        "AutoPublishAlias": ALIAS,
-        "VersionDescription": function.description,
-    }
-    if function.reserved:
-        body["ReservedConcurrentExecutions"] = function.reserved
-    if function.warm:
-        body["ProvisionedConcurrencyConfig"] = {"ProvisionedConcurrentExecutions": function.warm}
-    logical = function.logical
-    resource = {"Type": "AWS::Serverless::Function", "DependsOn": f"{logical}Logs", "Properties": body}
-    return {**_logs(function), logical: resource}
-
-
-def _controller_policy(functions: Sequence[AwsFunction], bucket: Any, objects: Any) -> dict[str, Any]:
-    """The permissions of the controller and the engines: attach the policy to their role."""
-    arns = [{"Fn::GetAtt": [f.logical, "Arn"]} for f in functions]
-    aliases = [{"Fn::Sub": f"${{{f.logical}.Arn}}:*"} for f in functions]
-    return {
-        "Type": "AWS::IAM::ManagedPolicy",
-        "Properties": {
-            "Description": "A rollart run: calls its functions, moves its weights.",
-            "PolicyDocument": {
-                "Version": "2012-10-17",
-                "Statement": controller_statements(aliases, arns, bucket, objects),
-            },
-        },
-    }
-
-
-def _outputs(functions: Sequence[AwsFunction], bucket: Any) -> dict[str, Any]:
-    found = {f"{f.logical}Arn": {"Value": {"Fn::GetAtt": [f.logical, "Arn"]}} for f in functions}
-    return {"Bucket": {"Value": bucket}, **found, "ControllerPolicy": {"Value": {"Ref": "ControllerPolicy"}}}
 
 
 def terraform(
@@ -402,26 +121,26 @@ def terraform(
 ) -> RenderedFiles:
     """`main.tf.json` and the archives that it uploads. `region` '': taken from the provider's environment; `bucket`
     names the bucket."""
-    resources: dict[str, dict[str, Any]] = {}
-    _terraform_bucket(resources, name, bucket)
-    role = role_arn or (_terraform_role(resources, name, functions) if functions else "")
+    parts = _terraform_bucket(name, bucket)
+    if functions and not role_arn:
+        role_arn = "${aws_iam_role.functions.arn}"
+        parts += _terraform_role(name, functions)
     for function in functions:
-        _terraform_function(resources, function, role)
+        parts += _terraform_function(function, role_arn)
     arn = "${aws_s3_bucket.weights.arn}"
-    labels = [f"aws_lambda_function.{_terraform_label(f)}.arn" for f in functions]
-    statements = controller_statements([f"${{{a}}}:*" for a in labels], [f"${{{a}}}" for a in labels], arn, f"{arn}/*")
-    _terraform_add(
-        resources,
-        "aws_iam_policy",
-        "controller",
-        {
-            "name_prefix": f"{name}-controller-",
-            "description": "A rollart run: calls its functions, moves its weights.",
-            "policy": _terraform_document(statements),
-        },
-    )
+    arns = [f"${{aws_lambda_function.{_terraform_label(f)}.arn}}" for f in functions]
+    statements = _controller_statements([f"{a}:*" for a in arns], arns, arn, f"{arn}/*")
+    controller = {
+        "name_prefix": f"{name}-controller-",
+        "description": CONTROLLER_DESCRIPTION,
+        "policy": json.dumps(_policy(statements)),
+    }
+    parts.append(("aws_iam_policy", "controller", controller))
+    resources: dict[str, dict[str, Any]] = {}
+    for kind, label, body in parts:
+        resources.setdefault(kind, {})[label] = body
     main = {
-        "//": f"Rendered by `rollart infra render --target terraform` for cluster {name}: change the spec, not this.",
+        "//": header("terraform", name),
         "terraform": {
             "required_version": ">= 1.6.0",
             "required_providers": {"aws": {"source": "hashicorp/aws", "version": ">= 5.40.0, < 7.0.0"}},
@@ -434,141 +153,234 @@ def terraform(
         },
     }
     return RenderedFiles(
-        {"main.tf.json": json_text(main), **archive_files(functions)}, ("terraform init && terraform plan",)
+        {"main.tf.json": json_text(main), **_archives(functions)}, ("terraform init && terraform plan",)
     )
 
 
-def _terraform_add(resources: dict[str, dict[str, Any]], kind: str, label: str, body: dict[str, Any]) -> None:
-    resources.setdefault(kind, {})[label] = body
+# For every template language
 
 
-def _terraform_document(statements: Sequence[Any]) -> str:
-    """A policy is JSON in a text; Terraform substitutes `${...}` in it."""
-    import json
+def _logical(function: AwsFunction) -> str:
+    """The name of a function in a template."""
+    return "".join(part.capitalize() for part in re.split(r"[^A-Za-z0-9]+", function.spec.name))
 
-    return json.dumps({"Version": "2012-10-17", "Statement": list(statements)})
+
+def _archive_key(function: AwsFunction) -> str:
+    """The path of the archive in a bucket or directory."""
+    return f"functions/{function.name}/{hashlib.sha256(function.archive).hexdigest()[:32]}.zip"
+
+
+def _archives(functions: Sequence[AwsFunction]) -> dict[str, bytes]:
+    return {_archive_key(function): function.archive for function in functions}
+
+
+def _policy(statements: Sequence[Any]) -> dict[str, Any]:
+    return {"Version": "2012-10-17", "Statement": list(statements)}
+
+
+def _controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
+    """The permissions of a run: to call the functions, if there are any, to verify that they match its packages, to
+    keep the run's alias on each, with provisioned concurrency, and to transfer weights."""
+    reads = ["GetFunction", "GetFunctionConcurrency", "GetFunctionConfiguration", "GetProvisionedConcurrencyConfig"]
+    reads += ["ListAliases", "ListVersionsByFunction"]
+    writes = ["CreateAlias", "UpdateAlias", "DeleteAlias"]
+    writes += ["PutProvisionedConcurrencyConfig", "DeleteProvisionedConcurrencyConfig"]
+    moves = ("s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
+    both = [*functions, *aliases]
+    statements = [
+        _allow("Call", "lambda:InvokeFunction", list(aliases)),
+        _allow("Look", [f"lambda:{action}" for action in reads], both),
+        _allow("OwnAlias", [f"lambda:{action}" for action in writes], both),
+    ]
+    weights = [_allow("Weights", list(moves), objects), _allow("ListWeights", "s3:ListBucket", bucket)]
+    return [*(statements if functions else []), *weights]
+
+
+def _allow(sid: str, action: str | list[str], resource: Any) -> dict[str, Any]:
+    return {"Sid": sid, "Effect": "Allow", "Action": action, "Resource": resource}
+
+
+def _only_tls(bucket: Any, objects: Any) -> dict[str, Any]:
+    """Denies unencrypted access to the bucket."""
+    statement = {
+        "Sid": "OnlyTls",
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "s3:*",
+        "Resource": [bucket, objects],
+        "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+    }
+    return _policy([statement])
+
+
+# CloudFormation and SAM
+
+
+def _cfn_bucket(name: str) -> dict[str, Any]:
+    """The bucket outlives its stack, since it holds the weights of runs. Unfinished uploads are removed after a day.
+    `name` '': AWS chooses the name."""
+    abort = {"Id": "AbortUploads", "Status": "Enabled", "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
+    encryption = [{"ServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
+    arn, objects = {"Fn::GetAtt": ["Bucket", "Arn"]}, {"Fn::Sub": "${Bucket.Arn}/*"}
+    properties = {
+        **({"BucketName": name} if name else {}),
+        "BucketEncryption": {"ServerSideEncryptionConfiguration": encryption},
+        "OwnershipControls": {"Rules": [{"ObjectOwnership": "BucketOwnerEnforced"}]},
+        "PublicAccessBlockConfiguration": dict.fromkeys(PUBLIC_ACCESS, True),
+        "LifecycleConfiguration": {"Rules": [abort]},
+    }
+    policy = {"Bucket": {"Ref": "Bucket"}, "PolicyDocument": _only_tls(arn, objects)}
+    return {
+        "Bucket": _cfn("AWS::S3::Bucket", properties, kept="Retain"),
+        "BucketPolicy": _cfn("AWS::S3::BucketPolicy", policy),
+    }
+
+
+def _cfn(kind: str, properties: Mapping[str, Any], *, kept: str = "", after: str = "") -> dict[str, Any]:
+    """A resource. `kept`: what becomes of it with its stack; a replaced one is then always kept. `after`: the resource
+    that it depends on."""
+    policies = {"DeletionPolicy": kept, "UpdateReplacePolicy": "Retain"} if kept else {}
+    return {"Type": kind, **policies, **({"DependsOn": after} if after else {}), "Properties": properties}
+
+
+def _cfn_role(functions: Sequence[AwsFunction], role_arn: str) -> dict[str, Any]:
+    if role_arn or not functions:
+        return {}
+    policy = _policy([log_permission([{"Fn::GetAtt": [f"{_logical(f)}Logs", "Arn"]} for f in functions])])
+    properties = {
+        "AssumeRolePolicyDocument": ASSUME_ROLE,
+        "Policies": [{"PolicyName": "own-logs", "PolicyDocument": policy}],
+    }
+    return {"FunctionsRole": _cfn("AWS::IAM::Role", properties)}
+
+
+def _cfn_role_reference(role_arn: str) -> Any:
+    return role_arn or {"Fn::GetAtt": ["FunctionsRole", "Arn"]}
+
+
+def _cfn_logs(function: AwsFunction) -> dict[str, Any]:
+    properties = {"LogGroupName": function.log_group, "RetentionInDays": function.settings.log_retention_days}
+    return {f"{_logical(function)}Logs": _cfn("AWS::Logs::LogGroup", properties, kept="Delete")}
+
+
+def _cfn_function(function: AwsFunction, role: Any) -> dict[str, Any]:
+    """The function, a version that stays when the next one is deployed (for rollbacks), and the alias that a run
+    calls."""
+    logical = _logical(function)
+    version = f"{logical}V{function.digest[:12]}"
+    code = {"S3Bucket": {"Ref": "Bucket"}, "S3Key": _archive_key(function)}
+    properties = function.properties({"Code": code}, role)
+    properties["Tags"] = [{"Key": key, "Value": value} for key, value in properties["Tags"].items()]
+    ref: dict[str, Any] = {"FunctionName": {"Ref": logical}}
+    alias = ref | {"Name": ALIAS, "FunctionVersion": {"Fn::GetAtt": [version, "Version"]}}
+    return {
+        **_cfn_logs(function),
+        logical: _cfn("AWS::Lambda::Function", properties | _reserved(function), after=f"{logical}Logs"),
+        version: _cfn("AWS::Lambda::Version", ref | {"Description": function.description}, kept="Retain"),
+        f"{logical}Live": _cfn("AWS::Lambda::Alias", alias | _provisioned(function)),
+    }
+
+
+def _sam_function(function: AwsFunction, role: Any) -> dict[str, Any]:
+    """SAM makes the version and its alias."""
+    logical = _logical(function)
+    properties = function.properties({"CodeUri": _archive_key(function)}, role)
+    properties |= {"AutoPublishAlias": ALIAS, "VersionDescription": function.description}
+    properties |= _reserved(function) | _provisioned(function)
+    return {**_cfn_logs(function), logical: _cfn("AWS::Serverless::Function", properties, after=f"{logical}Logs")}
+
+
+def _reserved(function: AwsFunction) -> dict[str, Any]:
+    return {"ReservedConcurrentExecutions": function.reserved} if function.reserved else {}
+
+
+def _provisioned(function: AwsFunction) -> dict[str, Any]:
+    warm = function.spec.warm
+    return {"ProvisionedConcurrencyConfig": {"ProvisionedConcurrentExecutions": warm}} if warm else {}
+
+
+def _cfn_controller_policy(functions: Sequence[AwsFunction], bucket: Any, objects: Any) -> dict[str, Any]:
+    """The permissions of the controller and the engines: attach the policy to their role."""
+    arns = [{"Fn::GetAtt": [_logical(f), "Arn"]} for f in functions]
+    aliases = [{"Fn::Sub": f"${{{_logical(f)}.Arn}}:*"} for f in functions]
+    document = _policy(_controller_statements(aliases, arns, bucket, objects))
+    return _cfn("AWS::IAM::ManagedPolicy", {"Description": CONTROLLER_DESCRIPTION, "PolicyDocument": document})
+
+
+def _cfn_outputs(functions: Sequence[AwsFunction]) -> dict[str, Any]:
+    arns = {f"{_logical(f)}Arn": {"Value": {"Fn::GetAtt": [_logical(f), "Arn"]}} for f in functions}
+    return {"Bucket": {"Value": {"Ref": "Bucket"}}, **arns, "ControllerPolicy": {"Value": {"Ref": "ControllerPolicy"}}}
+
+
+# Terraform
+
+_Part = tuple[str, str, dict[str, Any]]
+"""Kind, label and body of a resource."""
+
+
+def _snake(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """AWS's names as Terraform writes them."""
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", key).lower(): value for key, value in properties.items()}
 
 
 def _terraform_label(function: AwsFunction) -> str:
     """Terraform's names begin with a letter or an underscore."""
-    label = function.logical.lower()
+    label = _logical(function).lower()
     return f"_{label}" if label[:1].isdigit() else label
 
 
-def _terraform_bucket(resources: dict[str, dict[str, Any]], name: str, bucket_name: str) -> None:
-    bucket_ref = {"bucket": "${aws_s3_bucket.weights.id}"}
+def _terraform_bucket(name: str, bucket_name: str) -> list[_Part]:
     arn = "${aws_s3_bucket.weights.arn}"
     named = {"bucket": bucket_name} if bucket_name else {"bucket_prefix": f"{name[:30]}-"}
-    _terraform_add(resources, "aws_s3_bucket", "weights", {**named, "force_destroy": False})
-    _terraform_add(
-        resources,
-        "aws_s3_bucket_public_access_block",
-        "weights",
-        bucket_ref
-        | {
-            "block_public_acls": True,
-            "block_public_policy": True,
-            "ignore_public_acls": True,
-            "restrict_public_buckets": True,
-        },
-    )
-    _terraform_add(
-        resources,
-        "aws_s3_bucket_ownership_controls",
-        "weights",
-        bucket_ref | {"rule": {"object_ownership": "BucketOwnerEnforced"}},
-    )
-    _terraform_add(
-        resources,
-        "aws_s3_bucket_server_side_encryption_configuration",
-        "weights",
-        bucket_ref | {"rule": {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}},
-    )
-    _terraform_add(
-        resources,
-        "aws_s3_bucket_lifecycle_configuration",
-        "weights",
-        bucket_ref
-        | {
-            "rule": {
-                "id": "abort-uploads",
-                "status": "Enabled",
-                "filter": {},
-                "abort_incomplete_multipart_upload": {"days_after_initiation": 1},
-            }
-        },
-    )
-    policy = _terraform_document([transport_statement(arn, f"{arn}/*")])
-    _terraform_add(resources, "aws_s3_bucket_policy", "weights", bucket_ref | {"policy": policy})
-
-
-def _terraform_role(resources: dict[str, dict[str, Any]], name: str, functions: Sequence[AwsFunction]) -> str:
-    groups = [f"${{aws_cloudwatch_log_group.{_terraform_label(f)}.arn}}:*" for f in functions]
-    _terraform_add(
-        resources,
-        "aws_iam_role",
-        "functions",
-        {
-            "name_prefix": f"{name[:26]}-functions-",
-            "assume_role_policy": _terraform_document(assume_lambda()["Statement"]),
-        },
-    )
-    _terraform_add(
-        resources,
-        "aws_iam_role_policy",
-        "own_logs",
-        {
-            "name": "own-logs",
-            "role": "${aws_iam_role.functions.id}",
-            "policy": _terraform_document([log_statement(groups)]),
-        },
-    )
-    return "${aws_iam_role.functions.arn}"
-
-
-def _terraform_function(resources: dict[str, dict[str, Any]], function: AwsFunction, role: str) -> None:
-    label = _terraform_label(function)
-    group = {"name": function.log_group, "retention_in_days": function.retention_days}
-    _terraform_add(resources, "aws_cloudwatch_log_group", label, group)
-    file = f"${{path.module}}/{function.key}"
-    body: dict[str, Any] = {
-        "function_name": function.name,
-        "description": function.description,
-        "package_type": "Zip",
-        "filename": file,
-        "source_code_hash": f'${{filebase64sha256("{file}")}}',
-        "runtime": function.settings["Runtime"],
-        "handler": function.settings["Handler"],
-        "memory_size": function.settings["MemorySize"],
-        "timeout": function.settings["Timeout"],
-        "architectures": [function.architecture],
-        "role": role,
-        "publish": True,
-        "tags": {DIGEST_TAG: function.digest},
-        "depends_on": [f"aws_cloudwatch_log_group.{label}"],
+    lifecycle = {
+        "id": "abort-uploads",
+        "status": "Enabled",
+        "filter": {},
+        "abort_incomplete_multipart_upload": {"days_after_initiation": 1},
     }
-    if function.reserved:
-        body["reserved_concurrent_executions"] = function.reserved
-    _terraform_add(resources, "aws_lambda_function", label, body)
-    function_ref = f"aws_lambda_function.{label}"
-    _terraform_add(
-        resources,
-        "aws_lambda_alias",
-        label,
-        {
-            "name": ALIAS,
-            "function_name": f"${{{function_ref}.function_name}}",
-            "function_version": f"${{{function_ref}.version}}",
-        },
-    )
-    if function.warm:
-        _terraform_add(
-            resources,
-            "aws_lambda_provisioned_concurrency_config",
-            label,
-            {
-                "function_name": f"${{{function_ref}.function_name}}",
-                "qualifier": f"${{aws_lambda_alias.{label}.name}}",
-                "provisioned_concurrent_executions": function.warm,
-            },
-        )
+    encryption = {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}
+    aspects: dict[str, dict[str, Any]] = {
+        "public_access_block": _snake(dict.fromkeys(PUBLIC_ACCESS, True)),
+        "ownership_controls": {"rule": {"object_ownership": "BucketOwnerEnforced"}},
+        "server_side_encryption_configuration": {"rule": encryption},
+        "lifecycle_configuration": {"rule": lifecycle},
+        "policy": {"policy": json.dumps(_only_tls(arn, f"{arn}/*"))},
+    }
+    ref = {"bucket": "${aws_s3_bucket.weights.id}"}
+    parts: list[_Part] = [("aws_s3_bucket", "weights", {**named, "force_destroy": False})]
+    return parts + [(f"aws_s3_bucket_{kind}", "weights", ref | body) for kind, body in aspects.items()]
+
+
+def _terraform_role(name: str, functions: Sequence[AwsFunction]) -> list[_Part]:
+    groups = [f"${{aws_cloudwatch_log_group.{_terraform_label(f)}.arn}}:*" for f in functions]
+    role = {"name_prefix": f"{name[:26]}-functions-", "assume_role_policy": json.dumps(ASSUME_ROLE)}
+    policy = {
+        "name": "own-logs",
+        "role": "${aws_iam_role.functions.id}",
+        "policy": json.dumps(_policy([log_permission(groups)])),
+    }
+    return [("aws_iam_role", "functions", role), ("aws_iam_role_policy", "own_logs", policy)]
+
+
+def _terraform_function(function: AwsFunction, role: str) -> list[_Part]:
+    label = _terraform_label(function)
+    file = f"${{path.module}}/{_archive_key(function)}"
+    code = {"Filename": file, "SourceCodeHash": f'${{filebase64sha256("{file}")}}'}
+    properties = function.properties(code, role, Publish=True)
+    properties |= {"DependsOn": [f"aws_cloudwatch_log_group.{label}"]} | _reserved(function)
+    group = {"name": function.log_group, "retention_in_days": function.settings.log_retention_days}
+    ref = {"function_name": f"${{aws_lambda_function.{label}.function_name}}"}
+    alias = {"name": ALIAS, **ref, "function_version": f"${{aws_lambda_function.{label}.version}}"}
+    parts: list[_Part] = [
+        ("aws_cloudwatch_log_group", label, group),
+        ("aws_lambda_function", label, _snake(properties)),
+        ("aws_lambda_alias", label, alias),
+    ]
+    if function.spec.warm:
+        warm = {
+            **ref,
+            "qualifier": f"${{aws_lambda_alias.{label}.name}}",
+            "provisioned_concurrent_executions": function.spec.warm,
+        }
+        parts.append(("aws_lambda_provisioned_concurrency_config", label, warm))
+    return parts

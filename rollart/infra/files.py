@@ -19,6 +19,11 @@ class RenderedFiles:
     steps: tuple[str, ...] = ()
 
 
+def header(target: str, cluster: str) -> str:
+    """The first comment of a rendered file."""
+    return f"Rendered by `rollart infra render --target {target}` for cluster {cluster}: change the spec, not this."
+
+
 def yaml_text(*documents: Mapping[str, Any], about: str) -> bytes:
     """YAML documents, with the comment `about` on the first line."""
     import yaml

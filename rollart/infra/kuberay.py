@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import RenderedFiles, yaml_text
+from rollart.infra.files import RenderedFiles, header, yaml_text
 from rollart.infra.hosts import HostGroup, hosts_engines
 from rollart.infra.needs import ClusterNeeds, PodSettings
 from rollart.infra.ray import PORT, health_environment
@@ -68,33 +68,25 @@ def kuberay(
                 remedy="rename it, for example with cluster.name=...",
             )
     meta = {"namespace": namespace, "labels": {"app.kubernetes.io/part-of": "rollart"}}
-    about = f"Rendered by `rollart infra render --target kuberay` for cluster {name}: change the spec, not this."
+    about = header("kuberay", name)
     permanent = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
-    manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": permanent}
+    manifest = _manifest("ray.io/v1", "RayCluster", name, meta, spec=permanent)
     files = {
         "runs.yaml": yaml_text(*_shared_manifests(name, meta, pods.needs), about=about),
         "raycluster.yaml": yaml_text(manifest, about=about),
     }
     apply = "kubectl apply -f runs.yaml -f raycluster.yaml"
     if pods.specs is not None:
-        config = {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": f"{name}-specs", **meta},
-            "data": {_config_key(path): text for path, text in pods.specs.items()},
+        data = {_config_key(path): text for path, text in pods.specs.items()}
+        config = _manifest("v1", "ConfigMap", f"{name}-specs", meta, data=data)
+        spec = {
+            "entrypoint": command,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 3600,
+            "backoffLimit": 0,
+            "rayClusterSpec": _cluster(name, groups, ray_version, pods, health_s),
         }
-        job = {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayJob",
-            "metadata": {"name": f"{name}-run", **meta},
-            "spec": {
-                "entrypoint": command,
-                "shutdownAfterJobFinishes": True,
-                "ttlSecondsAfterFinished": 3600,
-                "backoffLimit": 0,
-                "rayClusterSpec": _cluster(name, groups, ray_version, pods, health_s),
-            },
-        }
+        job = _manifest("ray.io/v1", "RayJob", f"{name}-run", meta, spec=spec)
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
         apply = "kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"
     return RenderedFiles(files, (*_manual_steps(name, namespace, pods.needs), apply))
@@ -121,15 +113,17 @@ def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -
     if _needs_volume(needs.shared):
         found.append(_volume_claim(f"{name}-weights", meta))
     if needs.cloud:
-        found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
+        found.append(_manifest("v1", "ServiceAccount", name, meta))
     found.append(_network_policy(name, meta, needs))
     if needs.service:
         port = {"name": "service", "port": needs.service, "targetPort": needs.service}
         body = {"selector": _controller_labels(name), "ports": [port]}
-        found.append(
-            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{name}-service", **meta}, "spec": body}
-        )
+        found.append(_manifest("v1", "Service", f"{name}-service", meta, spec=body))
     return found
+
+
+def _manifest(version: str, kind: str, name: str, meta: Mapping[str, Any], **body: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **meta}, **body}
 
 
 def _controller_labels(name: str) -> dict[str, str]:
@@ -149,16 +143,9 @@ def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> 
     ]
     if needs.service:
         ingress.append({"ports": [{"protocol": "TCP", "port": needs.service}]})
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": name, **meta},
-        "spec": {
-            "podSelector": {"matchLabels": {CLUSTER_LABEL: name}},
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
-    }
+    selector = {"matchLabels": {CLUSTER_LABEL: name}}
+    spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
+    return _manifest("networking.k8s.io/v1", "NetworkPolicy", name, meta, spec=spec)
 
 
 def _needs_volume(path: str) -> bool:
@@ -172,12 +159,8 @@ def _config_key(path: str) -> str:
 
 
 def _volume_claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name, **meta},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": RUNS_SIZE}}},
-    }
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": RUNS_SIZE}}}
+    return _manifest("v1", "PersistentVolumeClaim", name, meta, spec=spec)
 
 
 def _cluster(

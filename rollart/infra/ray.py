@@ -1,8 +1,5 @@
 """A Ray cluster on the user's own hosts (`ray start`, a script per pool), or on EC2 (`ray up`, for pools with an
-instance type).
-
-Environment variables of every process in a rendered Ray cluster.
-"""
+instance type)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.errors import SpecError
-from rollart.infra.files import RenderedFiles, script_text, yaml_text
+from rollart.infra.files import RenderedFiles, header, script_text, yaml_text
 from rollart.infra.hosts import HostGroup, shared_label
 from rollart.infra.needs import PodSettings
 from rollart.settings.cluster import RuntimeSpec
@@ -20,28 +17,30 @@ from rollart.settings.cluster import RuntimeSpec
 PORT = 6379
 """Port of the head's control store (Ray's default)."""
 
-TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Only processes with the token can connect to the cluster, since any connection can run code on it."""
-
-
-def health_environment(health_s: float) -> dict[str, str]:
-    """Ray reads each of its settings from its own variable; these affect the head. A node is lost after `health_s` of
-    silence; with Ray's defaults after 18 s."""
-    return {f"RAY_{name}": str(value) for name, value in health_settings(health_s).items()}
-
 
 HEAD_INSTANCE = "m7i.2xlarge"
 """8 cores and 32 GB: the controller, its environments, local function workers and Ray's own services."""
 
+
 HEAD = "ray.head"
+
 
 TOKEN_AT = "~/.ray/auth_token"
 """Ray's default path, on the machine that runs `ray up` and on every node."""
 
+
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Only processes with the token can connect to the cluster, since any connection can run code on it."""
+
+
 CLIENT = "ray://"
 
+
 DISK_GB = 500
+
+
 IDLE_MINUTES = 5
+
 
 WORKER_PORTS = range(10002, 20000)
 """Ray's default ports of worker processes (`ray start --min-worker-port`, `--max-worker-port`)."""
@@ -50,7 +49,7 @@ WORKER_PORTS = range(10002, 20000)
 def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: RuntimeSpec) -> RenderedFiles:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
     SpecError if only some pools have it. With `address: start` a run makes its own head."""
-    about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
+    about = header("ray", name)
     files, port, starts_head = {}, _port(runtime), runtime.address == "start"
     if port in WORKER_PORTS:
         raise SpecError(
@@ -83,6 +82,12 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
         files["cluster.yaml"] = yaml_text(_cluster_config(name, groups, pods, runtime, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return RenderedFiles(files, tuple(steps))
+
+
+def health_environment(health_s: float) -> dict[str, str]:
+    """Ray reads each of its settings from its own variable; these affect the head. A node is lost after `health_s` of
+    silence; with Ray's defaults after 18 s."""
+    return {f"RAY_{name}": str(value) for name, value in health_settings(health_s).items()}
 
 
 def _port(runtime: RuntimeSpec) -> int:

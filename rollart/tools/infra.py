@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rollart.errors import SpecError, UsageError, did_you_mean
-from rollart.infra.aws import AwsFunction, aws_functions, cloudformation, sam, terraform
+from rollart.infra.aws import aws_functions, cloudformation, sam, terraform
 from rollart.infra.files import RenderedFiles
 from rollart.infra.hosts import HostGroup, host_groups, hosts_engines
 from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
@@ -174,7 +174,7 @@ def _render_functions(
     if target == "modal":
         return modal(name, packages, function_settings("modal", given))
     settings: AwsSettings = function_settings("aws_lambda", given)
-    found: tuple[AwsFunction, ...] = aws_functions(packages, settings)
+    found = aws_functions(packages, settings)
     if target == "terraform":
         return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
     template = {"cfn": cloudformation, "sam": sam}[target]

@@ -16,12 +16,12 @@ import datetime
 import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from serverless.deploy.aws_control import ALIAS, DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
-from serverless.deploy.aws_function import AwsSettings, bundle, function_configuration
+from serverless.deploy.aws_control import DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
+from serverless.deploy.aws_function import ALIAS, AwsFunction, AwsSettings, aws_function
 from serverless.deploy.aws_session import library
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, ServerlessError, SpecInvalid, UnknownFunction
@@ -29,8 +29,6 @@ from serverless.meter import MeterSink, NullMeter
 from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.providers.faults import LambdaReport
 from serverless.types import Cause, Invocation
-
-__all__ = ["LEASE_S", "AwsDeployer", "AwsSettings", "PinnedVersion"]
 
 T = TypeVar("T")
 
@@ -86,41 +84,29 @@ class AwsDeployer:
 
     async def plan(self, package: Package) -> DeploymentChange:
         """The changes that a deployment would make, without building the archive."""
-        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
-        lines = await self._run(lambda control: self._difference(control, name, package, wanted))
+        wanted = aws_function(package, self.settings)
+        lines = await self._run(lambda control: self._difference(control, wanted))
         return DeploymentChange(package.spec.name, self.provider, tuple(lines))
 
     async def deploy(self, package: Package) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
-        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
-        trials: list[LambdaReport] = []
-        loop = asyncio.get_running_loop()
-        t0 = loop.time()
-        try:
-            return await self._run(lambda control: self._deploy(control, name, package, wanted, trials))
-        finally:
-            for trial in trials:
-                self._bill(package, trial, t0, loop.time())
+        wanted = aws_function(package, self.settings)
+        with self._billed_trials(package) as trials:
+            return await self._run(lambda control: self._deploy(control, wanted, trials))
 
     async def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
         """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
         tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
         environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
-        name, wanted = self._named(package.spec.name), function_configuration(package.spec, self.settings)
-        trials: list[LambdaReport] = []
-        loop = asyncio.get_running_loop()
-        t0 = loop.time()
+        wanted = aws_function(package, self.settings)
 
         def step(control: LambdaControl) -> PinnedVersion:
-            if existing and not control.ours(name):
+            if existing and not control.ours(wanted.name):
                 raise UnknownFunction(f"{package.spec.name} is gone from AWS", remedy="deploy it again")
-            return self._pin(control, name, package, wanted, trials, _run_alias(run), existing=existing)
+            return self._pin(control, wanted, trials, _run_alias(run), existing=existing)
 
-        try:
+        with self._billed_trials(package) as trials:
             return await self._run(step)
-        finally:
-            for trial in trials:
-                self._bill(package, trial, t0, loop.time())
 
     async def current(self, function: str) -> PinnedVersion:
         """The current version."""
@@ -244,24 +230,24 @@ class AwsDeployer:
                 control.resume()
                 raise
 
-    def _difference(self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any]) -> list[str]:
-        spec, settings = package.spec, self.settings
+    def _difference(self, control: LambdaControl, wanted: AwsFunction) -> list[str]:
+        name, spec, settings, configuration = wanted.name, wanted.spec, self.settings, wanted.configuration
         lines: list[str] = []
         exists, live = control.ours(name), control.live(name)
         if live is None:
             made = "publish the first version of" if exists else "create"
             lines.append(
                 f"{made} the Lambda function {name}: {settings.runtime} on {settings.architecture}, "
-                f"{wanted['MemorySize']} MB, {wanted['Timeout']} s, digest {package.version[:12]}"
+                f"{configuration['MemorySize']} MB, {configuration['Timeout']} s, digest {wanted.digest[:12]}"
             )
             if spec.requirements:
                 lines.append(f"install {', '.join(spec.requirements)} into its archive")
             lines.append(f"keep its logs for {settings.log_retention_days} days")
-        elif not live.runs(package.version, wanted, settings):
-            if live.digest != package.version:
-                lines.append(f"digest: {live.digest[:12]} -> {package.version[:12]}")
-            changed = (key for key in _SHOWN if live.settings[key] != wanted[key])
-            lines += [f"{_SHOWN[key]}: {live.settings[key]} -> {wanted[key]}" for key in changed]
+        elif not live.runs(wanted):
+            if live.digest != wanted.digest:
+                lines.append(f"digest: {live.digest[:12]} -> {wanted.digest[:12]}")
+            changed = (key for key in _SHOWN if live.settings[key] != configuration[key])
+            lines += [f"{_SHOWN[key]}: {live.settings[key]} -> {configuration[key]}" for key in changed]
             if live.architecture != settings.architecture:
                 lines.append(f"architecture: {live.architecture} -> {settings.architecture}")
             if settings.role_arn not in ("", live.role):
@@ -270,23 +256,23 @@ class AwsDeployer:
         if spec.warm != warm and spec.warm:
             lines.append(f"warm environments (provisioned concurrency, billed while idle): {warm} -> {spec.warm}")
         reserved = control.reserved(name) if exists and settings.reserve_concurrency else 0
-        if settings.reserve_concurrency and reserved != spec.concurrency:
-            lines.append(f"reserved concurrency: {reserved or 'none'} -> {spec.concurrency}")
+        if reserved != wanted.reserved:
+            lines.append(f"reserved concurrency: {reserved or 'none'} -> {wanted.reserved}")
         return lines
 
-    def _deploy(
-        self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any], trials: list[LambdaReport]
-    ) -> DeployedFunction:
+    def _deploy(self, control: LambdaControl, wanted: AwsFunction, trials: list[LambdaReport]) -> DeployedFunction:
+        name, spec = wanted.name, wanted.spec
         exists, live = control.ours(name), control.live(name)
         if exists:
             self._remove_expired(control, name)
-        unchanged = live is not None and live.runs(package.version, wanted, self.settings)
+        unchanged = live is not None and live.runs(wanted)
         if live is None or not unchanged:
-            live = self._advance(control, name, package, wanted, trials, exists=exists)
-        spec = package.spec
+            live = self._published(control, wanted, trials, exists=exists)
+            control.point(name, live)
+            self._prune(control, name)
         try:
-            if self.settings.reserve_concurrency and control.reserved(name) != spec.concurrency:
-                control.reserve(name, spec.concurrency)
+            if wanted.reserved and control.reserved(name) != wanted.reserved:
+                control.reserve(name, wanted.reserved)
                 unchanged = False
             if spec.warm and control.warm(name) != spec.warm:
                 control.set_warm(name, spec.warm)
@@ -298,45 +284,22 @@ class AwsDeployer:
             ) from None
         return replace(self._deployed(control, name, live, live), unchanged=unchanged)
 
-    def _advance(
-        self,
-        control: LambdaControl,
-        name: str,
-        package: Package,
-        wanted: dict[str, Any],
-        trials: list[LambdaReport],
-        *,
-        exists: bool,
-    ) -> LambdaVersion:
-        """Publish the package (or find it among the kept versions), try it, make it current and prune."""
-        version = self._published(control, name, package, wanted, trials, exists=exists, tried=frozenset())
-        control.point(name, version)
-        self._prune(control, name)
-        return version
-
     def _pin(
-        self,
-        control: LambdaControl,
-        name: str,
-        package: Package,
-        wanted: dict[str, Any],
-        trials: list[LambdaReport],
-        alias: str,
-        *,
-        existing: bool,
+        self, control: LambdaControl, wanted: AwsFunction, trials: list[LambdaReport], alias: str, *, existing: bool
     ) -> PinnedVersion:
+        name = wanted.name
         exists = control.ours(name)
         if exists:
             self._remove_expired(control, name)
         named = {one.number for one in control.aliases(name)}
-        version = self._published(control, name, package, wanted, trials, exists=exists, tried=named)
+        version = self._published(control, wanted, trials, exists=exists, tried=named)
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LEASE_S)
         control.name(name, alias, version.number, f"rollart: lease until {until.isoformat(timespec='seconds')}")
         if control.live(name) is None:
             control.point(name, version)
         if version.number not in named:
             self._prune(control, name)
-        qualifier, warm = alias, package.spec.warm
+        qualifier, warm = alias, wanted.spec.warm
         if warm or not existing:
             same = [one.name for one in control.aliases(name) if one.number == version.number]
             holders = [one for one in same if control.warm(name, one)]
@@ -347,23 +310,22 @@ class AwsDeployer:
             elif not holders:  # calls wait for the alias, and work without provisioned environments
                 with contextlib.suppress(ServerlessError):
                     control.set_warm(name, warm, alias, wait=False)
-        return _pinned(package.spec.name, alias, qualifier, version)
+        return _pinned(wanted.spec.name, alias, qualifier, version)
 
     def _published(
         self,
         control: LambdaControl,
-        name: str,
-        package: Package,
-        wanted: dict[str, Any],
+        wanted: AwsFunction,
         trials: list[LambdaReport],
         *,
         exists: bool,
-        tried: frozenset[str] | set[str],
+        tried: Collection[str] = (),
     ) -> LambdaVersion:
         """The package's version, kept or newly published. It is tried unless its number is in `tried`."""
+        name = wanted.name
         for attempt in range(_ATTEMPTS):
             try:
-                version, new = self._uploaded(control, name, package, wanted, exists=exists)
+                version, new = _uploaded(control, wanted, exists=exists)
                 break
             except DeploymentOvertaken:
                 if attempt == _ATTEMPTS - 1:
@@ -373,7 +335,7 @@ class AwsDeployer:
         if not new and version.number in tried:
             return version
         try:
-            trial = control.smoke(name, version.number, float(wanted["Timeout"]))
+            trial = control.smoke(name, version.number, float(wanted.configuration["Timeout"]))
         except BackendFailed as error:
             alone = not exists and len(control.versions(name)) <= 1
             control.remove(name, "" if alone else version.number)
@@ -382,30 +344,12 @@ class AwsDeployer:
             if error.report is not None:
                 trials.append(error.report)
             raise BackendFailed(
-                f"function {package.spec.name}: the new version does not work: {error.message}",
+                f"function {wanted.spec.name}: the new version does not work: {error.message}",
                 remedy="`rollart rewards test` runs it here; what was current before stays current",
             ) from None
         if trial is not None:
             trials.append(trial)
         return version
-
-    def _uploaded(
-        self, control: LambdaControl, name: str, package: Package, wanted: dict[str, Any], *, exists: bool
-    ) -> tuple[LambdaVersion, bool]:
-        """The package's version, and True if it was published now. Raises `DeploymentOvertaken` if another deployment
-        interfered, also one with the same code under other settings."""
-        kept = control.versions(name) if exists else []
-        known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
-        if known is not None:
-            return known, False
-        archive = bundle(package, self.settings)
-        control.upload(name, archive, package.version, wanted, create=not exists)
-        control.retain_logs(name)
-        number = control.publish(name, archive, package.version)
-        made = next((v for v in control.versions(name) if v.number == number), None)
-        if made is None or not made.runs(package.version, wanted, self.settings):
-            raise DeploymentOvertaken(name)
-        return made, True
 
     def _prune(self, control: LambdaControl, name: str) -> None:
         """Prune versions. Keeps the newest `keep_versions` former current versions, the same number of versions that
@@ -465,23 +409,48 @@ class AwsDeployer:
             problem=problem,
         )
 
-    def _bill(self, package: Package, trial: LambdaReport, t0: float, t1: float) -> None:
-        self._meter.invocation(
-            Invocation(
-                function=package.spec.name,
-                provider=self.provider,
-                worker=f"{self.provider}/{package.spec.name}",
-                t0=t0,
-                t1=t1,
-                cold_start_s=trial.init_s,
-                billed_s=trial.billed_s,
-                memory_mb=trial.memory_mb,
-                items=0,
-                status="ok",
-                cause=Cause.SMOKE,
-                provider_id=trial.request_id,
-            )
-        )
+    @contextlib.contextmanager
+    def _billed_trials(self, package: Package) -> Iterator[list[LambdaReport]]:
+        """A list for the trials of new versions, which are billed to the meter at the end."""
+        trials: list[LambdaReport] = []
+        loop = asyncio.get_running_loop()
+        t0 = loop.time()
+        try:
+            yield trials
+        finally:
+            for trial in trials:
+                self._meter.invocation(
+                    Invocation(
+                        function=package.spec.name,
+                        provider=self.provider,
+                        worker=f"{self.provider}/{package.spec.name}",
+                        t0=t0,
+                        t1=loop.time(),
+                        cold_start_s=trial.init_s,
+                        billed_s=trial.billed_s,
+                        memory_mb=trial.memory_mb,
+                        items=0,
+                        status="ok",
+                        cause=Cause.SMOKE,
+                        provider_id=trial.request_id,
+                    )
+                )
+
+
+def _uploaded(control: LambdaControl, wanted: AwsFunction, *, exists: bool) -> tuple[LambdaVersion, bool]:
+    """The package's version, and True if it was published now. Raises `DeploymentOvertaken` if another deployment
+    interfered, also one with the same code under other settings."""
+    kept = control.versions(wanted.name) if exists else []
+    known = next((v for v in kept if v.runs(wanted)), None)
+    if known is not None:
+        return known, False
+    control.upload(wanted, create=not exists)
+    control.retain_logs(wanted.name)
+    number = control.publish(wanted)
+    made = next((v for v in control.versions(wanted.name) if v.number == number), None)
+    if made is None or not made.runs(wanted):
+        raise DeploymentOvertaken(wanted.name)
+    return made, True
 
 
 def _run_alias(run: str) -> str:

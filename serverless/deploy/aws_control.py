@@ -10,23 +10,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serverless.deploy.aws_function import DIRECT_BYTES, AwsSettings
+from serverless.deploy.aws_function import (
+    ALIAS,
+    ASSUME_ROLE,
+    DESCRIPTION_PREFIX,
+    DIGEST_TAG,
+    DIRECT_BYTES,
+    AwsFunction,
+    AwsSettings,
+    log_group,
+    log_permission,
+)
 from serverless.deploy.aws_session import Boto3Clients, error_code, translate_errors
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 from serverless.providers.faults import LambdaReport, function_fault, function_log_tail, parse_report
 
 T = TypeVar("T")
 
-ALIAS = "live"
-"""The alias of the current version: deployments and rollbacks move it. A run calls its own alias."""
-
 _CURRENT = "rollart: current were "
 """Prefix of the description of the alias `live`; the numbers of its earlier versions follow."""
 _CURRENT_MOST = 30
 """Numbers in that description, which has at most 256 characters."""
 
-_MARK = "rollart:"
-_DIGEST_TAG = "rollart:digest"
 _COMPARED = ("Runtime", "Handler", "MemorySize", "Timeout")
 _CONFLICTS = 30
 """Attempts while another change of the function is in progress: with the waits about a minute."""
@@ -35,13 +40,6 @@ _WAIT_POLLS = 360
 _ROLE_S = 60.0
 """Seconds until a new role is known everywhere (IAM is eventually consistent, usually within seconds)."""
 _SMOKE_THROTTLES = 20
-
-_TRUST = {
-    "Version": "2012-10-17",
-    "Statement": [
-        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"},
-    ],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,11 @@ class LambdaVersion:
     arn: str
     created: str
 
-    def runs(self, digest: str, wanted: Mapping[str, Any], settings: AwsSettings) -> bool:
-        """True if this is the version of a package with the given configuration."""
+    def runs(self, function: AwsFunction) -> bool:
+        """True if this is a version of the function's package with its configuration."""
+        settings = function.settings
         placed = self.architecture == settings.architecture and settings.role_arn in ("", self.role)
-        return placed and self.digest == digest and dict(self.settings) == dict(wanted)
+        return placed and self.digest == function.digest and dict(self.settings) == dict(function.configuration)
 
     @property
     def unqualified(self) -> str:
@@ -145,7 +144,7 @@ class LambdaControl:
                 found = self._lambda.get_function(FunctionName=name)
             except self._lambda.exceptions.ResourceNotFoundException:
                 return False
-        if _DIGEST_TAG not in found.get("Tags", {}):
+        if DIGEST_TAG not in found.get("Tags", {}):
             raise BackendFailed(
                 f"a Lambda function {name} exists that rollart did not deploy", remedy="choose another name or prefix"
             )
@@ -166,38 +165,33 @@ class LambdaControl:
             try:
                 made = iam.create_role(
                     RoleName=name,
-                    AssumeRolePolicyDocument=json.dumps(_TRUST),
+                    AssumeRolePolicyDocument=json.dumps(ASSUME_ROLE),
                     Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
                 )
             except iam.exceptions.EntityAlreadyExistsException:  # created by a concurrent deployment
                 made = iam.get_role(RoleName=name)
             arn = str(made["Role"]["Arn"])
             _, partition, _, _, account, _ = arn.split(":", 5)
-            groups = f"arn:{partition}:logs:*:{account}:log-group:/aws/lambda/{self._settings.prefix}*"
-            statement = {
-                "Effect": "Allow",
-                "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
-                "Resource": [groups, f"{groups}:log-stream:*"],
-            }
+            groups = f"arn:{partition}:logs:*:{account}:log-group:{log_group(self._settings.prefix)}*"
+            statement = log_permission([groups, f"{groups}:log-stream:*"])
             policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
             iam.put_role_policy(RoleName=name, PolicyName="own-logs", PolicyDocument=policy)
         return arn
 
-    def upload(self, name: str, archive: bytes, digest: str, wanted: Mapping[str, Any], *, create: bool) -> None:
+    def upload(self, wanted: AwsFunction, *, create: bool) -> None:
         """Upload code and configuration, with the waits that Lambda requires in between. Raises `DeploymentOvertaken`
         if another deployment has created the function meanwhile."""
-        function = self._lambda
+        function, name = self._lambda, wanted.name
         role = self.role()
-        where, forget = self._place(name, archive)
-        described = {"Description": _MARK + digest, **wanted, "Role": role}
+        where, forget = self._place(name, wanted.archive)
+        described = {"Description": wanted.description, **wanted.configuration, "Role": role}
         architectures = [self._settings.architecture]
         try:
             with translate_errors(f"uploading {name}"):
                 if create:
-                    tags = {_DIGEST_TAG: digest}
-                    made = {"Code": where, "Architectures": architectures, "Tags": tags, "PackageType": "Zip"}
+                    properties = wanted.properties({"Code": where}, role)
                     try:
-                        self._assumable(lambda: function.create_function(FunctionName=name, **described, **made))
+                        self._assumable(lambda: function.create_function(**properties))
                     except function.exceptions.ResourceConflictException:
                         raise DeploymentOvertaken(name) from None
                     self._wait("function_active_v2", FunctionName=name)
@@ -216,14 +210,15 @@ class LambdaControl:
         finally:
             forget()
 
-    def publish(self, name: str, archive: bytes, digest: str) -> str:
+    def publish(self, wanted: AwsFunction) -> str:
         """Publish a new version and return its number. Raises `DeploymentOvertaken` if the code is another
         deployment's."""
-        sha = base64.b64encode(hashlib.sha256(archive).digest()).decode()
+        name, description = wanted.name, wanted.description
+        sha = base64.b64encode(hashlib.sha256(wanted.archive).digest()).decode()
         with translate_errors(f"publishing {name}"):
             try:
                 made = self._unconflicted(
-                    lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=_MARK + digest)
+                    lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=description)
                 )
             except self._lambda.exceptions.InvalidParameterValueException as error:
                 if "codesha256" not in str(error).lower():
@@ -259,7 +254,7 @@ class LambdaControl:
         """Make a version current. The alias moves last, so that a failure has moved nothing."""
         numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
         with translate_errors(f"tagging {name}"):
-            self._lambda.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
+            self._lambda.tag_resource(Resource=version.unqualified, Tags={DIGEST_TAG: version.digest})
         self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
 
     def name(self, name: str, alias: str, number: str, description: str) -> None:
@@ -298,7 +293,7 @@ class LambdaControl:
 
     def retain_logs(self, name: str) -> None:
         logs = self._clients.of("logs")
-        group = f"/aws/lambda/{name}"
+        group = log_group(name)
         with translate_errors(f"setting up logs of {name}"):
             try:
                 logs.create_log_group(logGroupName=group)
@@ -311,7 +306,7 @@ class LambdaControl:
         with translate_errors(f"reading logs of {name}"):
             try:
                 pages = logs.get_paginator("filter_log_events").paginate(
-                    logGroupName=f"/aws/lambda/{name}", startTime=since_ms
+                    logGroupName=log_group(name), startTime=since_ms
                 )
                 return [event for page in pages for event in page["events"]]
             except logs.exceptions.ResourceNotFoundException:
@@ -429,7 +424,7 @@ def _version(found: Mapping[str, Any]) -> LambdaVersion:
     described = str(found.get("Description", ""))
     return LambdaVersion(
         number=str(found["Version"]),
-        digest=described.removeprefix(_MARK) if described.startswith(_MARK) else "",
+        digest=described.removeprefix(DESCRIPTION_PREFIX) if described.startswith(DESCRIPTION_PREFIX) else "",
         settings={key: found.get(key) for key in _COMPARED},
         architecture=str(next(iter(found.get("Architectures", ())), "x86_64")),
         role=str(found["Role"]),

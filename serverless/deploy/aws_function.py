@@ -1,10 +1,12 @@
-"""Settings of functions on AWS Lambda: deployment and calls.
+"""A function on AWS Lambda, described once: its name, configuration, tags, permissions and archive.
 
-The archive for Lambda: a package with its requirements as wheels for Lambda's Linux and interpreter.
+`AwsDeployer` applies the description with boto3; `rollart.infra.aws` renders it as CloudFormation, SAM or Terraform.
+The archive is the package with its requirements as wheels for Lambda's Linux and interpreter.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
@@ -23,6 +26,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from serverless.deploy.package import Package
 from serverless.errors import PackageError, SpecInvalid
 from serverless.spec import FunctionSpec
+
+ALIAS = "live"
+"""The alias of the current version: deployments and rollbacks move it. A run calls its own alias."""
+
+DIGEST_TAG = "rollart:digest"
+"""The tag that marks a function of `rollart`; its value is the digest of the package."""
+
+DESCRIPTION_PREFIX = "rollart:"
+"""A version's description is this and the digest of its package."""
+
+DIRECT_BYTES = 50_000_000
+"""A larger archive goes through S3 (Lambda: 50 MB for a direct upload)."""
+
+ASSUME_ROLE = {
+    "Version": "2012-10-17",
+    "Statement": [{"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}],
+}
+"""The trust policy of the functions' role."""
 
 _RETENTIONS = (1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653)
 """Retention periods that CloudWatch Logs accepts, in days."""
@@ -91,6 +112,67 @@ class AwsSettings(BaseModel):
         return name
 
 
+@dataclass(frozen=True)
+class AwsFunction:
+    """A package as a Lambda function. `name` is Lambda's; `configuration` holds Runtime, Handler, MemorySize and
+    Timeout by Lambda's names."""
+
+    package: Package
+    settings: AwsSettings
+    name: str
+    configuration: Mapping[str, Any]
+
+    @property
+    def spec(self) -> FunctionSpec:
+        return self.package.spec
+
+    @property
+    def digest(self) -> str:
+        return self.package.version
+
+    @property
+    def description(self) -> str:
+        return DESCRIPTION_PREFIX + self.digest
+
+    @property
+    def log_group(self) -> str:
+        return log_group(self.name)
+
+    @property
+    def reserved(self) -> int:
+        """Reserved concurrency, 0 for none."""
+        return self.spec.concurrency if self.settings.reserve_concurrency else 0
+
+    @functools.cached_property
+    def archive(self) -> bytes:
+        return bundle(self.package, self.settings)
+
+    def properties(self, code: Mapping[str, Any], role: Any, **further: Any) -> dict[str, Any]:
+        """Arguments of Lambda's `CreateFunction`, which templates share: `code` is its location, `further` come before
+        the tags."""
+        return {
+            "FunctionName": self.name,
+            "Description": self.description,
+            "PackageType": "Zip",
+            **code,
+            **self.configuration,
+            "Architectures": [self.settings.architecture],
+            "Role": role,
+            **further,
+            "Tags": {DIGEST_TAG: self.digest},
+        }
+
+
+def aws_function(package: Package, settings: AwsSettings) -> AwsFunction:
+    """Describe a package as a Lambda function. Raises `SpecInvalid` for settings that Lambda does not support."""
+    name = settings.function_name(package.spec.name)
+    return AwsFunction(package, settings, name, function_configuration(package.spec, settings))
+
+
+def log_group(name: str) -> str:
+    return f"/aws/lambda/{name}"
+
+
 def function_configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[str, Any]:
     """Lambda's configuration of a function, by its own names: whole seconds, memory that brings the declared cores.
 
@@ -117,8 +199,11 @@ def function_configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[st
     }
 
 
-DIRECT_BYTES = 50_000_000
-"""A larger archive goes through S3 (Lambda: 50 MB for a direct upload)."""
+def log_permission(log_groups: Sequence[Any]) -> dict[str, Any]:
+    """Permits a function to write its own log, and nothing else: no access to accounts, buckets or other functions."""
+    actions = ["logs:CreateLogStream", "logs:PutLogEvents"]
+    return {"Sid": "OwnLogs", "Effect": "Allow", "Action": actions, "Resource": list(log_groups)}
+
 
 _UNZIPPED_BYTES = 262_144_000
 """Lambda's limit of 250 MB, layers included."""

@@ -1,7 +1,7 @@
 """Deploys functions to Modal: `Deployer` over the public Modal client.
 
 A function is the app `<prefix><name>` with one Modal function; each package is a deployment of the app. The app's tags
-name the live deployment (`providers.modal_client`). Callers pin that deployment, so a new one is tried before it
+name the live deployment (`backends.modal_versions`). Callers pin that deployment, so a new one is tried before it
 receives calls, and a rollback only moves the tag.
 """
 
@@ -39,15 +39,6 @@ from serverless.providers.modal_client import (
 )
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
-
-__all__ = [
-    "ModalDeployer",
-    "ModalSettings",
-    "check_pinned",
-    "container_files",
-    "container_options",
-    "python_version",
-]
 
 _ENTRY = "serverless.deploy.modal_entry"
 
