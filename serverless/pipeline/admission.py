@@ -1,6 +1,7 @@
-"""The concurrency that a provider sustains for a function. Pure: AIMD on refusals and on growing latency.
+"""Whether a provider admits another call of a function. Pure.
 
-Circuit breaker of a function's provider. Pure.
+`ConcurrencyWindow` learns the concurrency that the provider sustains, by AIMD on refusals and on growing latency.
+`CircuitBreaker` stops the calls to a failing provider for a while. Switched off, either admits every call.
 """
 
 from __future__ import annotations
@@ -77,15 +78,14 @@ class ConcurrencyWindow:
         """The loop time before which no call may begin."""
         return self._ready
 
-    @property
-    def refused_in_a_row(self) -> int:
-        """Windows of calls refused since the last answer."""
-        return self._in_a_row
+    def exhausted(self, now: float) -> bool:
+        """True while every call is refused: for more windows of calls in a row than an item may be refused."""
+        return self._in_a_row > self._settings.max_throttles and now < self._ready
 
     def restart(self) -> None:
         """Restart slowly after an outage: two calls, then one more per answer (doubling per round trip, as TCP's slow
         start), so that the waiting items do not reach the provider at once."""
-        if self._size > 2.0:
+        if self._settings.enabled and self._size > 2.0:
             self._accepted = self._size
             self._size = 2.0
 
@@ -100,7 +100,7 @@ class ConcurrencyWindow:
         """Record the answer of call `number`, with `items`, after `seconds`; `in_flight` others remain. The window
         grows only if it has been full since the call began."""
         self._in_a_row = 0
-        if self._slower(seconds, items) or now < self._grows_at:
+        if not self._settings.enabled or self._slower(seconds, items) or now < self._grows_at:
             return
         if in_flight + 1 >= int(self._size) or 0 < number <= self._full:
             step = 1.0 if self._size < _FAST * self._accepted else 1.0 / self._size
@@ -108,6 +108,8 @@ class ConcurrencyWindow:
 
     def throttled(self, fault: InfraFault, now: float, number: int, rng: random.Random, *, in_flight: int) -> None:
         """Record the refusal of call `number`; `in_flight` others remain."""
+        if not self._settings.enabled:
+            return
         fresh = number > self._cut_at  # another burst than that of the last refusal
         if fresh:
             self._cut_at = self._begun
@@ -247,7 +249,7 @@ class CircuitBreaker:
             self.failed_trials = 0
             self._last.clear()
             return False
-        if failed is None or self._state is not BreakerState.CLOSED:
+        if failed is None or self._state is not BreakerState.CLOSED or not self._settings.enabled:
             return False
         self._in_a_row = self._in_a_row + 1 if failed else 0
         self._last.append(failed)

@@ -1,9 +1,7 @@
 """Results of deterministic functions by key, in one SQLite file that outlives the run.
 
-A cache may only save calls: any problem with its file (corrupt, locked, full disk, another format) disables it with one
-warning, and the calls are made.
-
-The key of an item, equal for equal items. Pure.
+A key is equal for equal items of one version of a function. A cache may only save calls: any problem with its file
+(corrupt, locked, full disk, another format) disables it with one warning, and the calls are made.
 """
 
 from __future__ import annotations
@@ -19,11 +17,36 @@ from serverless.keys import canonical
 from serverless.types import InfraFault, ModelFault, Outcome, Scored
 from serverless.wire import WireItem
 
+
+def item_key(version: str, item: WireItem) -> bytes | None:
+    """SHA-256 over the function's version and the canonical JSON of the item without its id; 32 bytes.
+
+    None if it has no canonical form (NaN, bytes): such an item never equals another.
+    """
+    try:
+        text = canonical([version, item["messages"], item["reference_answer"], item["metadata"]])
+    except (TypeError, ValueError):
+        return None
+    return hashlib.sha256(text).digest()
+
+
+def cacheable(outcome: Outcome) -> bool:
+    """True for outcomes of the function; faults of the platform are never cached."""
+    return not isinstance(outcome, InfraFault)
+
+
+def copy_outcome(outcome: Outcome) -> Outcome:
+    """A copy of the outcome that shares no mutable state with it."""
+    return replace(outcome, metrics=dict(outcome.metrics)) if isinstance(outcome, Scored) else outcome
+
+
 _FORMAT = 1
 """PRAGMA user_version of the file."""
 
+
 _GATHER = 256
 """Results per transaction, which takes about 1 ms on the loop. The rest is written at `close`."""
+
 
 _LOCKED_S = 0.05
 """Seconds that another process may hold the file before it counts as locked; the event loop is blocked meanwhile."""
@@ -149,25 +172,3 @@ def _decode(text: str) -> Outcome:
     steps = fields["steps"]
     metrics = {str(k): float(v) for k, v in fields["metrics"].items()}
     return Scored(float(fields["value"]), metrics, None if steps is None else tuple(map(float, steps)))
-
-
-def item_key(version: str, item: WireItem) -> bytes | None:
-    """SHA-256 over the function's version and the canonical JSON of the item without its id; 32 bytes.
-
-    None if it has no canonical form (NaN, bytes): such an item never equals another.
-    """
-    try:
-        text = canonical([version, item["messages"], item["reference_answer"], item["metadata"]])
-    except (TypeError, ValueError):
-        return None
-    return hashlib.sha256(text).digest()
-
-
-def cacheable(outcome: Outcome) -> bool:
-    """True for outcomes of the function; faults of the platform are never cached."""
-    return not isinstance(outcome, InfraFault)
-
-
-def copy_outcome(outcome: Outcome) -> Outcome:
-    """A copy of the outcome that shares no mutable state with it."""
-    return replace(outcome, metrics=dict(outcome.metrics)) if isinstance(outcome, Scored) else outcome

@@ -1,11 +1,7 @@
-"""A pending item, its waiters and the calls that carry it: the state shared by a function queue and its provider
-queues.
+"""Pending items: the state that a function queue and its provider queues share.
 
-Queue of the items that wait for a call, in order of arrival, optionally bucketed by length.
-
-Decides when waiting items are sent as one call, and how many. Pure.
-
-Many deadlines that rarely expire, on one timer of the event loop.
+An item has waiters with deadlines (`Timers`), waits for a call in a queue that gathers batches (`WaitingItems`,
+`BatchPolicy`), and is carried by calls, each of one attempt or two.
 """
 
 from __future__ import annotations
@@ -20,16 +16,6 @@ from typing import Generic, TypeVar
 
 from serverless.types import Cause, Outcome
 from serverless.wire import WireItem
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """One `submit`, with its own outcome and deadline."""
-
-    entry: PendingItem
-    outcome: asyncio.Future[Outcome]
-    expires: float
-    deadline_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +47,16 @@ class PendingItem:
 
 
 @dataclass(slots=True, eq=False)
+class Waiter:
+    """One `submit`, with its own outcome and deadline."""
+
+    entry: PendingItem
+    outcome: asyncio.Future[Outcome]
+    expires: float
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
 class PipelineCall:
     """A logical call of several items, carried by one attempt, or by two if it is hedged. `alive` counts the items that
     are still waited for. `limit` is the time limit of its only item, if there is one."""
@@ -89,58 +85,6 @@ class CallAttempt:
     number: int = 0
     reported: bool = False
     task: asyncio.Task[None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendBatch:
-    """Send the first `count` waiting items now."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitForItems:
-    """Send nothing now; decide again after `seconds`, or when an item arrives."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPolicy:
-    """First come, first served. A batch is full at `max_items` or when one more item would exceed `max_bytes`. It is
-    due when full or when its oldest item has waited `max_wait_s`.
-
-    It is consulted only while a call may start: then no item waits longer than `max_wait_s`. Otherwise items
-    accumulate, so that load makes batches larger before it makes queues longer. An item above `max_bytes` is sent
-    alone.
-    """
-
-    max_items: int
-    max_wait_s: float
-    max_bytes: int
-
-    def decide(self, sizes: Sequence[int], oldest_wait_s: float) -> SendBatch | WaitForItems:
-        """`sizes` are the bytes of the first waiting items, at least one and at most `max_items`."""
-        count = self._fit(sizes)
-        full = count >= self.max_items or count < len(sizes)
-        left = self.max_wait_s - oldest_wait_s
-        if full or left <= 1e-9:
-            return SendBatch(count)
-        return WaitForItems(left)
-
-    def _fit(self, sizes: Sequence[int]) -> int:
-        total = 0
-        for count, size in enumerate(sizes):
-            total += size
-            if total > self.max_bytes and count > 0:
-                return count
-        return len(sizes)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    entries: deque[PendingItem] = field(default_factory=deque)
-    size: int = 0
 
 
 class WaitingItems:
@@ -233,7 +177,60 @@ class WaitingItems:
         return entry
 
 
+@dataclass(slots=True)
+class _Bucket:
+    entries: deque[PendingItem] = field(default_factory=deque)
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """First come, first served. A batch is full at `max_items` or when one more item would exceed `max_bytes`. It is
+    due when full or when its oldest item has waited `max_wait_s`.
+
+    It is consulted only while a call may start: then no item waits longer than `max_wait_s`. Otherwise items
+    accumulate, so that load makes batches larger before it makes queues longer. An item above `max_bytes` is sent
+    alone.
+    """
+
+    max_items: int
+    max_wait_s: float
+    max_bytes: int
+
+    def decide(self, sizes: Sequence[int], oldest_wait_s: float) -> SendBatch | WaitForItems:
+        """`sizes` are the bytes of the first waiting items, at least one and at most `max_items`."""
+        count = self._fit(sizes)
+        full = count >= self.max_items or count < len(sizes)
+        left = self.max_wait_s - oldest_wait_s
+        if full or left <= 1e-9:
+            return SendBatch(count)
+        return WaitForItems(left)
+
+    def _fit(self, sizes: Sequence[int]) -> int:
+        total = 0
+        for count, size in enumerate(sizes):
+            total += size
+            if total > self.max_bytes and count > 0:
+                return count
+        return len(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SendBatch:
+    """Send the first `count` waiting items now."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForItems:
+    """Send nothing now; decide again after `seconds`, or when an item arrives."""
+
+    seconds: float
+
+
 T = TypeVar("T")
+
 
 _FEW = 64
 """Minimum size for a cleanup: below it, a cleanup costs more than it frees."""
@@ -254,6 +251,9 @@ class Timers(Generic[T]):
         self._clear_at = _FEW
         self._timer: asyncio.TimerHandle | None = None
         self._armed = 0.0
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, when: float, thing: T) -> None:
         """Add a deadline. At equal times the first added fires first."""

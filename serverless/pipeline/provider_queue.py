@@ -1,7 +1,4 @@
-"""One function on one provider: gathers waiting items into calls within the provider's limits, and delivers answers.
-
-The callbacks of a provider queue into its function queue.
-"""
+"""One function on one provider: gathers waiting items into calls within the provider's limits, and delivers answers."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,13 +29,13 @@ from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFault, Outcome
 
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Starts a task of the offload."""
+
 
 class ProviderQueueCallbacks(Protocol):
-    """All are synchronous. `lane` is the index of the provider queue in the fallback order."""
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
-
-    def count(self, stage: OffloadStage) -> StageCounts: ...
+    """The callbacks of a provider queue into its function queue, all synchronous. `index` is that of the provider queue
+    in the fallback order."""
 
     def limit(self, entry: PendingItem) -> float | None:
         """The item's current time limit in seconds, None for none."""
@@ -86,8 +83,10 @@ class ProviderQueue:
         spec: FunctionSpec,
         backend: Backend,
         settings: PipelineSpec,
-        rng: random.Random,
         *,
+        stages: Mapping[OffloadStage, StageCounts],
+        spawn: Spawn,
+        rng: random.Random,
         alone: bool,
     ) -> None:
         self._callbacks = callbacks
@@ -104,19 +103,14 @@ class ProviderQueue:
         items = spec.batch.max_items if batch.enabled else 1
         wait_s = spec.batch.max_wait_ms / 1000.0 if batch.enabled else 0.0
         policy = BatchPolicy(items, wait_s, spec.batch.max_bytes)
-        self._counts = {stage: callbacks.count(stage) for stage in OffloadStage}
-        self._hedges, self._batches = callbacks.count(OffloadStage.HEDGE), callbacks.count(OffloadStage.BATCH)
-        self._admissions = callbacks.count(OffloadStage.ADMISSION)
+        self._counts, self._spawn = stages, spawn
+        self._hedges, self._batches = stages[OffloadStage.HEDGE], stages[OffloadStage.BATCH]
+        self._admissions = stages[OffloadStage.ADMISSION]
         self._queue = WaitingItems(policy, by_length=batch.enabled and batch.by_length)
         self._groups: deque[list[PendingItem]] = deque()
-        admission = settings.admission
-        self._window = ConcurrencyWindow(spec.concurrency, admission) if admission.enabled else None
-        self.breaker = CircuitBreaker(settings.breaker) if settings.breaker.enabled else None
-        self._hedger: Hedger | None = None
-        if settings.hedge.enabled:
-            self._hedger = Hedger(
-                settings.hedge, self._hedges, has_room=self._room_to_hedge, start_hedge=self._start_hedge
-            )
+        self._window = ConcurrencyWindow(spec.concurrency, settings.admission)
+        self.breaker = CircuitBreaker(settings.breaker)
+        self._hedger = Hedger(settings.hedge, self._hedges, has_room=self._room_to_hedge, start_hedge=self._start_hedge)
         self._attempts: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -128,16 +122,15 @@ class ProviderQueue:
     @property
     def window(self) -> int:
         """The number of invocations that may be in flight now."""
-        return self._window.size if self._window is not None else self._spec.concurrency
+        return self._window.size
 
     def admits(self, now: float) -> bool:
         """True if items should wait here: the breaker admits a call, and the provider does not refuse every call."""
-        return (self.breaker is None or self.breaker.admits(now)) and not self._exhausted(now)
+        return self.breaker.admits(now) and not self._window.exhausted(now)
 
     def open_at(self) -> float:
         """The earliest time of the next admission, loop seconds; infinite while a trial is in flight."""
-        until = self.breaker.until if self.breaker is not None else 0.0
-        return max(until, self._window.ready_at()) if self._window is not None else until
+        return max(self.breaker.until, self._window.ready_at())
 
     def enqueue(self, entry: PendingItem) -> None:
         """Append an item. Looks for a due call only if this item can have made one due."""
@@ -161,8 +154,7 @@ class ProviderQueue:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._hedger is not None:
-            self._hedger.close()
+        self._hedger.close()
         self.drain()
 
     def abandon(self, call: PipelineCall) -> None:
@@ -197,8 +189,8 @@ class ProviderQueue:
         """False if a call's end or the timer set here will pump again."""
         if len(self._attempts) >= self.window:
             return False
-        ready = self._window.ready_at() if self._window is not None else now
-        if self.breaker is not None and not self.breaker.admits(now):
+        ready = self._window.ready_at()
+        if not self.breaker.admits(now):
             if math.isinf(self.breaker.until):
                 return False  # a trial is in flight
             ready = max(ready, self.breaker.until)
@@ -221,12 +213,9 @@ class ProviderQueue:
             waited += now - entry.since
         self._count(call, waited)
         self._start_attempt(call, cause)
-        if self._hedger is not None:
-            self._hedger.called(call, now)
-        if call.tries[0].trial:
-            self._callbacks.provider_unavailable(
-                self.index
-            )  # the trial blocks other calls here: another provider may be sooner
+        self._hedger.called(call, now)
+        if call.tries[0].trial:  # it blocks other calls here: another provider may be sooner
+            self._callbacks.provider_unavailable(self.index)
 
     def _count(self, call: PipelineCall, waited: float) -> None:
         items = len(call.entries)
@@ -238,7 +227,7 @@ class ProviderQueue:
             if items > 1:
                 batch.acted += items
                 batch.saved_calls += items - 1
-        if self._window is not None:
+        if self._settings.admission.enabled:
             admission = self._admissions
             admission.entered += items
             admission.waited_s += waited - batching
@@ -247,13 +236,10 @@ class ProviderQueue:
 
     def _start_attempt(self, call: PipelineCall, cause: Cause) -> None:
         now = asyncio.get_running_loop().time()
-        trial = self.breaker.begin(now) if self.breaker is not None else False
-        attempt = CallAttempt(
-            call, cause, now, trial, self._window.begin(len(self._attempts)) if self._window is not None else 0
-        )
+        attempt = CallAttempt(call, cause, now, self.breaker.begin(now), self._window.begin(len(self._attempts)))
         call.tries.append(attempt)
         self._attempts[attempt] = None
-        attempt.task = self._callbacks.spawn(self._run(attempt))
+        attempt.task = self._spawn(self._run(attempt))
         # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
         attempt.task.add_done_callback(lambda _: self._ended(attempt))
 
@@ -268,11 +254,10 @@ class ProviderQueue:
     def _ended(self, attempt: CallAttempt) -> None:
         self._attempts.pop(attempt, None)
         now = asyncio.get_running_loop().time()
-        if not attempt.reported and self.breaker is not None:
+        if not attempt.reported:
             over = attempt.trial and now >= attempt.call.expires - _EPS
-            self._record_end(self.breaker, attempt, _UNANSWERED if over else None, now, cancelled=True)
-        if self._hedger is not None:
-            self._hedger.pump()
+            self._record_end(attempt, _UNANSWERED if over else None, now, cancelled=True)
+        self._hedger.pump()
         self._pump()
 
     def _start_hedge(self, call: PipelineCall) -> None:
@@ -282,9 +267,9 @@ class ProviderQueue:
         """True if a hedge may begin: there is a free slot, the window is not in back-off and the breaker is closed."""
         if self._closed or len(self._attempts) >= self.window:
             return False
-        if self.breaker is not None and self.breaker.state is not BreakerState.CLOSED:
+        if self.breaker.state is not BreakerState.CLOSED:
             return False
-        return self._window is None or self._window.ready_at() <= asyncio.get_running_loop().time() + _EPS
+        return self._window.ready_at() <= asyncio.get_running_loop().time() + _EPS
 
     def _answered(self, attempt: CallAttempt, reply: Reply) -> None:
         """Handle an attempt's reply. The first answer, or the last fault, becomes the call's."""
@@ -314,49 +299,31 @@ class ProviderQueue:
                 self._counts[CAUSED_BY[attempt.call.cause]].extra_billed_s += reply.invocation.billed_s
         fault = reply.fault
         if fault is None:
-            if self._window is not None:
-                self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
-            if self._hedger is not None:
-                cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
-                self._hedger.answered(max(0.0, seconds - cold_s), items)
-        elif fault.kind is FaultKind.THROTTLED and self._window is not None:
+            self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
+            cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
+            self._hedger.answered(max(0.0, seconds - cold_s), items)
+        elif fault.kind is FaultKind.THROTTLED:
             self._window.throttled(fault, now, attempt.number, self._rng, in_flight=others)
-        if self.breaker is not None:
-            self._record_end(self.breaker, attempt, fault, now)
+        self._record_end(attempt, fault, now)
 
     def _record_end(
-        self,
-        breaker: CircuitBreaker,
-        attempt: CallAttempt,
-        fault: InfraFault | None,
-        now: float,
-        *,
-        cancelled: bool = False,
+        self, attempt: CallAttempt, fault: InfraFault | None, now: float, *, cancelled: bool = False
     ) -> None:
         """Report an attempt's end to the breaker, and reroute waiting items if its state changes."""
-        failed = (
-            is_provider_failure(fault, alone=self._only_provider) if fault is not None else None if cancelled else False
-        )
+        failed = None if cancelled else False
+        if fault is not None:
+            failed = is_provider_failure(fault, alone=self._only_provider)
         if failed and not attempt.trial and (attempt.cause is Cause.ISOLATION or self._items_fault(fault)):
             failed = None  # most likely caused by the item
         elif attempt.trial and fault is not None and fault.kind is FaultKind.DEADLINE:
-            failed = True if breaker.unanswered(now - attempt.began) else None
-        if breaker.ended(now, failed, trial=attempt.trial):
+            failed = True if self.breaker.unanswered(now - attempt.began) else None
+        if self.breaker.ended(now, failed, trial=attempt.trial):
             self.why = fault.detail if fault is not None else ""
             self._counts[OffloadStage.BREAKER].acted += 1
             self._callbacks.provider_unavailable(self.index)
-        elif attempt.trial and breaker.state is BreakerState.CLOSED:
-            if self._window is not None:
-                self._window.restart()
+        elif attempt.trial and self.breaker.state is BreakerState.CLOSED:
+            self._window.restart()
             self._callbacks.provider_available(self.index)
-
-    def _exhausted(self, now: float) -> bool:
-        window = self._window
-        return (
-            window is not None
-            and window.refused_in_a_row > self._settings.admission.max_throttles
-            and now < window.ready_at()
-        )
 
     def _items_fault(self, fault: InfraFault | None) -> bool:
         return fault is not None and fault.kind is FaultKind.TIMEOUT and self._spec.timeout_floor is not None
@@ -364,8 +331,7 @@ class ProviderQueue:
     def _finish(self, call: PipelineCall) -> None:
         """Mark a call as finished and cancel its remaining attempts."""
         call.done = True
-        if self._hedger is not None:
-            self._hedger.over(call)
+        self._hedger.over(call)
         for attempt in call.tries:
             if attempt.task is not None:
                 attempt.task.cancel()
@@ -377,7 +343,7 @@ class ProviderQueue:
             for entry, outcome in zip(entries, read, strict=True):
                 self._callbacks.receive(entry, outcome, seconds=seconds)
             return
-        if fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
+        if fault.kind is FaultKind.THROTTLED and fault.retryable and self._settings.admission.enabled:
             self._readmit(call, fault)
             return
         if is_outcome_unknown(fault, reply.invocation):  # may have been executed: retry only if repetition is harmless
@@ -437,7 +403,7 @@ class ProviderQueue:
             asyncio.get_running_loop().call_later(fault.retry_after_s, self._put_back, back, call.cause)
         else:
             self._put_back(back, call.cause)
-        if self._exhausted(now):
+        if self._window.exhausted(now):
             self._callbacks.provider_unavailable(self.index)
 
     def _put_back(self, entries: list[PendingItem], cause: Cause) -> None:

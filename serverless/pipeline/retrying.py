@@ -1,6 +1,5 @@
-"""The retry policy of failed items. Pure: the jitter comes from an injected Random.
-
-The cause of a call, and the meaning of its fault for retries, isolation and fallback. Pure.
+"""Consequences of a failed call: a retry, isolation of the failing item, or another provider. Pure: the jitter comes
+from an injected Random.
 """
 
 from __future__ import annotations

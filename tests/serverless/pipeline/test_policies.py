@@ -1,6 +1,4 @@
-"""Window, hedge, breaker and time limits as plain decisions.
-
-Batching and retrying as plain decisions.
+"""The decisions of the stages, from values alone: window, breaker, hedging, time limits, batching and retrying.
 
 Deadlines on one timer: each at its time, none that is over, and no memory for those.
 """
@@ -343,7 +341,7 @@ def test_what_is_over_is_forgotten() -> None:
         for n in range(10_000):
             timers.add(1e6, n)
             over.add(n)
-            assert len(timers._heap) <= 65
+            assert len(timers) <= 65
         timers.close()
 
     virtual.run(main())
