@@ -1,12 +1,9 @@
-"""Decides the number of workers of one function and the keep-alive of idle ones. Pure.
+"""Decides the number of workers of one function and the keep-alive of idle ones, from statistics of its calls. Pure.
 
-The keep-alive of an idle worker as a ski-rental problem: idle seconds are the rent, a cold start is the price. Pure.
-
-A worker that is kept until its idle time has cost one cold start never costs more than twice the optimum with a known
-next call (Karlin et al., 1988). With a forecast of the next call, the bound is relaxed for a lower cost if the forecast
-is right (Purohit, Svitkina and Kumar, 2018).
-
-Statistics of a function's calls: service time, items per call and cold-start time.
+The keep-alive is a ski-rental problem: idle seconds are the rent, a cold start is the price. A worker that is kept
+until its idle time has cost one cold start never costs more than twice the optimum with a known next call (Karlin et
+al., 1988). With a forecast of the next call, the bound is relaxed for a lower cost if the forecast is right (Purohit,
+Svitkina and Kumar, 2018).
 """
 
 from __future__ import annotations
@@ -24,113 +21,13 @@ from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation
 
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """The prices of the ski-rental problem. `idle_usd_per_s` is the cost of an idle worker, `cold_usd` that of a cold
-    start: its billed seconds and the cost of waiting for it (idle GPU-seconds times their price). `trust` in (0, 1]: 1
-    ignores forecasts; smaller values follow them more closely and cost up to 1 + 1/trust times the optimum if they are
-    wrong."""
-
-    idle_usd_per_s: float
-    cold_usd: float
-    trust: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not (self.idle_usd_per_s >= 0 and self.cold_usd >= 0 and 0 < self.trust <= 1):
-            raise ValueError("costs are at least 0, trust is in (0, 1]")
-
-    @property
-    def break_even_s(self) -> float:
-        """The idle seconds that cost as much as a cold start. Infinite where idling is free."""
-        return self.cold_usd / self.idle_usd_per_s if self.idle_usd_per_s > 0 else math.inf
-
-    def seconds(self, forecast_s: float | None = None) -> float:
-        """Keep-alive in seconds of an idle worker. `forecast_s` is the expected time until the next call."""
-        even = self.break_even_s
-        if forecast_s is None or not math.isfinite(even):
-            return even
-        return even * self.trust if forecast_s > even else even / self.trust
-
-    def cost(self, gap_s: float, kept_s: float) -> float:
-        """Cost in US dollars of a gap of `gap_s` between two calls if the worker is kept for `kept_s`."""
-        if gap_s <= kept_s:
-            return gap_s * self.idle_usd_per_s
-        return kept_s * self.idle_usd_per_s + self.cold_usd
-
-
-_WEIGHT = 0.05
-"""Weight of a new call. The mean covers about the last twenty calls."""
-
-
-@dataclass(slots=True)
-class CallStatistics:
-    """One function on one provider. `service_s` and `items` are means per call (0: no call yet). `cold_s` is the time
-    of a cold start, near the longest of the recent ones, and `waited` the share of cold starts that a call waited for.
-    `busy_s` sums the run time since `since` of the calls that have ended. `billed_s` and `scored` sum their billed
-    seconds and their items since the start."""
-
-    service_s: float = 0.0
-    items: float = 0.0
-    cold_s: float = 0.0
-    waited: float = 1.0
-    busy_s: float = 0.0
-    since: float = 0.0
-    billed_s: float = 0.0
-    scored: int = 0
-
-    def note(self, call: Invocation) -> None:
-        self.billed_s += call.billed_s
-        cold_s = call.cold_start_s
-        if cold_s > 0.0:
-            self.cold_s = max(cold_s, self.cold_s + _WEIGHT * (cold_s - self.cold_s))
-            self.waited += _WEIGHT * ((call.cause is not Cause.WARM) - self.waited)
-        if call.items:
-            seconds = call.t1 - call.t0
-            self.scored += call.items
-            self.busy_s += seconds if call.t0 > self.since else max(0.0, call.t1 - self.since)
-            if not self.items:
-                self.service_s, self.items = seconds, float(call.items)
-            elif cold_s == 0.0:  # some providers count the start into the call
-                self.service_s += _WEIGHT * (seconds - self.service_s)
-                self.items += _WEIGHT * (call.items - self.items)
-
-    def take_busy(self, now: float) -> float:
-        """Mean number of concurrent calls since the last tick, counting only calls that have ended."""
-        passed, busy = now - self.since, self.busy_s
-        self.busy_s, self.since = 0.0, now
-        return busy / passed if passed > 0.0 else 0.0
-
-
-class StatisticsMeter:
-    """Implements `MeterSink`: forwards everything to `meter` and keeps statistics per function and provider."""
-
-    def __init__(self, meter: MeterSink) -> None:
-        self._pass_on = meter.invocation
-        self.worker: Callable[[WorkerSpan], None] = meter.worker
-        self.saving: Callable[[Saving], None] = meter.saving
-        self._statistics_by_key: dict[tuple[str, str], CallStatistics] = {}
-
-    def statistics(self, function: str, provider: str) -> CallStatistics:
-        key = (function, provider)
-        statistics = self._statistics_by_key.get(key)
-        if statistics is None:
-            statistics = self._statistics_by_key[key] = CallStatistics()
-        return statistics
-
-    def invocation(self, invocation: Invocation) -> None:
-        statistics = self._statistics_by_key.get((invocation.function, invocation.provider))
-        if statistics is None:
-            statistics = self.statistics(invocation.function, invocation.provider)
-        statistics.note(invocation)
-        self._pass_on(invocation)
-
-
 CallForecast = Callable[[float], ExpectedCalls | None]
 """Items expected within a number of seconds, from live trajectories; None if nothing is known of them."""
 
+
 _MARGIN = 1.2
 """Ratio of horizon to cold start. It covers a start that takes longer than those observed."""
+
 
 _EXPECTED = 0.5
 """The number of expected calls from which on the next call is assumed to come within the horizon."""
@@ -227,6 +124,40 @@ class Decider:
         return self._applied_s
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """The prices of the ski-rental problem. `idle_usd_per_s` is the cost of an idle worker, `cold_usd` that of a cold
+    start: its billed seconds and the cost of waiting for it (idle GPU-seconds times their price). `trust` in (0, 1]: 1
+    ignores forecasts; smaller values follow them more closely and cost up to 1 + 1/trust times the optimum if they are
+    wrong."""
+
+    idle_usd_per_s: float
+    cold_usd: float
+    trust: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.idle_usd_per_s >= 0 and self.cold_usd >= 0 and 0 < self.trust <= 1):
+            raise ValueError("costs are at least 0, trust is in (0, 1]")
+
+    @property
+    def break_even_s(self) -> float:
+        """The idle seconds that cost as much as a cold start. Infinite where idling is free."""
+        return self.cold_usd / self.idle_usd_per_s if self.idle_usd_per_s > 0 else math.inf
+
+    def seconds(self, forecast_s: float | None = None) -> float:
+        """Keep-alive in seconds of an idle worker. `forecast_s` is the expected time until the next call."""
+        even = self.break_even_s
+        if forecast_s is None or not math.isfinite(even):
+            return even
+        return even * self.trust if forecast_s > even else even / self.trust
+
+    def cost(self, gap_s: float, kept_s: float) -> float:
+        """Cost in US dollars of a gap of `gap_s` between two calls if the worker is kept for `kept_s`."""
+        if gap_s <= kept_s:
+            return gap_s * self.idle_usd_per_s
+        return kept_s * self.idle_usd_per_s + self.cold_usd
+
+
 @dataclass(slots=True)
 class Hysteresis:
     """Limits changes of a level that is slow and expensive to change. A change is at least a fifth of the level and at
@@ -257,3 +188,70 @@ class Hysteresis:
 
     def _enough(self, level: int, to: int) -> bool:
         return abs(to - level) >= max(1.0, self.share * level)
+
+
+_WEIGHT = 0.05
+"""Weight of a new call. The mean covers about the last twenty calls."""
+
+
+@dataclass(slots=True)
+class CallStatistics:
+    """One function on one provider. `service_s` and `items` are means per call (0: no call yet). `cold_s` is the time
+    of a cold start, near the longest of the recent ones, and `waited` the share of cold starts that a call waited for.
+    `busy_s` sums the run time since `since` of the calls that have ended. `billed_s` and `scored` sum their billed
+    seconds and their items since the start."""
+
+    service_s: float = 0.0
+    items: float = 0.0
+    cold_s: float = 0.0
+    waited: float = 1.0
+    busy_s: float = 0.0
+    since: float = 0.0
+    billed_s: float = 0.0
+    scored: int = 0
+
+    def note(self, call: Invocation) -> None:
+        self.billed_s += call.billed_s
+        cold_s = call.cold_start_s
+        if cold_s > 0.0:
+            self.cold_s = max(cold_s, self.cold_s + _WEIGHT * (cold_s - self.cold_s))
+            self.waited += _WEIGHT * ((call.cause is not Cause.WARM) - self.waited)
+        if call.items:
+            seconds = call.t1 - call.t0
+            self.scored += call.items
+            self.busy_s += seconds if call.t0 > self.since else max(0.0, call.t1 - self.since)
+            if not self.items:
+                self.service_s, self.items = seconds, float(call.items)
+            elif cold_s == 0.0:  # some providers count the start into the call
+                self.service_s += _WEIGHT * (seconds - self.service_s)
+                self.items += _WEIGHT * (call.items - self.items)
+
+    def take_busy(self, now: float) -> float:
+        """Mean number of concurrent calls since the last tick, counting only calls that have ended."""
+        passed, busy = now - self.since, self.busy_s
+        self.busy_s, self.since = 0.0, now
+        return busy / passed if passed > 0.0 else 0.0
+
+
+class StatisticsMeter:
+    """Implements `MeterSink`: forwards everything to `meter` and keeps statistics per function and provider."""
+
+    def __init__(self, meter: MeterSink) -> None:
+        self._pass_on = meter.invocation
+        self.worker: Callable[[WorkerSpan], None] = meter.worker
+        self.saving: Callable[[Saving], None] = meter.saving
+        self._statistics_by_key: dict[tuple[str, str], CallStatistics] = {}
+
+    def statistics(self, function: str, provider: str) -> CallStatistics:
+        key = (function, provider)
+        statistics = self._statistics_by_key.get(key)
+        if statistics is None:
+            statistics = self._statistics_by_key[key] = CallStatistics()
+        return statistics
+
+    def invocation(self, invocation: Invocation) -> None:
+        statistics = self._statistics_by_key.get((invocation.function, invocation.provider))
+        if statistics is None:
+            statistics = self.statistics(invocation.function, invocation.provider)
+        statistics.note(invocation)
+        self._pass_on(invocation)
