@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from rollart.errors import did_you_mean
 from rollart.settings.base import SpecEntry
-
-if TYPE_CHECKING:
-    from rollart.settings.rules import RuleViolation
-
+from rollart.settings.rules import RuleViolation, Violations, located
 
 Patterns = Annotated[list[str], Field(min_length=1)]
 
@@ -104,50 +101,48 @@ class FaultPlanSpec(SpecEntry):
 
 
 def fault_problems(
-    plan: FaultPlanSpec,
-    make: Callable[[tuple[str | int, ...], str], RuleViolation],
-    parts: Iterable[str] | None = None,
-    functions: Sequence[str] = (),
+    plan: FaultPlanSpec, parts: Iterable[str] | None = None, functions: Sequence[str] = ()
 ) -> list[RuleViolation]:
     """The problems of a plan beyond its types. `parts` and `functions` are the names in the run; None where no run is
     known."""
-    found: list[RuleViolation] = []
     known = None if parts is None else list(parts)
     if known is not None and not matching_names("environment-*", known):
         known += [f"host-{n}" for n in range(plan.hosts)]
-    kinds: tuple[tuple[str, Sequence[OutageSpec | RateSpec]], ...] = (("outages", plan.outages), ("rates", plan.rates))
-    for key, entries in kinds:
-        for i, entry in enumerate(entries):
-            for j, pattern in enumerate(entry.parts):
-                if known is not None and not matching_names(pattern, known):
-                    rule = f"a part of this run{did_you_mean(pattern, known) or f': {_name_ranges(known)}'}"
-                    found.append(make((key, i, "parts", j), f"{key}.{i}.parts names '{pattern}' (rule: {rule})"))
-                elif entry.left and not pattern.startswith(LINK):
-                    found.append(
-                        make((key, i, "left"), f"{key}.{i}.left is {entry.left:g} for '{pattern}' (rule: links alone)")
-                    )
-    found += _notices(plan, make)
+    return located(
+        _parts("outages", plan.outages, known),
+        _parts("rates", plan.rates, known),
+        _notices(plan),
+        _functions(plan, None if parts is None else functions),
+    )
+
+
+def _parts(key: str, entries: Sequence[OutageSpec | RateSpec], known: Sequence[str] | None) -> Violations:
+    for i, entry in enumerate(entries):
+        for j, pattern in enumerate(entry.parts):
+            if known is not None and not matching_names(pattern, known):
+                rule = f"a part of this run{did_you_mean(pattern, known) or f': {_name_ranges(known)}'}"
+                yield RuleViolation((key, i, "parts", j), f"{key}.{i}.parts names '{pattern}' (rule: {rule})")
+            elif entry.left and not pattern.startswith(LINK):
+                yield f"{key}.{i}.left is {entry.left:g} for '{pattern}' (rule: links alone)"
+
+
+def _notices(plan: FaultPlanSpec) -> Violations:
+    for i, outage in enumerate(plan.outages):
+        for pattern in outage.parts if outage.warning_s else ():
+            if not pattern.startswith("machine-"):
+                yield f"outages.{i}.warning_s is {outage.warning_s:g} for '{pattern}' (rule: machines alone)"
+
+
+def _functions(plan: FaultPlanSpec, known: Sequence[str] | None) -> Violations:
     for i, trouble in enumerate(plan.functions):
         total = trouble.throttled + trouble.crash + trouble.out_of_memory + trouble.timeout + trouble.unavailable
         if total > 1:
-            found.append(make(("functions", i), f"functions.{i} fails {total:g} of its calls (rule: at most 1)"))
+            yield f"functions.{i} fails {total:g} of its calls (rule: at most 1)"
         for j, pattern in enumerate(trouble.functions):
-            if parts is not None and not matching_names(pattern, functions):
-                rule = f"a function of this run{did_you_mean(pattern, functions) or ''}"
-                found.append(make(("functions", i, "functions", j), f"functions.{i} names '{pattern}' (rule: {rule})"))
-    return found
-
-
-def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], RuleViolation]) -> list[RuleViolation]:
-    return [
-        make(
-            ("outages", i, "warning_s"),
-            f"outages.{i}.warning_s is {outage.warning_s:g} for '{pattern}' (rule: machines alone)",
-        )
-        for i, outage in enumerate(plan.outages)
-        for pattern in (outage.parts if outage.warning_s else ())
-        if not pattern.startswith("machine-")
-    ]
+            if known is not None and not matching_names(pattern, known):
+                rule = f"a function of this run{did_you_mean(pattern, known) or ''}"
+                text = f"functions.{i} names '{pattern}' (rule: {rule})"
+                yield RuleViolation(("functions", i, "functions", j), text)
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> list[str]:

@@ -1,8 +1,7 @@
 """Specs from files: YAML, then overrides, then validation. Nothing is looked up and nothing is started here.
 
 An invalid spec raises one SpecError that lists every problem, one per line, as `file:line:column: problem (rule: …)`.
-
-JSON Schema of the specs, for editors (`# yaml-language-server: $schema=…`) and `rollart schema`.
+The kinds of specs, and their JSON Schemas for editors and `rollart schema`, are here too.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ MAX_LINES = 50
 
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
 
-
-KIND_MODELS: Mapping[str, type[BaseModel]] = {
+KINDS: Mapping[str, type[BaseModel]] = {
     "run": RunSpec,
     "cluster": ClusterSpec,
     "prices": PriceList,
     "faults": FaultPlanSpec,
 }
+"""Spec models by the name that the command line uses."""
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a run spec."""
-    return _load(path, overrides, RunSpec, "run", run_problems)
+    return _load(path, overrides, RunSpec, run_problems)
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
@@ -53,22 +52,22 @@ def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec
     def rules(cluster: ClusterSpec) -> list[RuleViolation]:
         return [*cluster_problems(cluster), *_prices_of_functions(cluster, Path(path).parent)]
 
-    return _load(path, overrides, ClusterSpec, "cluster", rules)
+    return _load(path, overrides, ClusterSpec, rules)
 
 
 def load_prices(path: str | Path) -> PriceList:
     """Read a price list."""
-    return _load(path, (), PriceList, "prices", price_problems)
+    return _load(path, (), PriceList, price_problems)
 
 
 def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
     """Read a fault plan. With the `parts` and `functions` of a run, the names in the plan are checked too."""
-    return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, RuleViolation, parts, functions))
+    return _load(path, (), FaultPlanSpec, lambda plan: fault_problems(plan, parts, functions))
 
 
 def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
     """A price list that was not written as YAML, by the same rules. `where` names it in errors."""
-    return _validate(Document(where, dict(values)), PriceList, "prices", price_problems)
+    return _validate(Document(where, dict(values)), PriceList, price_problems)
 
 
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
@@ -84,7 +83,7 @@ def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlan
 
 def kind_of(values: Mapping[str, Any]) -> str:
     """`run`, `cluster`, `prices` or `faults`: the kind that shares most keys with the values."""
-    scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KIND_MODELS.items()}
+    scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KINDS.items()}
     if "pools" in values:
         return "cluster"
     return max(scores, key=lambda kind: scores[kind])
@@ -102,9 +101,9 @@ def saved_specs(
         parts[part] = Document(f"{path}: {part}", values[part])
         apply_overrides(parts[part], overrides.get(part, ()))
     return (
-        _validate(parts["run"], RunSpec, "run", run_problems),
-        _validate(parts["cluster"], ClusterSpec, "cluster", cluster_problems),
-        _validate(parts["prices"], PriceList, "prices", price_problems),
+        _validate(parts["run"], RunSpec, run_problems),
+        _validate(parts["cluster"], ClusterSpec, cluster_problems),
+        _validate(parts["prices"], PriceList, price_problems),
         str(values.get("base", ".")),
     )
 
@@ -131,25 +130,37 @@ def builtin(relative: str) -> Path:
     return Path(__file__).resolve().parent.parent / "configs" / relative
 
 
+def json_schema(kind: str) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a kind of spec. UsageError for a kind that there is not."""
+    if kind not in KINDS:
+        raise UsageError(
+            f"no schema '{kind}'{did_you_mean(kind, KINDS)}", remedy="ask for run, cluster, prices or faults"
+        )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"rollart/{kind}.json",
+        **KINDS[kind].model_json_schema(),
+    }
+
+
 def _load(
     path: str | Path,
     overrides: Sequence[str],
     model: type[SpecModel],
-    top: str,
     rules: Callable[[SpecModel], list[RuleViolation]],
 ) -> SpecModel:
     document = read_document(path)
     apply_overrides(document, overrides)
-    return _validate(document, model, top, rules)
+    return _validate(document, model, rules)
 
 
 def _validate(
-    document: Document, model: type[SpecModel], top: str, rules: Callable[[SpecModel], list[RuleViolation]]
+    document: Document, model: type[SpecModel], rules: Callable[[SpecModel], list[RuleViolation]]
 ) -> SpecModel:
     try:
         spec = model.model_validate(document.values)
     except ValidationError as error:
-        raise _spec_error(list(_problems(error, model, top, document))) from None
+        raise _spec_error(list(_problems(error, model, document))) from None
     problems = [_LocatedProblem(document.position(p.loc), p.message) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
         problems += _settings_problems(spec, document)
@@ -164,7 +175,7 @@ def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Lo
         try:
             model.model_validate(values)
         except ValidationError as error:
-            yield from _problems(error, model, "cluster", document, at=at)
+            yield from _problems(error, model, document, at=at)
 
 
 def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:
@@ -197,9 +208,11 @@ def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
 
 
 def _problems(
-    error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()
+    error: ValidationError, model: type[BaseModel], document: Document, *, at: KeyPath = ()
 ) -> Iterator[_LocatedProblem]:
-    """One line per value: the errors of all members of a union are joined into one rule."""
+    """One line per value: the errors of all members of a union are joined into one rule. `model` describes the value
+    at `at`."""
+    top = next((kind for kind, known in KINDS.items() if known is model), "cluster")
     same: dict[tuple[KeyPath, str], list[Any]] = {}
     for each in error.errors(include_url=False):
         loc: KeyPath = (*at, *each["loc"])
@@ -304,25 +317,3 @@ def _as_model(annotation: Any) -> type[BaseModel] | None:
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None
-
-
-KINDS: dict[str, type[BaseModel]] = {
-    "run": RunSpec,
-    "cluster": ClusterSpec,
-    "prices": PriceList,
-    "faults": FaultPlanSpec,
-}
-"""Spec models by the name that the command line uses."""
-
-
-def json_schema(kind: str) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a kind of spec. UsageError for a kind that there is not."""
-    if kind not in KINDS:
-        raise UsageError(
-            f"no schema '{kind}'{did_you_mean(kind, KINDS)}", remedy="ask for run, cluster, prices or faults"
-        )
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"rollart/{kind}.json",
-        **KINDS[kind].model_json_schema(),
-    }

@@ -1,19 +1,16 @@
 """Rules between the fields of a spec, each violation with its key path. Pure.
 
-Rules between a run's `rollout` section and the rest of its spec. Pure.
-
-Rules of the data flow to the trainer and back: batches and weights. Pure.
-
-Violations of the rules of a spec.
+A rule yields the text of a violation, which begins with the key that breaks the rule (`batch.tokens is …`), or a
+`RuleViolation` where the text begins otherwise. Rules are in the order in which their violations are listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from placement.hardware import canonical, catalogue
 from placement.publish import STORE
@@ -24,6 +21,9 @@ from rollart.settings.prices import PriceList
 from rollart.settings.run import LAG, DomainSpec, RunSpec, WeightStoreSpec
 from rollart.shares import DomainShare, bounded_shares
 
+ROUNDING = 1e-9
+"""Tolerance for rounding in sums and products of fractions."""
+
 
 @dataclass(frozen=True, slots=True)
 class RuleViolation:
@@ -33,271 +33,7 @@ class RuleViolation:
     message: str
 
 
-def rollout_problems(run: RunSpec) -> list[RuleViolation]:
-    """Every broken rule of `rollout`."""
-    return [*_harnesses(run), *_beyond(run), *_filter(run), *_concurrency(run), *_lending(run), *_fairness(run)]
-
-
-def _harnesses(run: RunSpec) -> Iterable[RuleViolation]:
-    for i, domain in enumerate(run.domains):
-        if not isinstance(domain.environment, str) and run.rollout.prefetch != 0:
-            yield RuleViolation(
-                ("domains", i, "environment"),
-                f"domain '{domain.name}' is a harness with rollout.prefetch {run.rollout.prefetch} (rule: 0, since it "
-                "has no reset)",
-            )
-
-
-def _beyond(run: RunSpec) -> Iterable[RuleViolation]:
-    tail, redundancy = run.rollout.tail_batching, run.rollout.redundancy
-    largest = max(d.group_size for d in run.domains)
-    if redundancy.size > 1 and int(largest * redundancy.size + 1e-9) == largest:
-        yield RuleViolation(
-            ("rollout", "redundancy", "size"),
-            f"rollout.redundancy.size is {redundancy.size:g} (rule: at least {1 + 1 / largest:g} with groups of "
-            f"{largest}, or 1: members are whole)",
-        )
-    if tail is None:
-        return
-    loc = ("rollout", "tail_batching")
-    if run.schedule not in ("sync", "sync_plus"):
-        yield RuleViolation(
-            loc,
-            f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
-            "rounds are steps)",
-        )
-    if max(redundancy.groups, redundancy.size) > 1:
-        yield RuleViolation(
-            loc,
-            "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
-            "than is needed by itself)",
-        )
-    if run.batch.tokens is not None:
-        yield RuleViolation(
-            loc,
-            f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
-            "that ends it, so its batch has no token budget)",
-        )
-
-
-def _filter(run: RunSpec) -> Iterable[RuleViolation]:
-    """Filtered groups have no advantage, and their replacements are drawn one by one."""
-    filtering, loc = run.rollout.filter, ("rollout", "filter")
-    if not filtering.zero_variance:
-        if filtering.max_additional_running_prompts:
-            yield RuleViolation(
-                (*loc, "max_additional_running_prompts"),
-                f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} "
-                "(rule: with zero_variance, whose losses they replace; without it, rollout.redundancy.groups)",
-            )
-        return
-    for domain in run.domains:
-        if domain.advantage.baseline != "group" or domain.group_size == 1:
-            yield RuleViolation(
-                (*loc, "zero_variance"),
-                f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
-                f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
-                "groups teach something though their rewards are alike)",
-            )
-            return
-    if run.rollout.tail_batching is not None and filtering.max_additional_running_prompts:
-        yield RuleViolation(
-            (*loc, "max_additional_running_prompts"),
-            f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} beside "
-            "rollout.tail_batching (rule: 0: its rounds say what is started)",
-        )
-
-
-def _concurrency(run: RunSpec) -> Iterable[RuleViolation]:
-    """The search has room to move."""
-    spec, loc = run.rollout.concurrency, ("rollout", "concurrency")
-    if not spec.least <= spec.start <= spec.most:
-        yield RuleViolation(
-            (*loc, "start"),
-            f"rollout.concurrency.start is {spec.start} (rule: least {spec.least} <= start <= most {spec.most})",
-        )
-    if not spec.low < spec.high:
-        yield RuleViolation(
-            (*loc, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
-        )
-    if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
-        setting = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
-        yield RuleViolation(
-            ("rollout", "dispatch"),
-            f"rollout.dispatch is {run.rollout.dispatch} under `{setting}` (rule: it orders trajectories that wait for "
-            "room in an engine, and with that setting none waits)",
-        )
-    if spec.settle_s < spec.interval_s:
-        yield RuleViolation(
-            (*loc, "settle_s"),
-            f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
-            "fall takes longer to show than a rise)",
-        )
-
-
-def _lending(run: RunSpec) -> Iterable[RuleViolation]:
-    """Lent devices train on finished trajectories while the rollout ends."""
-    if run.rollout.lending is None:
-        return
-    loc = ("rollout", "lending")
-    if run.schedule != "sync_plus" or not run.training.stream:
-        yield RuleViolation(
-            loc,
-            f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
-            f"{str(run.training.stream).lower()} (rule: sync_plus, and true: finished trajectories are trained while "
-            "the rest is rolled out)",
-        )
-    if run.rollout.parallelism is not None:
-        yield RuleViolation(
-            loc, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)"
-        )
-
-
-def _fairness(run: RunSpec) -> Iterable[RuleViolation]:
-    """Shares of a run are counted in groups of one size, and each batch takes the groups that are due."""
-    for i, domain in enumerate(run.domains):
-        if domain.floor > domain.cap:
-            yield RuleViolation(
-                ("domains", i, "floor"),
-                f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})",
-            )
-            return
-    floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
-    if floors > 1 + 1e-9 or caps < 1 - 1e-9:
-        yield RuleViolation(
-            ("domains",),
-            f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)",
-        )
-        return
-    if not run.fair:
-        return
-    sizes = sorted({d.group_size for d in run.domains})
-    tail, own = run.rollout.tail_batching, any(d.trajectories is not None for d in run.domains)
-    for broken, loc, rule in (
-        (len(sizes) > 1, ("domains",), f"one group_size in all domains, where these have {sizes}"),
-        (own, ("domains",), "no `trajectories` of domains, but weights"),
-        (run.batch.tokens is not None, ("batch", "tokens"), "no token budget"),
-        (run.batch.sampler != "fifo", ("batch", "sampler"), "sampler fifo"),
-        (tail is not None, ("rollout", "tail_batching"), "no tail batching, whose rounds have quotas"),
-    ):
-        if broken:
-            yield RuleViolation(loc, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})")
-
-
-def flow_problems(run: RunSpec) -> list[RuleViolation]:
-    """Every broken rule, in the order of the spec's parts."""
-    return [*_sampler(run), *_weights(run), *_columns(run)]
-
-
-def _columns(run: RunSpec) -> Iterable[RuleViolation]:
-    """A column is filled once, from data that is available before the batch is complete."""
-    columns, loc = run.training.columns, ("training", "columns")
-    if len(set(columns)) < len(columns):
-        yield RuleViolation(loc, f"training.columns is {', '.join(columns)} (rule: each at most once)")
-    if "ref_logprobs" in columns and not run.training.loss.kl:
-        yield RuleViolation(loc, "training.columns has ref_logprobs (rule: with training.loss.kl above 0)")
-    if "advantage" not in columns:
-        return
-    if run.batch.sampler == "token_budget":
-        yield RuleViolation(
-            loc,
-            "training.columns has advantage with batch.sampler token_budget (rule: fifo or deadline; "
-            "baselines are over the samples that are trained)",
-        )
-    for i, domain in enumerate(run.domains):
-        if domain.advantage.baseline == "domain":
-            yield RuleViolation(
-                ("domains", i, "advantage", "baseline"),
-                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch (rule: group or "
-                "none with advantage in training.columns)",
-            )
-
-
-def _weights(run: RunSpec) -> Iterable[RuleViolation]:
-    """Engines may differ in version where trajectories of different versions are trained together."""
-    weights, loc = run.weights, ("weights", "update")
-    if weights.store is not None:
-        yield from _store(weights.store)
-        if weights.collective is not None:
-            yield RuleViolation(
-                ("weights", "collective"),
-                "weights.collective and weights.store are given (rule: one of them; a broadcast reaches engines that "
-                "the trainer reaches)",
-            )
-    if weights.update != "all":
-        if run.schedule in LAG:
-            yield RuleViolation(
-                loc,
-                f"weights.update is {weights.update} under `schedule: {run.schedule}` (rule: all, or a schedule with a "
-                "window of groups: paced, rollart, areal, roll_flash)",
-            )
-        elif run.staleness == 0:
-            yield RuleViolation(
-                loc,
-                f"weights.update is {weights.update} with staleness 0 (rule: all, or staleness of at least 1: no "
-                "engine may serve an old version)",
-            )
-        elif run.staleness == 1 and weights.update == "on_divergence":
-            yield RuleViolation(
-                loc,
-                "weights.update is on_divergence with staleness 1 (rule: staleness of at least 2: with 1 every engine "
-                "has to load every version)",
-            )
-    if weights.update == "on_divergence" and weights.threshold is None:
-        yield RuleViolation(loc, "weights.update is on_divergence (rule: with weights.threshold)")
-    for key, update in (("longest_s", "delayed"), ("fraction", "staggered"), ("threshold", "on_divergence")):
-        if getattr(weights, key) is not None and weights.update != update:
-            yield RuleViolation(
-                ("weights", key), f"weights.{key} is given with update '{weights.update}' (rule: only with {update})"
-            )
-
-
-def _sampler(run: RunSpec) -> Iterable[RuleViolation]:
-    """Each sampler has the settings that it needs, and none of another's."""
-    batch, loc = run.batch, ("batch", "sampler")
-    needed = {"token_budget": "tokens", "deadline": "deadline_s"}.get(batch.sampler)
-    if needed is not None and getattr(batch, needed) is None:
-        yield RuleViolation(loc, f"batch.sampler is {batch.sampler} (rule: with batch.{needed})")
-    if batch.sampler != "fifo" and run.training.stream:
-        yield RuleViolation(loc, f"batch.sampler is {batch.sampler} with training.stream (rule: fifo)")
-    if batch.sampler == "deadline":
-        if run.schedule in LAG:
-            yield RuleViolation(
-                loc,
-                f"batch.sampler is deadline under `schedule: {run.schedule}` (rule: a schedule with a window of "
-                "groups: paced, rollart, areal, roll_flash)",
-            )
-        if batch.tokens is not None:
-            yield RuleViolation(
-                ("batch", "tokens"), "batch.tokens is given with sampler 'deadline' (rule: one of them)"
-            )
-        return
-    if batch.sampler == "fifo" and batch.tokens is not None and run.schedule in LAG:
-        yield RuleViolation(
-            ("batch", "tokens"),
-            f"batch.tokens is {batch.tokens} under `schedule: {run.schedule}` (rule: a schedule of whole batches "
-            "trains the batch that it admitted; the part beyond a budget would be trained too late, or lost for "
-            "ending last). For even steps: batch.sampler: token_budget; for smaller batches: batch.trajectories; or a "
-            "schedule with a window of groups",
-        )
-    for key in ("deadline_s", "least", "age_decay"):
-        if getattr(batch, key) is not None:
-            yield RuleViolation(
-                ("batch", key), f"batch.{key} is given with sampler '{batch.sampler}' (rule: only with deadline)"
-            )
-
-
-def _store(store: WeightStoreSpec) -> Iterable[RuleViolation]:
-    loc = ("weights", "store")
-    if (store.kind == "s3") != store.url.startswith("s3://"):
-        rule = "s3://BUCKET or s3://BUCKET/PREFIX" if store.kind == "s3" else "a directory"
-        yield RuleViolation((*loc, "url"), f"weights.store.url is '{store.url}' with kind {store.kind} (rule: {rule})")
-    elif store.kind == "s3" and not store.url.removeprefix("s3://").partition("/")[0]:
-        yield RuleViolation(
-            (*loc, "url"), f"weights.store.url is '{store.url}' (rule: s3://BUCKET or s3://BUCKET/PREFIX)"
-        )
-    if store.local is not None and not PurePosixPath(store.local).is_absolute():
-        yield RuleViolation((*loc, "local"), f"weights.store.local is '{store.local}' (rule: an absolute path)")
+Violations: TypeAlias = Iterator[str | RuleViolation]
 
 
 class _Named(Protocol):
@@ -307,24 +43,29 @@ class _Named(Protocol):
 
 def run_problems(run: RunSpec) -> list[RuleViolation]:
     """Every broken rule of a run spec, in file order."""
-    problems = [
-        *_model(run),
-        *_schedule(run),
-        *rollout_problems(run),
-        *_unique("domains", run.domains),
-        *_unique("functions", run.functions),
-        *_functions(run),
-        *_rewards(run),
-        *_turns(run),
-        *_profiles(run),
-        *_quota_rules(run),
-        *_warm_start(run),
-        *_temperatures(run),
-        *_affinity(run),
-        *_objective(run),
-        *_stream(run),
-        *flow_problems(run),
-    ]
+    problems = located(
+        _model(run),
+        _rollout(run),
+        _filter(run),
+        _concurrency(run),
+        _lending(run),
+        _fairness(run),
+        _unique("domains", run.domains),
+        _unique("functions", run.functions),
+        _functions(run),
+        _rewards(run),
+        _turns(run),
+        _profiles(run),
+        _quota_rules(run),
+        _warm_start(run),
+        _temperatures(run),
+        _affinity(run),
+        _objective(run),
+        _stream(run),
+        _sampler(run),
+        _weights(run),
+        _columns(run),
+    )
     if not problems:
         try:
             quotas(run)
@@ -335,17 +76,15 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
 
 def cluster_problems(cluster: ClusterSpec) -> list[RuleViolation]:
     """Every broken rule of a cluster spec."""
-    return [
-        *_unique("devices", cluster.devices),
-        *_unique("pools", cluster.pools),
-        *_bases(cluster),
-        *_device_types(cluster),
-        *_links(cluster),
-        *_engines(cluster),
-        *_ranks(cluster),
-        *_wanted_devices(cluster),
-        *_environments(cluster),
-    ]
+    return located(
+        _unique("devices", cluster.devices),
+        _unique("pools", cluster.pools),
+        _device_types(cluster),
+        _links(cluster),
+        _engines(cluster),
+        _wanted(cluster),
+        _environments(cluster),
+    )
 
 
 def price_problems(prices: PriceList) -> list[RuleViolation]:
@@ -390,55 +129,187 @@ def quotas(run: RunSpec) -> dict[str, int]:
     return filled
 
 
-def _model(run: RunSpec) -> Iterable[RuleViolation]:
-    given = [run.model.path, run.model.init]
-    if None not in given or (given == [None, None] and run.model.config is None):
-        yield RuleViolation(
-            ("model",),
-            "model has both or neither of 'path' and 'init' (rule: exactly one; a plan alone is content with 'config')",
-        )
+def known_device(name: str) -> bool:
+    """True if the catalogue has the type, under this or another name."""
+    try:
+        return bool(canonical(name))
+    except ValueError:
+        return False
 
 
-def _schedule(run: RunSpec) -> Iterable[RuleViolation]:
-    lag = LAG.get(run.schedule)
-    if lag is not None and run.staleness != lag:
-        yield RuleViolation(
-            ("staleness",),
-            f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)",
-        )
+def located(*rules: Violations) -> list[RuleViolation]:
+    """The violations of several rules, in their order. A text alone begins with its key."""
+    found = (one for rule in rules for one in rule)
+    return [one if isinstance(one, RuleViolation) else _violation(one) for one in found]
 
 
-def _unique(key: str, entries: Sequence[_Named]) -> Iterable[RuleViolation]:
+def _violation(text: str) -> RuleViolation:
+    path = text.partition(" ")[0].split(".")
+    return RuleViolation(tuple(int(part) if part.isdecimal() else part for part in path), text)
+
+
+def _of_domain(i: int, path: str, text: str) -> RuleViolation:
+    return RuleViolation(("domains", i, *path.split(".")), text)
+
+
+def _unique(key: str, entries: Sequence[_Named]) -> Violations:
     counts = Counter(entry.name for entry in entries)
     for i, entry in enumerate(entries):
-        if counts[entry.name] > 1:
-            yield RuleViolation(
-                (key, i, "name"),
-                f"{key}.{i}.name is '{entry.name}' (rule: names are unique; it occurs {counts[entry.name]} times)",
+        if (n := counts[entry.name]) > 1:
+            yield f"{key}.{i}.name is '{entry.name}' (rule: names are unique; it occurs {n} times)"
+
+
+def _model(run: RunSpec) -> Violations:
+    given = [run.model.path, run.model.init]
+    if None not in given or (given == [None, None] and run.model.config is None):
+        rule = "exactly one; a plan alone is content with 'config'"
+        yield f"model has both or neither of 'path' and 'init' (rule: {rule})"
+    lag = LAG.get(run.schedule, run.staleness)
+    if run.staleness != lag:
+        yield f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)"
+
+
+def _rollout(run: RunSpec) -> Violations:
+    """Redundancy and tail batching, beside the rest of the run."""
+    rollout = run.rollout
+    for i, domain in enumerate(run.domains):
+        if not isinstance(domain.environment, str) and rollout.prefetch != 0:
+            yield _of_domain(
+                i,
+                "environment",
+                f"domain '{domain.name}' is a harness with rollout.prefetch {rollout.prefetch} (rule: 0, since it has "
+                "no reset)",
             )
+    largest, size = max(d.group_size for d in run.domains), rollout.redundancy.size
+    if size > 1 and int(largest * size + ROUNDING) == largest:
+        yield (
+            f"rollout.redundancy.size is {size:g} (rule: at least {1 + 1 / largest:g} with groups of {largest}, or 1: "
+            "members are whole)"
+        )
+    if rollout.tail_batching is None:
+        return
+    if run.schedule not in ("sync", "sync_plus"):
+        yield (
+            f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
+            "rounds are steps)"
+        )
+    if max(rollout.redundancy.groups, size) > 1:
+        yield (
+            "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
+            "than is needed by itself)"
+        )
+    if run.batch.tokens is not None:
+        yield (
+            f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
+            "that ends it, so its batch has no token budget)"
+        )
 
 
-def _functions(run: RunSpec) -> Iterable[RuleViolation]:
+def _filter(run: RunSpec) -> Violations:
+    """Filtered groups have no advantage, and their replacements are drawn one by one."""
+    spec = run.rollout.filter
+    additional = f"rollout.filter.max_additional_running_prompts is {spec.max_additional_running_prompts}"
+    if not spec.zero_variance:
+        if spec.max_additional_running_prompts:
+            yield (
+                f"{additional} (rule: with zero_variance, whose losses they replace; without it, "
+                "rollout.redundancy.groups)"
+            )
+        return
+    for domain in run.domains:
+        if domain.advantage.baseline != "group" or domain.group_size == 1:
+            yield (
+                f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
+                f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
+                "groups teach something though their rewards are alike)"
+            )
+            return
+    if run.rollout.tail_batching is not None and spec.max_additional_running_prompts:
+        yield f"{additional} beside rollout.tail_batching (rule: 0: its rounds say what is started)"
+
+
+def _concurrency(run: RunSpec) -> Violations:
+    """The search has room to move."""
+    spec = run.rollout.concurrency
+    if not spec.least <= spec.start <= spec.most:
+        yield f"rollout.concurrency.start is {spec.start} (rule: least {spec.least} <= start <= most {spec.most})"
+    if not spec.low < spec.high:
+        yield f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
+    if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
+        setting = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
+        yield (
+            f"rollout.dispatch is {run.rollout.dispatch} under `{setting}` (rule: it orders trajectories that wait for "
+            "room in an engine, and with that setting none waits)"
+        )
+    if spec.settle_s < spec.interval_s:
+        yield (
+            f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
+            "fall takes longer to show than a rise)"
+        )
+
+
+def _lending(run: RunSpec) -> Violations:
+    """Lent devices train on finished trajectories while the rollout ends."""
+    if run.rollout.lending is None:
+        return
+    if run.schedule != "sync_plus" or not run.training.stream:
+        yield (
+            f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
+            f"{str(run.training.stream).lower()} (rule: sync_plus, and true: finished trajectories are trained while "
+            "the rest is rolled out)"
+        )
+    if run.rollout.parallelism is not None:
+        yield "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)"
+
+
+def _fairness(run: RunSpec) -> Violations:
+    """Shares of a run are counted in groups of one size, and each batch takes the groups that are due."""
+    for i, domain in enumerate(run.domains):
+        if domain.floor > domain.cap:
+            yield _of_domain(
+                i, "floor", f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})"
+            )
+            return
+    floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
+    if floors > 1 + ROUNDING or caps < 1 - ROUNDING:
+        yield RuleViolation(
+            ("domains",),
+            f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)",
+        )
+        return
+    if not run.fair:
+        return
+    sizes = sorted({d.group_size for d in run.domains})
+    tail, own = run.rollout.tail_batching, any(d.trajectories is not None for d in run.domains)
+    for broken, path, rule in (
+        (len(sizes) > 1, "domains", f"one group_size in all domains, where these have {sizes}"),
+        (own, "domains", "no `trajectories` of domains, but weights"),
+        (run.batch.tokens is not None, "batch.tokens", "no token budget"),
+        (run.batch.sampler != "fifo", "batch.sampler", "sampler fifo"),
+        (tail is not None, "rollout.tail_batching", "no tail batching, whose rounds have quotas"),
+    ):
+        if broken:
+            text = f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})"
+            yield RuleViolation(tuple(path.split(".")), text)
+
+
+def _functions(run: RunSpec) -> Violations:
     for i, entry in enumerate(run.functions):
+        at = ("functions", i)
         if "." in entry.name:
-            yield RuleViolation(
-                ("functions", i, "name"),
-                f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)",
-            )
+            yield (f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)")
         if entry.warm is not None and entry.concurrency is not None and entry.warm > entry.concurrency:
-            yield RuleViolation(
-                ("functions", i, "warm"),
-                f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})",
-            )
+            text = f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})"
+            yield RuleViolation((*at, "warm"), text)
         several = entry.artefact if isinstance(entry.artefact, list) else []
         if len(several) > 1 and any(":" in path for path in several):
             yield RuleViolation(
-                ("functions", i, "artefact"),
+                (*at, "artefact"),
                 f"function '{entry.name}' has {len(several)} artefacts with a producer (rule: paths, or one producer)",
             )
 
 
-def _rewards(run: RunSpec) -> Iterable[RuleViolation]:
+def _rewards(run: RunSpec) -> Violations:
     known = [f.name for f in run.functions]
     for i, domain in enumerate(run.domains):
         for j, use in enumerate(domain.rewards):
@@ -455,155 +326,228 @@ def _rewards(run: RunSpec) -> Iterable[RuleViolation]:
             )
 
 
-def _turns(run: RunSpec) -> Iterable[RuleViolation]:
+def _turns(run: RunSpec) -> Violations:
     for i, domain in enumerate(run.domains):
         if domain.max_tokens >= run.model.context:
-            yield RuleViolation(
-                ("domains", i, "max_tokens"),
+            yield _of_domain(
+                i,
+                "max_tokens",
                 f"domain '{domain.name}' has max_tokens {domain.max_tokens} "
                 f"(rule: below model.context, {run.model.context})",
             )
         if domain.advantage.baseline == "group" and domain.group_size == 1:
-            yield RuleViolation(
-                ("domains", i, "group_size"),
+            yield _of_domain(
+                i,
+                "group_size",
                 f"domain '{domain.name}' has group_size 1 "
                 "(rule: at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise)",
             )
 
 
-def _profiles(run: RunSpec) -> Iterable[RuleViolation]:
+def _profiles(run: RunSpec) -> Violations:
     """A profile is within the bounds of its domain and of the model."""
     for i, domain in enumerate(run.domains):
-        profile = domain.profile
-        if profile is None:
+        if (profile := domain.profile) is None:
             continue
-        at = ("domains", i, "profile")
+        has = f"domain '{domain.name}' has"
         first = profile.first_tokens or profile.new_tokens
         for field in ("turns", "new_tokens", "output_tokens", "first_tokens"):
             spread = getattr(profile, field)
             if spread is not None and None not in (spread.p50, spread.p90) and spread.p90 < spread.p50:
-                yield RuleViolation(
-                    (*at, field, "p90"),
-                    f"domain '{domain.name}' has {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})",
-                )
+                text = f"{has} {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})"
+                yield _of_domain(i, f"profile.{field}.p90", text)
         if first.mean == 0:
             field = "new_tokens" if profile.first_tokens is None else "first_tokens"
-            yield RuleViolation(
-                (*at, field), f"domain '{domain.name}' has {field} 0 (rule: a first prompt above 0 tokens)"
-            )
+            yield _of_domain(i, f"profile.{field}", f"{has} {field} 0 (rule: a first prompt above 0 tokens)")
         for field, value, bound, limit in (
             ("turns", profile.turns, "max_turns", domain.max_turns),
             ("output_tokens", profile.output_tokens, "max_tokens", domain.max_tokens),
         ):
             if value.mean > limit:
-                yield RuleViolation(
-                    (*at, field),
-                    f"domain '{domain.name}' has {field} {value.mean:g} (rule: at most its {bound}, {limit})",
-                )
+                text = f"{has} {field} {value.mean:g} (rule: at most its {bound}, {limit})"
+                yield _of_domain(i, f"profile.{field}", text)
         turns, each = profile.turns.mean, profile.new_tokens.mean
         total = first.mean + (turns - 1) * each + turns * profile.output_tokens.mean
         if total > run.model.context:
-            yield RuleViolation(
-                at,
-                f"domain '{domain.name}' has trajectories of {total:,.0f} tokens by its profile "
-                f"(rule: at most model.context, {run.model.context})",
-            )
+            text = f"{has} trajectories of {total:,.0f} tokens by its profile (rule: at most model.context, "
+            yield _of_domain(i, "profile", f"{text}{run.model.context})")
 
 
-def _affinity(run: RunSpec) -> Iterable[RuleViolation]:
-    tags = [d.tag or d.name for d in run.domains]
-    for key in run.hw_affinity:
-        if key not in (*tags, "default"):
-            yield RuleViolation(
-                ("hw_affinity", key),
-                f"hw_affinity names '{key}' (rule: the tag of a domain, or default{did_you_mean(key, tags)})",
-            )
-
-
-def _objective(run: RunSpec) -> Iterable[RuleViolation]:
-    if run.placement.objective == "min_cost" and run.placement.rate is None:
-        yield RuleViolation(
-            ("placement", "objective"), "placement.objective is min_cost (rule: with placement.rate, trajectories/s)"
-        )
-    if run.placement.objective != "min_cost" and run.placement.rate is not None:
-        yield RuleViolation(
-            ("placement", "rate"),
-            f"placement.rate is {run.placement.rate:g} (rule: only with `objective: min_cost`, which is to reach it; "
-            f"this one is {run.placement.objective})",
-        )
-
-
-def _quota_rules(run: RunSpec) -> Iterable[RuleViolation]:
+def _quota_rules(run: RunSpec) -> Violations:
     given: list[tuple[int, DomainSpec, int]] = [
         (i, d, d.trajectories) for i, d in enumerate(run.domains) if d.trajectories is not None
     ]
     for i, domain, quota in given:
         if quota % domain.group_size:
-            yield RuleViolation(
-                ("domains", i, "trajectories"),
+            yield _of_domain(
+                i,
+                "trajectories",
                 f"domain '{domain.name}' has trajectories {quota} "
                 f"(rule: a multiple of its group_size {domain.group_size})",
             )
     if given and len(given) != len(run.domains):
-        yield RuleViolation(
-            ("domains",), f"{len(given)} of {len(run.domains)} domains have 'trajectories' (rule: all or none)"
-        )
+        text = f"{len(given)} of {len(run.domains)} domains have 'trajectories' (rule: all or none)"
+        yield RuleViolation(("domains",), text)
     elif given and (total := sum(quota for _, _, quota in given)) != run.batch.trajectories:
-        yield RuleViolation(
-            ("batch", "trajectories"),
-            f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})",
-        )
+        yield (f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})")
 
 
-def _temperatures(run: RunSpec) -> Iterable[RuleViolation]:
+def _warm_start(run: RunSpec) -> Violations:
+    known = [d.name for d in run.domains]
+    for i, name in enumerate(run.warm_start.domains if run.warm_start else ()):
+        if name not in known:
+            text = f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})"
+            yield RuleViolation(("warm_start", "domains", i), text)
+
+
+def _temperatures(run: RunSpec) -> Violations:
     """All domains share a temperature: the trainer recomputes log-probabilities at one sampling temperature."""
     first = run.domains[0]
     for i, domain in enumerate(run.domains):
         if domain.temperature != first.temperature:
-            yield RuleViolation(
-                ("domains", i, "temperature"),
+            yield _of_domain(
+                i,
+                "temperature",
                 f"domain '{domain.name}' has temperature {domain.temperature} "
                 f"(rule: that of every other domain, {first.temperature} in '{first.name}')",
             )
 
 
-def _warm_start(run: RunSpec) -> Iterable[RuleViolation]:
-    known = [d.name for d in run.domains]
-    for i, name in enumerate(run.warm_start.domains if run.warm_start else ()):
-        if name not in known:
-            yield RuleViolation(
-                ("warm_start", "domains", i),
-                f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})",
-            )
+def _affinity(run: RunSpec) -> Violations:
+    tags = [d.tag or d.name for d in run.domains]
+    for key in run.hw_affinity:
+        if key not in (*tags, "default"):
+            text = f"hw_affinity names '{key}' (rule: the tag of a domain, or default{did_you_mean(key, tags)})"
+            yield RuleViolation(("hw_affinity", key), text)
 
 
-def _stream(run: RunSpec) -> Iterable[RuleViolation]:
+def _objective(run: RunSpec) -> Violations:
+    objective, rate = run.placement.objective, run.placement.rate
+    if objective == "min_cost" and rate is None:
+        yield "placement.objective is min_cost (rule: with placement.rate, trajectories/s)"
+    if objective != "min_cost" and rate is not None:
+        yield (
+            f"placement.rate is {rate:g} (rule: only with `objective: min_cost`, which is to reach it; this one is "
+            f"{objective})"
+        )
+
+
+def _stream(run: RunSpec) -> Violations:
     """A streamed step makes one update of one pass, with advantages that do not wait for the whole batch."""
     if not run.training.stream:
         return
-    for name in ("epochs", "minibatches"):
-        if (count := getattr(run.training, name)) > 1:
-            yield RuleViolation(("training", name), f"training.{name} is {count} (rule: 1 with training.stream)")
+    for name, count in (("epochs", run.training.epochs), ("minibatches", run.training.minibatches)):
+        if count > 1:
+            yield f"training.{name} is {count} (rule: 1 with training.stream)"
+    yield from _batch_baselines(run, "training.stream")
+
+
+def _batch_baselines(run: RunSpec, setting: str) -> Violations:
+    """Advantages that need the mean of the whole batch, which `setting` does not wait for."""
     for i, domain in enumerate(run.domains):
         if domain.advantage.baseline == "domain":
-            yield RuleViolation(
-                ("domains", i, "advantage", "baseline"),
-                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch "
-                "(rule: group or none with training.stream)",
+            yield _of_domain(
+                i,
+                "advantage.baseline",
+                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch (rule: group or "
+                f"none with {setting})",
             )
 
 
-def _bases(cluster: ClusterSpec) -> Iterable[RuleViolation]:
+def _sampler(run: RunSpec) -> Violations:
+    """Each sampler has the settings that it needs, and none of another's."""
+    batch, schedule = run.batch, run.schedule
+    needed = {"token_budget": "tokens", "deadline": "deadline_s"}.get(batch.sampler)
+    if needed is not None and getattr(batch, needed) is None:
+        yield f"batch.sampler is {batch.sampler} (rule: with batch.{needed})"
+    if batch.sampler != "fifo" and run.training.stream:
+        yield f"batch.sampler is {batch.sampler} with training.stream (rule: fifo)"
+    if batch.sampler == "deadline":
+        if schedule in LAG:
+            yield (
+                f"batch.sampler is deadline under `schedule: {schedule}` (rule: a schedule with a window of groups: "
+                "paced, rollart, areal, roll_flash)"
+            )
+        if batch.tokens is not None:
+            yield "batch.tokens is given with sampler 'deadline' (rule: one of them)"
+        return
+    if batch.sampler == "fifo" and batch.tokens is not None and schedule in LAG:
+        yield (
+            f"batch.tokens is {batch.tokens} under `schedule: {schedule}` (rule: a schedule of whole batches trains "
+            "the batch that it admitted; the part beyond a budget would be trained too late, or lost for ending last). "
+            "For even steps: batch.sampler: token_budget; for smaller batches: batch.trajectories; or a schedule with "
+            "a window of groups"
+        )
+    for key in ("deadline_s", "least", "age_decay"):
+        if getattr(batch, key) is not None:
+            yield f"batch.{key} is given with sampler '{batch.sampler}' (rule: only with deadline)"
+
+
+def _weights(run: RunSpec) -> Violations:
+    """Engines may differ in version where trajectories of different versions are trained together."""
+    weights, update = run.weights, run.weights.update
+    if weights.store is not None:
+        yield from _store(weights.store)
+        if weights.collective is not None:
+            yield (
+                "weights.collective and weights.store are given (rule: one of them; a broadcast reaches engines that "
+                "the trainer reaches)"
+            )
+    if update != "all" and run.schedule in LAG:
+        yield (
+            f"weights.update is {update} under `schedule: {run.schedule}` (rule: all, or a schedule with a window of "
+            "groups: paced, rollart, areal, roll_flash)"
+        )
+    elif update != "all" and run.staleness == 0:
+        yield (
+            f"weights.update is {update} with staleness 0 (rule: all, or staleness of at least 1: no engine may serve "
+            "an old version)"
+        )
+    elif update == "on_divergence" and run.staleness == 1:
+        yield (
+            "weights.update is on_divergence with staleness 1 (rule: staleness of at least 2: with 1 every engine has "
+            "to load every version)"
+        )
+    if update == "on_divergence" and weights.threshold is None:
+        yield "weights.update is on_divergence (rule: with weights.threshold)"
+    for key, only in (("longest_s", "delayed"), ("fraction", "staggered"), ("threshold", "on_divergence")):
+        if getattr(weights, key) is not None and update != only:
+            yield f"weights.{key} is given with update '{update}' (rule: only with {only})"
+
+
+def _store(store: WeightStoreSpec) -> Violations:
+    if (store.kind == "s3") != store.url.startswith("s3://"):
+        rule = "s3://BUCKET or s3://BUCKET/PREFIX" if store.kind == "s3" else "a directory"
+        yield f"weights.store.url is '{store.url}' with kind {store.kind} (rule: {rule})"
+    elif store.kind == "s3" and not store.url.removeprefix("s3://").partition("/")[0]:
+        yield f"weights.store.url is '{store.url}' (rule: s3://BUCKET or s3://BUCKET/PREFIX)"
+    if store.local is not None and not PurePosixPath(store.local).is_absolute():
+        yield f"weights.store.local is '{store.local}' (rule: an absolute path)"
+
+
+def _columns(run: RunSpec) -> Violations:
+    """A column is filled once, from data that is available before the batch is complete."""
+    columns = run.training.columns
+    if len(set(columns)) < len(columns):
+        yield f"training.columns is {', '.join(columns)} (rule: each at most once)"
+    if "ref_logprobs" in columns and not run.training.loss.kl:
+        yield "training.columns has ref_logprobs (rule: with training.loss.kl above 0)"
+    if "advantage" not in columns:
+        return
+    if run.batch.sampler == "token_budget":
+        yield (
+            "training.columns has advantage with batch.sampler token_budget (rule: fifo or deadline; baselines are "
+            "over the samples that are trained)"
+        )
+    yield from _batch_baselines(run, "advantage in training.columns")
+
+
+def _device_types(cluster: ClusterSpec) -> Violations:
+    """Figures of a new device type have a known base; a computed plan needs the figures of every type."""
     for i, device in enumerate(cluster.devices):
         if device.base is not None and not known_device(device.base):
             hint = did_you_mean(device.base, catalogue())
-            yield RuleViolation(
-                ("devices", i, "base"), f"devices.{i}.base is '{device.base}' (rule: a type of the catalogue{hint})"
-            )
-
-
-def _device_types(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    """A computed plan needs the figures of every device type."""
+            yield f"devices.{i}.base is '{device.base}' (rule: a type of the catalogue{hint})"
     own = {d.name for d in cluster.devices} | {"cpu"}
     if cluster.engines.fixed or own >= {p.device for p in cluster.pools}:
         return
@@ -617,78 +561,50 @@ def _device_types(cluster: ClusterSpec) -> Iterable[RuleViolation]:
             )
 
 
-def _links(cluster: ClusterSpec) -> Iterable[RuleViolation]:
+def _links(cluster: ClusterSpec) -> Violations:
     names = [*(p.name for p in cluster.pools), STORE]
     seen: set[frozenset[str]] = set()
     for i, link in enumerate(cluster.links):
-        for end in ("a", "b"):
-            name = getattr(link, end)
+        for end, name in (("a", link.a), ("b", link.b)):
             if name not in names:
                 hint = did_you_mean(name, names)
-                yield RuleViolation(
-                    ("links", i, end), f"links.{i}.{end} is '{name}' (rule: the name of a pool, or {STORE}{hint})"
-                )
+                yield f"links.{i}.{end} is '{name}' (rule: the name of a pool, or {STORE}{hint})"
         pair = frozenset((link.a, link.b))
         if pair in seen:
             yield RuleViolation(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
         seen.add(pair)
 
 
-def _engines(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    engines = cluster.engines
+def _engines(cluster: ClusterSpec) -> Violations:
+    engines, trainer = cluster.engines, cluster.trainer
     if (engines.prefill is None) != (engines.decode is None):
         lone, other = ("prefill", "decode") if engines.decode is None else ("decode", "prefill")
-        yield RuleViolation(("engines", lone), f"engines.{lone} is given alone (rule: with engines.{other})")
+        yield f"engines.{lone} is given alone (rule: with engines.{other})"
     if engines.attach and engines.kind != "vllm":
-        yield RuleViolation(("engines", "attach"), "engines.attach is given (rule: only with `kind: vllm`)")
-    total = sum(n or 0 for n in (engines.count, engines.prefill, engines.decode))
-    if engines.attach and len(engines.attach) != total:
-        yield RuleViolation(
-            ("engines", "attach"),
-            f"engines.attach names {len(engines.attach)} servers (rule: as many as count, prefill and decode, {total})",
-        )
+        yield "engines.attach is given (rule: only with `kind: vllm`)"
+    n, total = len(engines.attach), sum(n or 0 for n in (engines.count, engines.prefill, engines.decode))
+    if n and n != total:
+        yield f"engines.attach names {n} servers (rule: as many as count, prefill and decode, {total})"
+    if engines.fixed and (trainer.ranks or 1) > trainer.threads:
+        yield f"trainer.ranks is {trainer.ranks} (rule: at most trainer.threads, {trainer.threads}: a device each)"
 
 
-def _ranks(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    trainer = cluster.trainer
-    if cluster.engines.fixed and (trainer.ranks or 1) > trainer.threads:
-        yield RuleViolation(
-            ("trainer", "ranks"),
-            f"trainer.ranks is {trainer.ranks} (rule: at most trainer.threads, {trainer.threads}: a device each)",
-        )
+def _wanted(cluster: ClusterSpec) -> Violations:
+    """The devices and pools that parts ask for are in the cluster."""
+    devices, pools = [pool.device for pool in cluster.pools], [pool.name for pool in cluster.pools]
+    for path, wanted, known, rule in (
+        ("engines.device", cluster.engines.device, devices, "the device of a pool"),
+        ("trainer.device", cluster.trainer.device, devices, "the device of a pool"),
+        ("environments.pool", cluster.environments.pool, pools, "a pool of the cluster"),
+        ("functions.local.pool", cluster.functions.local.pool, pools, "a pool of the cluster"),
+    ):
+        if wanted is not None and wanted not in known:
+            yield f"{path} is '{wanted}' (rule: {rule}{did_you_mean(wanted, known)})"
 
 
-def _wanted_devices(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    devices = [pool.device for pool in cluster.pools]
-    for role, wanted in (("engines", cluster.engines.device), ("trainer", cluster.trainer.device)):
-        if wanted is not None and wanted not in devices:
-            hint = did_you_mean(wanted, devices)
-            yield RuleViolation((role, "device"), f"{role}.device is '{wanted}' (rule: the device of a pool{hint})")
-
-
-def _environments(cluster: ClusterSpec) -> Iterable[RuleViolation]:
-    """Environment hosts, and the pools of environment and function hosts."""
-    pools, local = [pool.name for pool in cluster.pools], cluster.functions.local
-    for at, wanted in (("environments.pool", cluster.environments.pool), ("functions.local.pool", local.pool)):
-        if wanted is not None and wanted not in pools:
-            hint = did_you_mean(wanted, pools)
-            yield RuleViolation(tuple(at.split(".")), f"{at} is '{wanted}' (rule: a pool of the cluster{hint})")
-    given = cluster.environments
-    if given.warm > given.per_worker:
-        yield RuleViolation(
-            ("environments", "warm"),
-            f"environments.warm is {given.warm} (rule: at most per_worker, {given.per_worker})",
-        )
-    if given.reuse > 1 and not given.warm:
-        yield RuleViolation(
-            ("environments", "reuse"),
-            f"environments.reuse is {given.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)",
-        )
-
-
-def known_device(name: str) -> bool:
-    """True if the catalogue has the type, under this or another name."""
-    try:
-        return bool(canonical(name))
-    except ValueError:
-        return False
+def _environments(cluster: ClusterSpec) -> Violations:
+    spec = cluster.environments
+    if spec.warm > spec.per_worker:
+        yield f"environments.warm is {spec.warm} (rule: at most per_worker, {spec.per_worker})"
+    if spec.reuse > 1 and not spec.warm:
+        yield f"environments.reuse is {spec.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)"

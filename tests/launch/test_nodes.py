@@ -15,7 +15,6 @@ from rollart.ledger.reader import LedgerReader
 from rollart.ports import RunEvent
 from rollart.settings.faults import FaultPlanSpec, fault_problems
 from rollart.settings.resolve import Resolved, forecast, read_specs
-from rollart.settings.rules import RuleViolation
 from rollart.tools.faults import cluster_machines, fault_targets
 from rollart.tools.simulate import SimulationResult, simulate
 from tests.tools.test_simulate import RUN
@@ -168,7 +167,7 @@ def test_a_run_begins_with_the_parts_that_fit(given: Resolved) -> None:
 
 def test_only_machines_give_notice() -> None:
     plan = FaultPlanSpec.model_validate({"outages": [{"parts": ["engine-0"], "at_s": 9, "warning_s": 5}]})
-    (problem,) = fault_problems(plan, RuleViolation, ["engine-0"])
+    (problem,) = fault_problems(plan, ["engine-0"])
     assert problem.message == "outages.0.warning_s is 5 for 'engine-0' (rule: machines alone)"
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from rollart.errors import SpecError
 from rollart.settings.load import load_run
-from tests.spec.test_stream import RUN, Write
+from tests.settings.test_stream import RUN, Write
 
 
 def text(columns: list[str], *, kl: float = 0.1, baseline: str = "group", **more: object) -> str:

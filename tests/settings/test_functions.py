@@ -17,7 +17,7 @@ from rollart.settings.resolve import resolve_files, resolve_saved
 from rollart.settings.run import FunctionEntry
 from serverless.deploy.package import build
 from serverless.spec import FunctionBatchSpec, FunctionSpec
-from tests.spec.conftest import RUN
+from tests.settings.conftest import RUN
 
 Write = Callable[..., Path]
 
