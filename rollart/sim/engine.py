@@ -1,23 +1,15 @@
-"""An engine on virtual time at the granularity of turns: continuous batching as exact processor sharing.
+"""A serving engine on virtual time, at the granularity of turns: continuous batching as exact processor sharing.
 
-Step times come from `placement`'s roofline (`steps`). The model covers a serving engine's scheduling: chunked prefills
-that share steps with the decodes and slow them down, prefix KV kept between turns, KV memory with preemption, slots,
-and weight updates after which the KV of all requests in flight is computed again (I5).
+Requests wait, are prefilled in rounds that share steps with the decodes and slow them down, decode together, and are
+preempted where the KV memory is full. The model also covers prefix KV kept between turns, slots, and weight updates
+after which the KV of all requests in flight is computed again (I5). Step times come from `placement`'s roofline
+(`steps`, which also computes the time of the next event): the state between two events is five numbers, with one timer
+per engine.
 
-Continuous batching as exact processor sharing, one timer per engine: the computing part of a simulated engine.
-
-Requests wait, are prefilled in rounds that share steps with the decodes, decode together, and are preempted where the
-KV memory is full. The state between two events is five numbers; `sharing` computes the time of the next event.
-
-A request inside a simulated engine, and its completion.
-
-The KV that a simulated engine keeps for sessions between their turns, with LRU eviction.
-
-Modelled engines that hand KV over: a prefill here, its KV through a link, the decode there.
-
-vLLM's pull protocol as `rollart.serving.handoff` speaks it: the prefill engine keeps the KV under the request's id and
-answers with where it is; the engine that decodes pulls it, which takes the link's time, and computes the last token of
-the prompt anew. An engine may give KV back the same way for the next turn's prefill.
+A `DisaggregatedEngine` also hands KV over: a prefill here, its KV through a link, the decode there. It speaks vLLM's
+pull protocol as `rollart.serving.handoff` does: the prefill engine keeps the KV under the request's id and answers with
+where it is; the engine that decodes pulls it, which takes the link's time, and computes the last token of the prompt
+anew. An engine may give KV back the same way for the next turn's prefill.
 """
 
 from __future__ import annotations
@@ -48,164 +40,6 @@ from rollart.sim.links import SharedLink
 from rollart.sim.loop import posting
 from rollart.sim.steps import PrefillWork, StepModel, seconds_for, tokens_in
 
-
-class Phase(enum.IntEnum):
-    """The phase of a request. A preempted or recomputed request waits again."""
-
-    WAITING = 0
-    PREFILL = 1
-    DECODE = 2
-    OVER = 3
-
-
-WAITING, PREFILL, DECODE, OVER = Phase
-
-
-class SimulatedJob:
-    """Mutable, owned by one engine. Token counts are real tokens.
-
-    `done` tokens are generated, counted at its last change of phase; while it decodes, `base` is the engine's service
-    when it joined (with `done` tokens) and `end` the one at which it is finished. `marks` are (version, tokens) at each
-    change of weights.
-    """
-
-    __slots__ = (
-        "admitted",
-        "arrival",
-        "base",
-        "cached",
-        "done",
-        "end",
-        "future",
-        "marks",
-        "new",
-        "output",
-        "phase",
-        "pulled",
-        "request",
-        "tokens",
-    )
-
-    def __init__(
-        self, request: GenerateRequest, tokens: int, output: int, arrival: int, future: asyncio.Future[Completion]
-    ) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.output = output
-        self.arrival = arrival
-        self.future = future
-        self.phase: Phase = WAITING
-        self.done = 0
-        self.base = self.end = 0.0
-        self.new = self.cached = 0
-        self.admitted = False
-        """True if the request was admitted before, so that its prefill is a recomputation."""
-        self.pulled = False
-        self.marks: list[tuple[int, int]] | None = None
-
-    def generated(self, service: float) -> int:
-        """Whole tokens so far. A token is there when its step is over."""
-        if self.phase is not DECODE:
-            return self.done
-        return min(self.output, self.done + int(service - self.base + 1e-6))
-
-    def mark(self, version: int, tokens: int) -> None:
-        """The weights change: the tokens up to here are of `version`."""
-        last = self.marks[-1][1] if self.marks else 0
-        if tokens > last:
-            self.marks = [*(self.marks or ()), (version, tokens)]
-
-
-def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens: int) -> Completion:
-    """One id per policy version, its mass the tokens sampled under it."""
-    request = job.request
-    if job.marks is None:
-        if not tokens:
-            return Completion((), (), (), finish, job.tokens, job.cached)
-        return Completion(
-            (tokens,), _LOGPROB, _single_version_span(version), finish, job.tokens, job.cached, None, tokens
-        )
-    masses: list[int] = []
-    spans: list[VersionSpan] = []
-    last = 0
-    for of, until in [*job.marks, (version, tokens)]:
-        if until > last:
-            spans.append(VersionSpan(of, len(masses), len(masses) + 1))
-            masses.append(until - last)
-            last = until
-    assert sum(masses) == tokens, f"{request.request_id}: {masses} for {tokens} tokens"
-    logprobs = _LOGPROB * len(masses)
-    return Completion(tuple(masses), logprobs, tuple(spans), finish, job.tokens, job.cached, None, tokens)
-
-
-@lru_cache(maxsize=8)
-def _single_version_span(version: int) -> tuple[VersionSpan, ...]:
-    return (VersionSpan(version, 0, 1),)
-
-
-_LOGPROB = (-1.0,)
-"""Simulated tokens are not trained on, so that any valid log-probability does."""
-
-
-class RetainedKv:
-    """Tokens of KV by session. `total` is their sum; `evicted` counts evicted tokens."""
-
-    __slots__ = ("_kept", "evicted", "total")
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[int, str | None]] = OrderedDict()
-        self.total = 0
-        self.evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def keep(self, session: str, tokens: int, salt: str | None) -> None:
-        """Set the session's KV and mark it as most recently used."""
-        if session in self._kept:
-            self.take(session)
-        if tokens > 0:
-            self._kept[session] = tokens, salt
-            self.total += tokens
-
-    def held(self, session: str, salt: str | None) -> int:
-        """Tokens of the session that a request with this salt may use."""
-        found = self._kept.get(session)
-        return found[0] if found is not None and found[1] == salt else 0
-
-    def claim(self, session: str, salt: str | None) -> int:
-        """Remove the session's KV; return the tokens of it that a request with this salt may use."""
-        found = self._kept.pop(session, None)
-        if found is None:
-            return 0
-        self.total -= found[0]
-        return found[0] if found[1] == salt else 0
-
-    def take(self, session: str) -> int:
-        """Remove the session's KV; return its tokens."""
-        found = self._kept.pop(session, None)
-        if found is None:
-            return 0
-        self.total -= found[0]
-        return found[0]
-
-    def shrink(self, room: float) -> None:
-        """Evict until at most `room` tokens are left, from the end of the oldest session, as vLLM frees blocks."""
-        room = max(int(room), 0)
-        while self.total > room:
-            session, (tokens, salt) = self._kept.popitem(last=False)
-            gone = min(tokens, self.total - room)
-            self.total -= gone
-            self.evicted += gone
-            if gone < tokens:
-                self._kept[session] = tokens - gone, salt
-                self._kept.move_to_end(session, last=False)
-
-    def clear(self) -> None:
-        self._kept.clear()
-        self.total = 0
-
-
 _NEVER = math.inf
 _EPSILON = 1e-9
 """In units of service: events closer than this happen together."""
@@ -227,27 +61,38 @@ class EngineLimits:
     watermark: float = 0.01
 
 
-class KvReservation(NamedTuple):
-    """KV capacity that a request holds before it queues: `need` tokens, of which the KV of `kept` came from another
-    engine."""
+class ModelledEngine:
+    """Implements `ports.Engine`. A token id is a mass (`workload`); a request is answered with exactly `max_tokens`
+    tokens.
 
-    need: int
-    kept: int
-
-
-class ContinuousBatch:
-    """The state of an engine: requests, their progress, and the KV memory.
+    The engine owns its requests and one timer, which is set to the next of these events: a sequence is finished, a
+    round of prefills ends, the KV memory is full. `generate` waits for its completion, unblocked by that timer, by
+    `abort`, or with `EngineError` when the engine dies (`fail`). Invariant: KV of running requests, running prefills
+    and idle sessions never exceeds `kv_tokens`. Idle sessions are evicted first, least recently used first; then the
+    latest request is preempted, and computed again when memory is free.
 
     `_at` is the time up to which everything is accounted for, `_service` the tokens that each sequence has received
     until then, and `_context` the tokens of all decoding sequences. `_when` is the time of the next event, at service
     `_target`. `_held` tokens of KV belong to the round of prefills, and `_pinned` tokens to others (`_reserved`
     included). Every public call first catches up with the loop's clock.
+
+    `load` is awaited in `update_weights`: it transfers the weights to this engine.
     """
 
-    def __init__(self, name: str, steps: StepModel, *, version: int, limits: EngineLimits) -> None:
-        self._id = EngineId(name)
+    def __init__(
+        self,
+        name: str,
+        steps: StepModel,
+        *,
+        version: int = 0,
+        limits: EngineLimits | None = None,
+        load: Callable[[WeightsRef], Awaitable[None]] | None = None,
+    ) -> None:
+        limits = limits or EngineLimits()
+        self.id = EngineId(name)
+        self.version = version
         self._steps = steps
-        self._version = version
+        self._load = load
         self._slots, self._budget = limits.slots, limits.step_tokens
         self.kv_tokens = steps.kv_tokens if limits.kv_tokens is None else limits.kv_tokens
         """Tokens of KV that it holds."""
@@ -255,13 +100,141 @@ class ContinuousBatch:
             raise ValueError(f"engine {name}: {self.kv_tokens} tokens of KV, {limits} (rule: room for a request)")
         self._spare = int(limits.watermark * self.kv_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._post: Callable[..., object] = _unbound
+        self._post: Callable[..., object]
+        self._quiet: asyncio.Future[None] | None
         self._timer_at = _NEVER
         self._at = self._when = 0.0
+        self._dead = False
         self.prefill_s = self.decode_s = 0.0
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
         self.preemptions = self.recomputed_tokens = 0
+        self.lost_tokens = self.lost_kv_tokens = 0
+        """Generated tokens of requests in flight, and KV tokens of running requests and idle sessions, lost when the
+        engine died."""
         self._empty()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computation."""
+        return self.prefill_s + self.decode_s
+
+    @property
+    def kv_used(self) -> float:
+        """Tokens of KV held now, for any purpose."""
+        self._catch_up()
+        self._evict()
+        return self._context + self._held + self._pinned + self.retained.total
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check()
+        job = self._submit(request, sum(request.token_ids), request.sampling.max_tokens)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            if job.phase is not OVER:
+                self._end_early(job)
+            raise
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._check()
+        for request_id in request_ids:
+            job = self._jobs.get(request_id)
+            if job is not None:
+                self._end_early(job)
+
+    async def release(self, session: str) -> None:
+        self._check()
+        self.retained.take(session)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check()
+        self._catch_up()
+        if mode is PauseMode.ABORT:
+            for job in list(self._jobs.values()):
+                self._end_early(job)
+        elif mode is PauseMode.WAIT and self._jobs:
+            self._closed = True
+            self._quiet = asyncio.get_running_loop().create_future()
+            await self._quiet
+        self._catch_up()
+        self._stop()
+
+    async def resume(self) -> None:
+        self._check()
+        self._catch_up()
+        self._paused = self._closed = False
+        for job in self._late:
+            if job.phase is WAITING:
+                self._enqueue(job)
+        self._late.clear()
+        self._go_on()
+        self._arm()
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        """Load the weights and drop all KV; requests in flight are prefilled again after `resume`."""
+        self._check()
+        if self._load is not None:
+            await self._load(weights)
+            self._check()
+        self._catch_up()
+        self._start_over()
+        self.version = weights.version
+        self._go_on()
+        self._arm()
+
+    async def stats(self) -> EngineStats:
+        """Generated tokens include tokens of requests in flight and of aborted requests."""
+        self._check()
+        self._catch_up()
+        running = len(self._running) + len(self._round)
+        flying = sum(j.generated(self._service) for j in self._jobs.values())
+        return EngineStats(
+            running,
+            len(self._jobs) - running,
+            self.prompt_tokens,
+            self.generated_tokens + flying,
+            self.cached_tokens,
+            self.prefill_s,
+            self.decode_s,
+            kv_used=(self._context + self._held + self._pinned) / self.kv_tokens,
+            preemptions=self.preemptions,
+            kv_tokens=self.kv_tokens,
+        )
+
+    async def healthy(self) -> bool:
+        return not self._dead
+
+    @property
+    def fail(self) -> bool:
+        """True if the engine is dead. Setting it ends all requests in flight with `EngineError`; `restart` revives the
+        engine."""
+        return self._dead
+
+    @fail.setter
+    def fail(self, dead: bool) -> None:
+        if dead and not self._dead:
+            self._catch_up()
+            jobs, quiet = list(self._jobs.values()), self._quiet
+            self.lost_tokens += sum(j.generated(self._service) for j in jobs)
+            self.lost_kv_tokens += int(self._context + self.retained.total)
+            self._empty()
+            for job in jobs:
+                job.phase = OVER
+                if not job.future.done():
+                    job.future.set_exception(EngineError(f"{self.id} died", retryable=True))
+            if quiet is not None and not quiet.done():
+                quiet.set_exception(EngineError(f"{self.id} died", retryable=True))
+        self._dead = dead
+
+    def restart(self, version: int) -> None:
+        """Restart the process with these weights and an empty memory."""
+        self.fail = True
+        self._dead = False
+        self.version = version
+
+    def _check(self) -> None:
+        if self._dead:
+            raise EngineError(f"{self.id} is down", retryable=True)
 
     def _empty(self) -> None:
         """Nothing is in flight and no KV is held."""
@@ -281,12 +254,12 @@ class ContinuousBatch:
         self._when = _NEVER
         self._arrivals = 0
         self._paused = self._closed = False
-        self._quiet: asyncio.Future[None] | None = None
+        self._quiet = None
 
     def _submit(self, request: GenerateRequest, tokens: int, output: int) -> SimulatedJob:
         if tokens < 1 or tokens + output > self.kv_tokens or request.request_id in self._jobs:
             raise EngineError(
-                f"{self._id} refuses {request.request_id}: {tokens} tokens and {output} more, {self.kv_tokens} fit "
+                f"{self.id} refuses {request.request_id}: {tokens} tokens and {output} more, {self.kv_tokens} fit "
                 "(rule: at least one token of prompt, all fit, an id is used once)",
                 retryable=False,
             )
@@ -473,7 +446,7 @@ class ContinuousBatch:
             job.done = job.generated(self._service)
             job.phase = WAITING
         for job in self._jobs.values():
-            job.mark(self._version, job.done)
+            job.mark(self.version, job.done)
         self._running.clear()
         self._ends.clear()
         self._round, self._work = [], None
@@ -515,7 +488,7 @@ class ContinuousBatch:
         self.generated_tokens += job.done if finish is FinishReason.ABORT else job.output
         if not job.future.done():
             tokens = job.done if finish is FinishReason.ABORT else job.output
-            job.future.set_result(completion_of(job, finish, self._version, tokens))
+            job.future.set_result(completion_of(job, finish, self.version, tokens))
         if self._quiet is not None and not self._jobs.keys() - {j.request.request_id for j in self._late}:
             if not self._quiet.done():
                 self._quiet.set_result(None)
@@ -537,173 +510,6 @@ class ContinuousBatch:
         self._go_on()
         self._arm()
 
-    def _drop(self, job: SimulatedJob) -> None:
-        if job.phase is not OVER:
-            self._end_early(job)
-
-
-def _unbound(*args: object) -> None:
-    raise AssertionError("an engine sets no timer before it has taken a request")
-
-
-class ModelledEngine(ContinuousBatch):
-    """Implements `ports.Engine`. A token id is a mass (`mass`); a request is answered with exactly `max_tokens` tokens.
-
-    The engine owns its requests and one timer, which is set to the next of these events: a sequence is finished, a
-    round of prefills ends, the KV memory is full. `generate` waits for its completion, unblocked by that timer, by
-    `abort`, or with `EngineError` when the engine dies (`fail`). Invariant: KV of running requests, running prefills
-    and idle sessions never exceeds `kv_tokens`. Idle sessions are evicted first, least recently used first; then the
-    latest request is preempted, and computed again when memory is free.
-
-    `load` is awaited in `update_weights`: it transfers the weights to this engine.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        steps: StepModel,
-        *,
-        version: int = 0,
-        limits: EngineLimits | None = None,
-        load: Callable[[WeightsRef], Awaitable[None]] | None = None,
-    ) -> None:
-        super().__init__(name, steps, version=version, limits=limits or EngineLimits())
-        self._load = load
-        self._dead = False
-        self.lost_tokens = self.lost_kv_tokens = 0
-        """Generated tokens of requests in flight, and KV tokens of running requests and idle sessions, lost when the
-        engine died."""
-
-    @property
-    def id(self) -> EngineId:
-        return self._id
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of computation."""
-        return self.prefill_s + self.decode_s
-
-    @property
-    def kv_used(self) -> float:
-        """Tokens of KV held now, for any purpose."""
-        self._catch_up()
-        self._evict()
-        return self._context + self._held + self._pinned + self.retained.total
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        self._check()
-        job = self._submit(request, sum(request.token_ids), request.sampling.max_tokens)
-        try:
-            return await job.future
-        except asyncio.CancelledError:
-            self._drop(job)
-            raise
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self._check()
-        for request_id in request_ids:
-            job = self._jobs.get(request_id)
-            if job is not None:
-                self._end_early(job)
-
-    async def release(self, session: str) -> None:
-        self._check()
-        self.retained.take(session)
-
-    async def pause(self, mode: PauseMode) -> None:
-        self._check()
-        self._catch_up()
-        if mode is PauseMode.ABORT:
-            for job in list(self._jobs.values()):
-                self._end_early(job)
-        elif mode is PauseMode.WAIT and self._jobs:
-            self._closed = True
-            self._quiet = asyncio.get_running_loop().create_future()
-            await self._quiet
-        self._catch_up()
-        self._stop()
-
-    async def resume(self) -> None:
-        self._check()
-        self._catch_up()
-        self._paused = self._closed = False
-        for job in self._late:
-            if job.phase is Phase.WAITING:
-                self._enqueue(job)
-        self._late.clear()
-        self._go_on()
-        self._arm()
-
-    async def update_weights(self, weights: WeightsRef) -> None:
-        """Load the weights and drop all KV; requests in flight are prefilled again after `resume`."""
-        self._check()
-        if self._load is not None:
-            await self._load(weights)
-            self._check()
-        self._catch_up()
-        self._start_over()
-        self._version = weights.version
-        self._go_on()
-        self._arm()
-
-    async def stats(self) -> EngineStats:
-        """Generated tokens include tokens of requests in flight and of aborted requests."""
-        self._check()
-        self._catch_up()
-        running = len(self._running) + len(self._round)
-        flying = sum(j.generated(self._service) for j in self._jobs.values())
-        return EngineStats(
-            running,
-            len(self._jobs) - running,
-            self.prompt_tokens,
-            self.generated_tokens + flying,
-            self.cached_tokens,
-            self.prefill_s,
-            self.decode_s,
-            kv_used=(self._context + self._held + self._pinned) / self.kv_tokens,
-            preemptions=self.preemptions,
-            kv_tokens=self.kv_tokens,
-        )
-
-    async def healthy(self) -> bool:
-        return not self._dead
-
-    @property
-    def fail(self) -> bool:
-        """True if the engine is dead. Setting it ends all requests in flight with `EngineError`; `restart` revives the
-        engine."""
-        return self._dead
-
-    @fail.setter
-    def fail(self, dead: bool) -> None:
-        if dead and not self._dead:
-            self._catch_up()
-            jobs, quiet = list(self._jobs.values()), self._quiet
-            self.lost_tokens += sum(j.generated(self._service) for j in jobs)
-            self.lost_kv_tokens += int(self._context + self.retained.total)
-            self._empty()
-            for job in jobs:
-                job.phase = Phase.OVER
-                if not job.future.done():
-                    job.future.set_exception(EngineError(f"{self._id} died", retryable=True))
-            if quiet is not None and not quiet.done():
-                quiet.set_exception(EngineError(f"{self._id} died", retryable=True))
-        self._dead = dead
-
-    def restart(self, version: int) -> None:
-        """Restart the process with these weights and an empty memory."""
-        self.fail = True
-        self._dead = False
-        self._version = version
-
-    def _check(self) -> None:
-        if self._dead:
-            raise EngineError(f"{self._id} is down", retryable=True)
-
 
 @dataclass(slots=True)
 class KvFabric:
@@ -716,18 +522,6 @@ class KvFabric:
     engines: dict[str, DisaggregatedEngine] = field(default_factory=dict)
     handoffs: int = 0
     moved_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Export:
-    session: str
-    salt: str | None
-    version: int
-    tokens: int
-    expiry: asyncio.TimerHandle | None
-    """None: not kept for sure; it is part of the session's prefix and goes when that does."""
-    ends: bool = False
-    """No turn follows: the exported KV is not kept as a prefix."""
 
 
 class DisaggregatedEngine(ModelledEngine):
@@ -755,7 +549,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._memory_waiters: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
         super().__init__(name, steps, version=version, limits=limits, load=load)
         self._fabric = fabric
-        self._returns, self._versioned = returns, versioned
+        self._returns, self.versioned = returns, versioned
         fabric.engines[name] = self
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -769,7 +563,7 @@ class DisaggregatedEngine(ModelledEngine):
         try:
             completion = await super().generate(request)
         finally:
-            self._release_reservation(request, self._version)
+            self._release_reservation(request, self.version)
         prefills = bool(params.get("do_remote_decode"))
         gives_back = pulls and self._returns and params.get("return_kv", True)
         if completion.finish is FinishReason.ABORT or not (prefills or gives_back):
@@ -796,7 +590,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._exports.clear()
         for _, room in self._memory_waiters:
             if not room.done():
-                room.set_exception(EngineError(f"{self._id} died", retryable=True))
+                room.set_exception(EngineError(f"{self.id} died", retryable=True))
         self._memory_waiters.clear()
 
     def _go_on(self) -> None:
@@ -822,7 +616,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._exports[request.request_id] = _Export(
             request.session,
             request.cache_salt,
-            self._version,
+            self.version,
             tokens,
             expiry,
             ends=bool((request.kv_transfer or {}).get("session_ends")),
@@ -835,8 +629,8 @@ class DisaggregatedEngine(ModelledEngine):
             "remote_engine_id": str(self.id),
             "remote_request_id": name,
         }
-        if self._versioned:
-            value["weight_version"] = self._version
+        if self.versioned:
+            value["weight_version"] = self.version
         return value
 
     def _drop_export(self, name: str) -> None:
@@ -873,7 +667,7 @@ class DisaggregatedEngine(ModelledEngine):
             return
         self._catch_up()
         self._pinned -= room.need
-        if version == self._version:
+        if version == self.version:
             self.retained.keep(request.session, room.kept, request.cache_salt)
         if self._work is None:
             self._go_on()
@@ -893,7 +687,7 @@ class DisaggregatedEngine(ModelledEngine):
         """The KV comes over and lies in the room that the request has."""
         if sum(request.token_ids) + request.sampling.max_tokens > self.kv_tokens:
             return  # it is refused in a moment
-        version = self._version
+        version = self.version
         try:
             await self._wait_for_memory(request)
             await self._fetch(request, params)
@@ -903,7 +697,7 @@ class DisaggregatedEngine(ModelledEngine):
 
     async def _fetch(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
         fabric, name = self._fabric, str(params["remote_request_id"])
-        source, version = fabric.engines[str(params["remote_engine_id"])], self._version
+        source, version = fabric.engines[str(params["remote_engine_id"])], self.version
         if source.fail:
             await asyncio.sleep(fabric.dead_s)
             raise HandoffFailed(f"{self.id}: {source.id} does not answer")
@@ -916,23 +710,23 @@ class DisaggregatedEngine(ModelledEngine):
         kept = self._reserved[request.request_id].kept
         missing = tokens - kept
         try:
-            if missing > 0 and export.version == version == source._version:
+            if missing > 0 and export.version == version == source.version:
                 gb = missing * self._steps.kv_bytes_per_token / 1e9
                 await fabric.link(source.id, self.id).transfer(gb)
                 fabric.handoffs += 1
                 fabric.moved_tokens += missing
         finally:
-            if not source.fail and source._version == export.version:
+            if not source.fail and source.version == export.version:
                 source._complete_handoff(export)
             elif not source.fail:
                 source._unpin(export)
         self._check()
-        if not export.version == version == self._version == source._version or source.fail or tokens < 1:
-            what = f"{tokens} tokens of v{export.version}, v{self._version} here"
+        if not export.version == version == self.version == source.version or source.fail or tokens < 1:
+            what = f"{tokens} tokens of v{export.version}, v{self.version} here"
             raise HandoffFailed(f"{self.id}: KV of {name} from {source.id}: {what}")
         room = self._reserved.get(request.request_id)
         if room is None:
-            raise EngineError(f"{self._id} died and came back", retryable=True)
+            raise EngineError(f"{self.id} died and came back", retryable=True)
         self._reserved[request.request_id] = room._replace(kept=max(tokens, kept))
 
     def _complete_handoff(self, export: _Export) -> None:
@@ -942,3 +736,180 @@ class DisaggregatedEngine(ModelledEngine):
                 self.retained.keep(export.session, export.tokens, export.salt)
             self._unpin(export)
             self._evict()
+
+
+@dataclass(slots=True)
+class _Export:
+    session: str
+    salt: str | None
+    version: int
+    tokens: int
+    expiry: asyncio.TimerHandle | None
+    """None: not kept for sure; it is part of the session's prefix and goes when that does."""
+    ends: bool = False
+    """No turn follows: the exported KV is not kept as a prefix."""
+
+
+class KvReservation(NamedTuple):
+    """KV capacity that a request holds before it queues: `need` tokens, of which the KV of `kept` came from another
+    engine."""
+
+    need: int
+    kept: int
+
+
+class Phase(enum.IntEnum):
+    """The phase of a request. A preempted or recomputed request waits again."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    OVER = 3
+
+
+WAITING, PREFILL, DECODE, OVER = Phase
+
+
+class SimulatedJob:
+    """Mutable, owned by one engine. Token counts are real tokens.
+
+    `done` tokens are generated, counted at its last change of phase; while it decodes, `base` is the engine's service
+    when it joined (with `done` tokens) and `end` the one at which it is finished. `marks` are (version, tokens) at each
+    change of weights.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "base",
+        "cached",
+        "done",
+        "end",
+        "future",
+        "marks",
+        "new",
+        "output",
+        "phase",
+        "pulled",
+        "request",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: GenerateRequest, tokens: int, output: int, arrival: int, future: asyncio.Future[Completion]
+    ) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.output = output
+        self.arrival = arrival
+        self.future = future
+        self.phase: Phase = WAITING
+        self.done = 0
+        self.base = self.end = 0.0
+        self.new = self.cached = 0
+        self.admitted = False
+        """True if the request was admitted before, so that its prefill is a recomputation."""
+        self.pulled = False
+        self.marks: list[tuple[int, int]] | None = None
+
+    def generated(self, service: float) -> int:
+        """Whole tokens so far. A token is there when its step is over."""
+        if self.phase is not DECODE:
+            return self.done
+        return min(self.output, self.done + int(service - self.base + 1e-6))
+
+    def mark(self, version: int, tokens: int) -> None:
+        """The weights change: the tokens up to here are of `version`."""
+        last = self.marks[-1][1] if self.marks else 0
+        if tokens > last:
+            self.marks = [*(self.marks or ()), (version, tokens)]
+
+
+def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens: int) -> Completion:
+    """One id per policy version, its mass the tokens sampled under it."""
+    request = job.request
+    if job.marks is None:
+        if not tokens:
+            return Completion((), (), (), finish, job.tokens, job.cached)
+        return Completion(
+            (tokens,), _LOGPROB, _single_version_span(version), finish, job.tokens, job.cached, None, tokens
+        )
+    masses: list[int] = []
+    spans: list[VersionSpan] = []
+    last = 0
+    for of, until in [*job.marks, (version, tokens)]:
+        if until > last:
+            spans.append(VersionSpan(of, len(masses), len(masses) + 1))
+            masses.append(until - last)
+            last = until
+    assert sum(masses) == tokens, f"{request.request_id}: {masses} for {tokens} tokens"
+    logprobs = _LOGPROB * len(masses)
+    return Completion(tuple(masses), logprobs, tuple(spans), finish, job.tokens, job.cached, None, tokens)
+
+
+@lru_cache(maxsize=8)
+def _single_version_span(version: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version, 0, 1),)
+
+
+_LOGPROB = (-1.0,)
+"""Simulated tokens are not trained on, so that any valid log-probability does."""
+
+
+class RetainedKv:
+    """Tokens of KV by session. `total` is their sum; `evicted` counts evicted tokens."""
+
+    __slots__ = ("_kept", "evicted", "total")
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[int, str | None]] = OrderedDict()
+        self.total = 0
+        self.evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, session: str, tokens: int, salt: str | None) -> None:
+        """Set the session's KV and mark it as most recently used."""
+        if session in self._kept:
+            self.take(session)
+        if tokens > 0:
+            self._kept[session] = tokens, salt
+            self.total += tokens
+
+    def held(self, session: str, salt: str | None) -> int:
+        """Tokens of the session that a request with this salt may use."""
+        found = self._kept.get(session)
+        return found[0] if found is not None and found[1] == salt else 0
+
+    def claim(self, session: str, salt: str | None) -> int:
+        """Remove the session's KV; return the tokens of it that a request with this salt may use."""
+        found = self._kept.pop(session, None)
+        if found is None:
+            return 0
+        self.total -= found[0]
+        return found[0] if found[1] == salt else 0
+
+    def take(self, session: str) -> int:
+        """Remove the session's KV; return its tokens."""
+        found = self._kept.pop(session, None)
+        if found is None:
+            return 0
+        self.total -= found[0]
+        return found[0]
+
+    def shrink(self, room: float) -> None:
+        """Evict until at most `room` tokens are left, from the end of the oldest session, as vLLM frees blocks."""
+        room = max(int(room), 0)
+        while self.total > room:
+            session, (tokens, salt) = self._kept.popitem(last=False)
+            gone = min(tokens, self.total - room)
+            self.total -= gone
+            self.evicted += gone
+            if gone < tokens:
+                self._kept[session] = tokens - gone, salt
+                self._kept.move_to_end(session, last=False)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.total = 0

@@ -1,12 +1,12 @@
 """Environments on virtual time: scripts played by hosts that may be slow, crowded or broken.
 
 A `SimulatedDomain` is one domain: its environments know their trajectory's script when they are reset. The text of an
-observation is its mass (`mass`), and its `max_tokens` is the length of the engine's answer, so that only the product's
-own validation lies between a workload and an engine. The run's context limit, which counts pieces, must be high enough
-not to apply.
+observation is its mass (`workload`), and its `max_tokens` is the length of the engine's answer, so that only the
+product's own validation lies between a workload and an engine. The run's context limit, which counts pieces, must be
+high enough not to apply.
 
-Environment hosts on virtual time: the parts of the product's own fleet (`supervise.environment_hosts`), which selects
-among them, keeps them alive and counts the losses of their failures as in a run.
+`ModelledHosts` are the parts of the product's own fleet of environment hosts (`supervise.environment_hosts`), which
+selects among them, keeps them alive and counts the losses of their failures as in a run.
 """
 
 from __future__ import annotations
@@ -32,54 +32,6 @@ from rollart.sim.workload import Script, Workload, entity_generator
 from rollart.supervise.autoscaling import HostAutoscaler
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.supervisor import HostLimits
-
-
-@dataclass(frozen=True, slots=True)
-class ResetFaults:
-    """Faults of resets besides their duration's distribution. With probability `fail` a reset raises when its time is
-    over; with probability `stall` it takes `stall_s` longer. In a burst, both have the probabilities `burst_fail` and
-    `burst_stall` on the hosts that it hits: a registry or a link that is overrun takes many down together (RA-2).
-
-    Bursts come `burst_every_s` apart on average (exponential), for `burst_s`, each on a share `burst_hosts` of hosts.
-    """
-
-    fail: float = 0.0
-    stall: float = 0.0
-    stall_s: float = 400.0
-    burst_every_s: float = math.inf
-    burst_s: float = 120.0
-    burst_hosts: float = 0.25
-    burst_fail: float = 0.0
-    burst_stall: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("fail", "stall", "burst_hosts", "burst_fail", "burst_stall"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)} (rule: a probability)")
-
-
-@dataclass(slots=True)
-class SimulatedHost:
-    """A machine that runs environments. Concurrent environments share `work`, in seconds of one environment alone (a
-    link of as many "GB/s" as the machine has cores, with at most 1 per stream); None: environments do not slow each
-    other down."""
-
-    name: str
-    work: SharedLink | None = None
-    up: bool = True
-    active: int = 0
-    node: str = ""
-    """The machine that fails with it; its own if not given."""
-    on_change: Callable[[bool], None] | None = None
-    """Called with the new state when it goes down or comes back."""
-    failures: int = 0
-    """Number of times that it went down."""
-
-    def turn(self, *, up: bool) -> None:
-        self.failures += self.up and not up
-        self.up = up
-        if self.on_change is not None:
-            self.on_change(up)
 
 
 @dataclass
@@ -223,17 +175,186 @@ _FINAL_OBSERVATION = Observation("1")
 """The last observation, which the policy never answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResetFaults:
+    """Faults of resets besides their duration's distribution. With probability `fail` a reset raises when its time is
+    over; with probability `stall` it takes `stall_s` longer. In a burst, both have the probabilities `burst_fail` and
+    `burst_stall` on the hosts that it hits: a registry or a link that is overrun takes many down together (RA-2).
+
+    Bursts come `burst_every_s` apart on average (exponential), for `burst_s`, each on a share `burst_hosts` of hosts.
+    """
+
+    fail: float = 0.0
+    stall: float = 0.0
+    stall_s: float = 400.0
+    burst_every_s: float = math.inf
+    burst_s: float = 120.0
+    burst_hosts: float = 0.25
+    burst_fail: float = 0.0
+    burst_stall: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("fail", "stall", "burst_hosts", "burst_fail", "burst_stall"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)} (rule: a probability)")
+
+
+@dataclass(slots=True)
+class SimulatedHost:
+    """A machine that runs environments. Concurrent environments share `work`, in seconds of one environment alone (a
+    link of as many "GB/s" as the machine has cores, with at most 1 per stream); None: environments do not slow each
+    other down."""
+
+    name: str
+    work: SharedLink | None = None
+    up: bool = True
+    active: int = 0
+    node: str = ""
+    """The machine that fails with it; its own if not given."""
+    on_change: Callable[[bool], None] | None = None
+    """Called with the new state when it goes down or comes back."""
+    failures: int = 0
+    """Number of times that it went down."""
+
+    def turn(self, *, up: bool) -> None:
+        self.failures += self.up and not up
+        self.up = up
+        if self.on_change is not None:
+            self.on_change(up)
+
+
+HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
+"""An environment on a host."""
+
+
+@dataclass
+class ModelledHosts:
+    """The hosts of one simulated run. `environment` returns a domain's environment factory; call `open` once the run's
+    leases exist. A fleet that grows beyond `hosts` gets additional machines, or with `room` the machines with free
+    devices."""
+
+    hosts: Sequence[SimulatedHost]
+    make: dict[str, HostedEnvironmentFactory]
+    """By domain; it may be filled until the run begins."""
+    limits: HostLimits
+    start_s: float = 0.0
+    count: int | None = None
+    """The initial number, if not all of `hosts`."""
+    later: int = 0
+    """The first number of hosts that are added later."""
+    room: Callable[[str], Awaitable[HostReservation]] | None = None
+    """Reserves devices on a machine. `RollartError` if none are found in time."""
+    fleet: EnvironmentHostSupervisor = field(init=False)
+    parts: dict[str, ModelledHost] = field(default_factory=dict)
+
+    def environment(self, domain: str) -> Callable[[], Environment]:
+        return lambda: self.fleet.environment(domain)()
+
+    def open(self, leases: Leases, recorder: Recorder) -> EnvironmentHostSupervisor:
+        """The fleet, not running yet. Its hosts have the names of these machines."""
+        given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
+
+        async def part(name: str) -> ModelledHost:
+            host = given.get(name) or SimulatedHost(name)
+            room = None if self.room is None else await self.room(name)
+            now = asyncio.get_running_loop().time
+            clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
+            made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s, room=room)
+            return made
+
+        count = len(self.hosts) if self.count is None else self.count
+        self.fleet = EnvironmentHostSupervisor(
+            part, count, leases=leases, recorder=recorder, limits=self.limits, later=self.later
+        )
+        return self.fleet
+
+
+async def run_autoscaled_hosts(
+    fleet: EnvironmentHostSupervisor, keepers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]]
+) -> None:
+    """Run the hosts and, once the initial hosts serve, the tasks that keep their number. These tasks end first: a host
+    that is starting needs the fleet."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fleet.run(), name="hosts of environments")
+        await fleet.ready()
+        async with asyncio.TaskGroup() as keeping:
+            for keeper in keepers(fleet):
+                keeping.create_task(keeper.run(), name="keep the number of hosts")
+
+
+class ModelledHost:
+    """Implements `hostwatch.HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
+    with free devices."""
+
+    def __init__(
+        self,
+        host: SimulatedHost,
+        make: Mapping[str, HostedEnvironmentFactory],
+        clock: ResourceClock,
+        *,
+        start_s: float = 0.0,
+        room: HostReservation | None = None,
+    ) -> None:
+        self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
+        self.lives: list[ModelledHostInstance] = []
+        self._changed = asyncio.Event()
+        host.on_change = self._watch
+        self._room = room
+        if room is not None:
+            room.on_change = self._watch
+
+    @property
+    def id(self) -> str:
+        return self.host.name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    @property
+    def node(self) -> str:
+        return self.host.node if self._room is None else self._room.machine
+
+    async def start(self) -> ModelledHostInstance:
+        while True:
+            while not self._there():
+                self._changed.clear()
+                await self._changed.wait()
+            await asyncio.sleep(self._start_s)
+            if self._there():
+                break
+        self.lives.append(ModelledHostInstance(self.host, self._make, len(self.lives), node=self.node))
+        return self.lives[-1]
+
+    async def wait(self) -> str:
+        return await self.lives[-1].lost()
+
+    async def close(self) -> None:
+        self.host.on_change = None
+        if self._room is not None:
+            self._room.on_change = lambda _: None
+            self._room.leave()
+
+    def _there(self) -> bool:
+        return self.host.up and (self._room is None or self._room.take())
+
+    def _watch(self, up: bool) -> None:
+        if not up and self.lives:
+            self.lives[-1].end(DOWN_CAUSE)
+        self._changed.set()
+
+
 T = TypeVar("T")
 
+
 DOWN_CAUSE = "its machine went down"
+
 
 START_S = 1e6
 """Longest wait for a machine that is down, in virtual seconds."""
 
-COLD_START = EnvironmentOrigin("cold", 0.0)
 
-HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
-"""An environment on a host."""
+COLD_START = EnvironmentOrigin("cold", 0.0)
 
 
 class ModelledHostInstance:
@@ -329,123 +450,6 @@ class ModelledHostInstance:
 
     def _error(self) -> EnvironmentFault:
         return EnvironmentFault(self.id, self._over.result(), incident=self.life)
-
-
-class ModelledHost:
-    """Implements `hostwatch.HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
-    with free devices."""
-
-    def __init__(
-        self,
-        host: SimulatedHost,
-        make: Mapping[str, HostedEnvironmentFactory],
-        clock: ResourceClock,
-        *,
-        start_s: float = 0.0,
-        room: HostReservation | None = None,
-    ) -> None:
-        self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
-        self.lives: list[ModelledHostInstance] = []
-        self._changed = asyncio.Event()
-        host.on_change = self._watch
-        self._room = room
-        if room is not None:
-            room.on_change = self._watch
-
-    @property
-    def id(self) -> str:
-        return self.host.name
-
-    @property
-    def clock(self) -> ResourceClock:
-        return self._clock
-
-    @property
-    def node(self) -> str:
-        return self.host.node if self._room is None else self._room.machine
-
-    async def start(self) -> ModelledHostInstance:
-        while True:
-            while not self._there():
-                self._changed.clear()
-                await self._changed.wait()
-            await asyncio.sleep(self._start_s)
-            if self._there():
-                break
-        self.lives.append(ModelledHostInstance(self.host, self._make, len(self.lives), node=self.node))
-        return self.lives[-1]
-
-    async def wait(self) -> str:
-        return await self.lives[-1].lost()
-
-    async def close(self) -> None:
-        self.host.on_change = None
-        if self._room is not None:
-            self._room.on_change = lambda _: None
-            self._room.leave()
-
-    def _there(self) -> bool:
-        return self.host.up and (self._room is None or self._room.take())
-
-    def _watch(self, up: bool) -> None:
-        if not up and self.lives:
-            self.lives[-1].end(DOWN_CAUSE)
-        self._changed.set()
-
-
-@dataclass
-class ModelledHosts:
-    """The hosts of one simulated run. `environment` returns a domain's environment factory; call `open` once the run's
-    leases exist. A fleet that grows beyond `hosts` gets additional machines, or with `room` the machines with free
-    devices."""
-
-    hosts: Sequence[SimulatedHost]
-    make: dict[str, HostedEnvironmentFactory]
-    """By domain; it may be filled until the run begins."""
-    limits: HostLimits
-    start_s: float = 0.0
-    count: int | None = None
-    """The initial number, if not all of `hosts`."""
-    later: int = 0
-    """The first number of hosts that are added later."""
-    room: Callable[[str], Awaitable[HostReservation]] | None = None
-    """Reserves devices on a machine. `RollartError` if none are found in time."""
-    fleet: EnvironmentHostSupervisor = field(init=False)
-    parts: dict[str, ModelledHost] = field(default_factory=dict)
-
-    def environment(self, domain: str) -> Callable[[], Environment]:
-        return lambda: self.fleet.environment(domain)()
-
-    def open(self, leases: Leases, recorder: Recorder) -> EnvironmentHostSupervisor:
-        """The fleet, not running yet. Its hosts have the names of these machines."""
-        given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
-
-        async def part(name: str) -> ModelledHost:
-            host = given.get(name) or SimulatedHost(name)
-            room = None if self.room is None else await self.room(name)
-            now = asyncio.get_running_loop().time
-            clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
-            made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s, room=room)
-            return made
-
-        count = len(self.hosts) if self.count is None else self.count
-        self.fleet = EnvironmentHostSupervisor(
-            part, count, leases=leases, recorder=recorder, limits=self.limits, later=self.later
-        )
-        return self.fleet
-
-
-async def run_autoscaled_hosts(
-    fleet: EnvironmentHostSupervisor, keepers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]]
-) -> None:
-    """Run the hosts and, once the initial hosts serve, the tasks that keep their number. These tasks end first: a host
-    that is starting needs the fleet."""
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(fleet.run(), name="hosts of environments")
-        await fleet.ready()
-        async with asyncio.TaskGroup() as keeping:
-            for keeper in keepers(fleet):
-                keeping.create_task(keeper.run(), name="keep the number of hosts")
 
 
 def _now() -> float:

@@ -5,15 +5,12 @@ Both include all terms that do not depend on C. A step that carries prefill has 
 Exact for architectures without sliding windows; with windows the bytes and FLOPs of a sequence are replaced by a line
 through two points around `context`.
 
-Exact processor sharing of an engine's decode steps: the tokens that each sequence receives in some time, and the
-inverse.
-
-All sequences of a batch advance by one token per step, so that one number is the progress of all: the service S, in
-tokens per sequence. A step's time is the larger of two lines in the total context, which grows by n tokens per step;
-the time of a stretch is then quadratic in the stretch, piecewise, and its inverse a square root. No token is an event.
-
-A stretch of whole steps takes exactly the sum of its steps if one line dominates all of them: each step counts with the
-context at its middle, n/2 below the integral's.
+`tokens_in` and `seconds_for` are the exact processor sharing of decode steps: the tokens that each sequence receives in
+some time, and the inverse. All sequences of a batch advance by one token per step, so that one number is the progress
+of all: the service S, in tokens per sequence. The total context grows by n tokens per step; the time of a stretch is
+then quadratic in the stretch, piecewise, and its inverse a square root. No token is an event. A stretch of whole steps
+takes exactly the sum of its steps if one line dominates all of them: each step counts with the context at its middle,
+n/2 below the integral's.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
 """The work of simulated trajectories: turns, tokens, seconds of environments, bytes of reward payloads.
 
-A `WorkloadShape` describes a task domain; `PRESETS` has the published ones. `GeneratedWorkload` draws trajectories
-from a shape;
-`ReplayedWorkload` repeats those of a recorded run. Both give a `Script`: all of a trajectory, drawn when it is reset,
-a pure function of (seed, prompt, member).
+A `WorkloadShape` describes a task domain; `PRESETS` has the published ones. `GeneratedWorkload` draws trajectories from
+a shape; `ReplayedWorkload` repeats those of a recorded run. Both give a `Script`: all of a trajectory, drawn when it is
+reset, a pure function of (seed, prompt, member). Every entity has its own generator, made from a 64-bit hash of the
+run's seed and the entity's id, so that other entities and their order change nothing.
 
 Lengths of answers are log-normal, the logarithm split between prompt and member, so that answers to one prompt resemble
 each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap, which is the cause of long
 rollout tails (RollPacker §2, RA-25).
 
-Distributions of trajectory properties, and the generators that draw from them.
-
-Every entity has its own generator, made from a 64-bit hash of the run's seed and the entity's id, so that a draw is a
-pure function of the two: other entities and their order change nothing.
-
-Token mass: in the simulated world a token id is the number of real tokens that it stands for.
-
-The memory and time per turn of a simulated trajectory are then independent of its token counts: an observation of 512
-tokens is the text "512" and one id, an answer of 8,000 tokens is one id too. The context of a request is the sum of its
-ids. Counts that engines report (prompt and cached tokens) are real tokens; counts that the product makes itself
-(`len(token_ids)`) are pieces.
+Token mass: in the simulated world a token id is the number of real tokens that it stands for. The memory and time per
+turn of a simulated trajectory are then independent of its token counts: an observation of 512 tokens is the text "512"
+and one id, an answer of 8,000 tokens is one id too. The context of a request is the sum of its ids. Counts that engines
+report (prompt and cached tokens) are real tokens; counts that the product makes itself (`len(token_ids)`) are pieces.
 """
 
 from __future__ import annotations
@@ -33,6 +26,33 @@ from typing import NamedTuple, Protocol
 
 from rollart.ledger.reader import FinishedRow
 from rollart.model import SegmentKind, TrainSample, Trajectory
+
+
+class Script(NamedTuple):
+    """One trajectory from beginning to end. Of each turn: tokens shown, tokens answered, seconds of the step."""
+
+    shown: tuple[int, ...]
+    answers: tuple[int, ...]
+    reset_s: float
+    step_s: tuple[float, ...]
+    payload_bytes: int = 0
+    """Size of the reward's payload."""
+    reward: float = 1.0
+    """Its reward, unless the simulated domain draws rewards."""
+
+    @property
+    def turns(self) -> int:
+        return len(self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.shown) + sum(self.answers)
+
+
+class Workload(Protocol):
+    """Where an environment's script comes from. `member` counts the resets of one prompt."""
+
+    def script(self, prompt: int, member: int) -> Script: ...
 
 
 class Distribution(Protocol):
@@ -119,36 +139,6 @@ class Empirical:
 
 _NONE = Constant(0.0)
 
-MAX_REMEMBERED_PROMPTS = 4096
-"""Prompts whose draws are kept: a generator costs 10 us, and the members of a group are reset close to each other."""
-
-
-class Script(NamedTuple):
-    """One trajectory from beginning to end. Of each turn: tokens shown, tokens answered, seconds of the step."""
-
-    shown: tuple[int, ...]
-    answers: tuple[int, ...]
-    reset_s: float
-    step_s: tuple[float, ...]
-    payload_bytes: int = 0
-    """Size of the reward's payload."""
-    reward: float = 1.0
-    """Its reward, unless the simulated domain draws rewards."""
-
-    @property
-    def turns(self) -> int:
-        return len(self.answers)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.shown) + sum(self.answers)
-
-
-class Workload(Protocol):
-    """Where an environment's script comes from. `member` counts the resets of one prompt."""
-
-    def script(self, prompt: int, member: int) -> Script: ...
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerLengths:
@@ -177,6 +167,10 @@ class WorkloadShape:
     payload_bytes: Distribution = _NONE
     context: int = 32_768
     most_turns: int = 1_000
+
+
+MAX_REMEMBERED_PROMPTS = 4096
+"""Prompts whose draws are kept: a generator costs 10 us, and the members of a group are reset close to each other."""
 
 
 class GeneratedWorkload:
@@ -291,7 +285,10 @@ def _parts(total: int, count: int) -> tuple[int, ...]:
 _RESET = ParetoTailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, high=900.0)
 """Containers: seconds as a rule, hundreds in the tail (RA-5). The body's median and the tail's share are ours."""
 
+
 _ONE = Constant(1)
+
+
 _SWE = WorkloadShape(
     turns=Normal(40, 6),
     first=LogNormal(2_000, 0.5, high=12_000),
@@ -302,6 +299,8 @@ _SWE = WorkloadShape(
     payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
     most_turns=50,
 )
+
+
 _MATH = WorkloadShape(
     turns=_ONE,
     first=LogNormal(150, 0.4, high=2_000),
@@ -309,6 +308,7 @@ _MATH = WorkloadShape(
     answers=AnswerLengths(544, 0.859, cap=16_384, runaways=0.02),
     payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
 )
+
 
 PRESETS: Mapping[str, WorkloadShape] = {
     "swe": _SWE,

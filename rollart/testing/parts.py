@@ -1,9 +1,8 @@
 """The simplest simulated parts: they implement the ports, take time on the loop and nothing else.
 
 With all durations at 0 they are the no-op parts of `benchmarks/controller.py`; on the virtual loop they serve the tests
-of the invariants. Every draw comes from a `random.Random` of the entity's own, seeded by (seed, id).
-
-Simulated devices on which the product's own fleet and supervision start and stop engines in virtual time.
+of the invariants. Every draw comes from a `random.Random` of the entity's own, seeded by (seed, id). On a
+`SimulatedSite` the product's own fleet and supervision start and stop engines.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Based on the placement of the given instances, with the couplings of the parts of a small machine: trajectories in
 training or waiting for it are in flight too (I4), a batch needs its slowest domain, and all parts share the cores.
 
-Profiles of a run's domains without its policy: environments played at random or by worked examples.
+`profile_by_play` makes the profiles of a run's domains without its policy: environments played at random or by worked
+examples.
 """
 
 from __future__ import annotations
