@@ -1,12 +1,8 @@
-"""Termination of a process with its parent: Linux's parent-death signal. For programs and for their starters.
+"""The end of child processes: with their parent (Linux's parent-death signal), or on request.
 
-A child that never outlives its parent.
-
-`python -m rollart.lifeline PARENT_PID MODULE ARGS...` runs a module under the parent-death signal of
-`rollart.lifeline`. The signal is requested before the module is imported: a program that requests it itself becomes an
-orphan for ever if its parent dies during the seconds of its imports.
-
-Termination of a child process.
+`python -m rollart.lifeline PARENT_PID MODULE ARGS...` runs a module as a child that never outlives its parent. The
+signal is requested before the module is imported: a program that requests it itself becomes an orphan for ever if its
+parent dies during the seconds of its imports.
 """
 
 from __future__ import annotations

@@ -7,22 +7,24 @@ virtual-time loop it works with inline actors only.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import itertools
 import pickle
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.adapters.clusters.process import ProcessActor
 from rollart.adapters.clusters.runtime import (
     EventLog,
+    account,
     bundle_node,
     check_feasible,
+    feasible_nodes,
     insufficient_capacity,
-    matches,
+    invoke,
+    load_factory,
     place_bundles,
+    refuse_reserved,
 )
 from rollart.errors import PartDied, UsageError
 from rollart.fleet import ActorSpec, BundleGroup, Node, RuntimeEvent
@@ -56,7 +58,7 @@ class LocalRuntime:
         while (node := self._place(spec)) is None:
             changed = self._changed
             await changed.wait()
-        _account(node, spec.resources, 1.0)
+        account(node, spec.resources, 1.0)
         handle = _LocalHandle(self, spec, node)
         self._actors[spec.name] = handle
         try:
@@ -68,9 +70,7 @@ class LocalRuntime:
         return handle
 
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        for group in gang:
-            if group.name in self._groups or any(b.name in self._bundles for b in group.bundles):
-                raise UsageError(f"room for {group.name!r} is reserved already")
+        refuse_reserved(gang, self._groups, self._bundles)
         nodes = list(self._nodes.values())
         check_feasible(gang, nodes)
         try:
@@ -85,7 +85,7 @@ class LocalRuntime:
         for group in gang:
             self._groups[group.name] = group
             for bundle in group.bundles:
-                _account(found[bundle.name], bundle.resources, 1.0)
+                account(found[bundle.name], bundle.resources, 1.0)
                 total = dict(bundle.resources)
                 self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
 
@@ -98,7 +98,7 @@ class LocalRuntime:
                 raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
         del self._groups[group]
         for bundle in reservation.bundles:
-            _account(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
+            account(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
         self._notify()
 
     def reserved(self, group: str) -> bool:
@@ -133,7 +133,7 @@ class LocalRuntime:
         """The actor will not restart: its resources are free."""
         if self._actors.pop(handle.spec.name, None) is None:
             return
-        _account(handle.held, handle.spec.resources, -1.0)
+        account(handle.held, handle.spec.resources, -1.0)
         self._notify()
 
     def _place(self, spec: ActorSpec) -> Node | None:
@@ -142,17 +142,7 @@ class LocalRuntime:
         if spec.bundle:
             fitting = [bundle_node(spec, self._bundles)]
         else:
-            fitting = [
-                n
-                for n in self._nodes.values()
-                if matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
-            ]
-        if not fitting:
-            available = "; ".join(f"{n.id} {dict(n.labels)} {dict(n.total)}" for n in self._nodes.values())
-            raise UsageError(
-                f"{spec.name} asks for {dict(spec.resources)} on {dict(spec.labels)}: no node could ever hold it",
-                remedy=f"the cluster has: {available}",
-            )
+            fitting = feasible_nodes(spec, spec.labels, self.nodes())
         for node in fitting:
             if all(node.free.get(k, 0.0) >= v - 1e-9 for k, v in spec.resources.items()):
                 return node
@@ -201,7 +191,7 @@ class _LocalHandle:
             instance: Any = ProcessActor(self.spec.factory, args, kwargs, on_exit=self._exited)
             await instance.start()
         else:
-            instance = _load(self.spec.factory)(*args, **kwargs)
+            instance = load_factory(self.spec.factory)(*args, **kwargs)
         self._incarnation = _Incarnation(instance)
         self._booted.set()
 
@@ -288,17 +278,11 @@ class _LocalHandle:
         return pickle.loads(pickle.dumps(work.result()[0]))
 
 
-def _account(node: Node, resources: Mapping[str, float], sign: float) -> None:
-    for name, amount in resources.items():
-        node.free[name] -= sign * amount  # type: ignore[index]
-
-
 async def _invoke(instance: Any, method: str, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
     try:
         if isinstance(instance, ProcessActor):
             return await instance.call(method, args, kwargs), None
-        result = getattr(instance, method)(*args, **kwargs)
-        return (await result if inspect.isawaitable(result) else result), None
+        return await invoke(instance, method, args, kwargs), None
     except Exception as error:
         return None, error
 
@@ -322,8 +306,3 @@ async def _stop(instance: Any) -> None:
     close = getattr(instance, "aclose", None)
     if close is not None:
         await close()
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

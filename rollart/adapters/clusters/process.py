@@ -1,13 +1,11 @@
 """An actor in a process of its own: pickled frames over a socket pair. Parent and child are the same user's code.
 
-The child's side of a process actor: `python -m rollart.adapters.clusters.process FD PARENT_PID`.
+The child's side runs as `python -m rollart.adapters.clusters.process FD PARENT_PID`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import itertools
 import os
 import pickle
@@ -18,10 +16,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from rollart.adapters.clusters.runtime import invoke, load_factory
 from rollart.errors import PartDied
 from rollart.lifeline import die_with_parent, terminate
 
 _HEADER = struct.Struct("!Q")
+
 STOP_S = 2.0
 """Seconds between SIGTERM and SIGKILL: an actor has no state that needs longer."""
 
@@ -120,16 +120,6 @@ class ProcessActor:
             await self._on_exit()
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Any:
-    header = await reader.readexactly(_HEADER.size)
-    return pickle.loads(await reader.readexactly(_HEADER.unpack(header)[0]))
-
-
-def write_frame(writer: asyncio.StreamWriter, value: Any) -> None:
-    data = pickle.dumps(value)
-    writer.write(_HEADER.pack(len(data)) + data)
-
-
 async def serve(fd: int) -> None:
     """Answer frames until the parent closes the socket. Calls run concurrently."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
@@ -140,16 +130,14 @@ async def serve(fd: int) -> None:
         try:
             if method == "__init__":
                 factory, init_args, init_kwargs = args
-                module, _, name = factory.partition(":")
-                actor = getattr(importlib.import_module(module), name)(*init_args, **init_kwargs)
+                actor = load_factory(factory)(*init_args, **init_kwargs)
                 write_frame(writer, (number, "item", None))
             elif kind == "stream":
                 async for item in getattr(actor, method)(*args, **kwargs):
                     write_frame(writer, (number, "item", item))
                     await writer.drain()
             else:
-                result = getattr(actor, method)(*args, **kwargs)
-                write_frame(writer, (number, "item", await result if inspect.isawaitable(result) else result))
+                write_frame(writer, (number, "item", await invoke(actor, method, args, kwargs)))
             write_frame(writer, (number, "end", None))
         except Exception as error:
             write_frame(writer, (number, "error", error))
@@ -162,6 +150,16 @@ async def serve(fd: int) -> None:
                 tasks.create_task(answer(*frame))
     except* (asyncio.IncompleteReadError, ConnectionError):
         pass
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    header = await reader.readexactly(_HEADER.size)
+    return pickle.loads(await reader.readexactly(_HEADER.unpack(header)[0]))
+
+
+def write_frame(writer: asyncio.StreamWriter, value: Any) -> None:
+    data = pickle.dumps(value)
+    writer.write(_HEADER.pack(len(data)) + data)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""An actor that runs one program (an engine, a trainer) as a subprocess on its node and watches it.
-
-Checks at once that the address of a program on another machine can be reached.
+"""An actor that runs one program (an engine, a trainer) as a subprocess on its node and watches it, and the check that
+the program's address can be reached from here.
 """
 
 from __future__ import annotations
@@ -25,6 +24,12 @@ TAIL = 8192
 
 STOP_S = 5.0
 """Seconds between SIGTERM and SIGKILL: enough to finish a write, short enough for Ctrl-C."""
+
+CONNECT_S = 10.0
+"""Seconds that a connection may take: a network that drops packets sends no error."""
+
+ADDRESS_METHODS = ("start", "ready")
+"""Methods of a `Program` that return the address it serves at."""
 
 
 class Program:
@@ -167,13 +172,6 @@ class Program:
         except OSError:
             return "no log"
         return lines[-1].strip()[:300] if lines else "it said nothing"
-
-
-CONNECT_S = 10.0
-"""Seconds that a connection may take: a network that drops packets sends no error."""
-
-ADDRESS_METHODS = ("start", "ready")
-"""Methods of a `Program` that return the address it serves at."""
 
 
 class ReachabilityCheckedHandle:

@@ -5,17 +5,12 @@ here that is a `UsageError` at once. Ray silently queues calls beyond an actor's
 caller. Ray attaches to any cluster that it finds: here the address is always explicit. Nothing per token or per request
 crosses Ray.
 
-One actor on Ray across its incarnations.
-
-Reservations on Ray: a placement group per group of bundles, all groups of a gang at once.
-
-A placement group is all or nothing, and can only be removed whole, with everything that runs in it; the parts of a run
-start and end one by one. So each part has a placement group of its own, and a gang holds some of its groups for a
-limited time only: if the others find no room by then, the groups that have room are removed again. Two gangs that each
-hold half of the resources that both need therefore never deadlock, and they hold for different times, so one of them
-succeeds.
-
-No placement group is detached: Ray removes them when the controller ends, however it ends.
+Room is reserved as a placement group per group of bundles, for all groups of a gang at once. A placement group is all
+or nothing, and can only be removed whole, with everything that runs in it; the parts of a run start and end one by one.
+So each part has a placement group of its own, and a gang holds some of its groups for a limited time only: if the
+others find no room by then, the groups that have room are removed again. Two gangs that each hold half of the resources
+that both need therefore never deadlock, and they hold for different times, so one of them succeeds. No placement group
+is detached: Ray removes them when the controller ends, however it ends.
 """
 
 from __future__ import annotations
@@ -44,7 +39,16 @@ from rollart.adapters.clusters.ray_link import (
     resolve_address,
     run_in_daemon_thread,
 )
-from rollart.adapters.clusters.runtime import EventLog, bundle_node, check_feasible, insufficient_capacity, matches
+from rollart.adapters.clusters.runtime import (
+    EventLog,
+    account,
+    bundle_node,
+    check_feasible,
+    feasible_nodes,
+    insufficient_capacity,
+    matches,
+    refuse_reserved,
+)
 from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
 from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
 from rollart.ports import Handle
@@ -64,16 +68,244 @@ NODE_ID = "ray.io/node-id"
 RESERVED_CALLS = 3
 """Concurrent calls beside those of the caller: `live`, which never returns, the start and the stop."""
 
+HOLD_S = (2.0, 20.0)
+"""Seconds that groups with room are held while others of the gang have none: at first, and at most. Ray finds free
+resources in milliseconds, in seconds on a busy machine."""
 
-@dataclass(slots=True)
-class _Incarnation:
-    """One incarnation: its Ray actor and its node."""
+GROUP_POLL_INTERVAL_S = (0.02, 0.5)
+"""Seconds between two polls whether groups have room: at first, and at most."""
 
-    host: Any
-    node: str
-    ray_id: str
-    """Ray's id of the node."""
-    watch: asyncio.Task[None] | None = field(default=None)
+POLL_INTERVAL_S = 0.5
+"""Seconds between two polls of the nodes: Ray does not notify a driver of nodes that join or leave."""
+
+ASK_S = 10.0
+"""Seconds for a hint to the cluster, whose result is not needed."""
+
+CLOSE_S = 30.0
+"""Seconds for requests to the cluster at the end: a cluster that is gone does not answer."""
+
+
+class RayRuntime:
+    """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
+    actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow.
+
+    Invariant: free = total - reserved - held by our other actors on every live node.
+    """
+
+    def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
+        """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the value of RAY_ADDRESS. `env`:
+        variables that Ray reads in this process, such as the path of its token."""
+        self._address = address
+        self._env = dict(env or {})
+        self._env_before: dict[str, str | None] = {}
+        self._actors: dict[str, RayHandle] = {}
+        self.link: RayLink = RayDriverLink()
+        self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
+        self._nodes: dict[str, Node] = {}
+        self._names: dict[str, str] = {}
+        """Names of live nodes, by Ray's id."""
+        self._leaving: set[str] = set()
+        self._objects: dict[str, Any] = {}
+        self._ids = itertools.count()
+        self._events = EventLog()
+        self._watcher: asyncio.Task[None] | None = None
+        self._poll_lock = asyncio.Lock()
+        self._polls = self._answered = 0
+        """Number of polls begun, and of the last poll that was answered."""
+
+    async def start(self) -> None:
+        """Connect. `ProviderError` if there is no cluster, or it refuses the connection."""
+        address = resolve_address(self._address)
+        await check_grpc_server(address)
+        self._env_before = {name: os.environ.get(name) for name in self._env}
+        os.environ.update(self._env)
+        try:
+            self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
+            await self._connect(address)
+            await self.poll_nodes()
+        except Exception:
+            await self.close()
+            raise
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
+
+    def nodes(self) -> Sequence[Node]:
+        return tuple(self._nodes[name] for name in sorted(self._nodes))
+
+    async def spawn(self, spec: ActorSpec) -> Handle:
+        if spec.name in self._actors:
+            raise UsageError(f"an actor named {spec.name!r} runs already")
+        handle = RayHandle(self, spec)
+        self._actors[spec.name] = handle
+        try:
+            await handle.boot()
+        except BaseException:
+            self._actors.pop(spec.name, None)
+            raise
+        self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
+        return handle
+
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
+        await self.poll_nodes()
+        await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
+
+    async def ask(self, gang: Sequence[BundleGroup]) -> None:
+        """Announce the resources that will be requested to the cluster's autoscaler, if there is one: it adds nodes for
+        them, so nothing waits for a node that was never seen. () withdraws the request. The last request of any run on
+        the cluster counts."""
+        from ray.autoscaler.sdk import request_resources
+
+        wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
+        resources = [dict(bundle.resources) for bundle in wanted]
+        labels = [dict(bundle.labels) for bundle in wanted]
+        if isinstance(self.link, RayDriverLink):  # Ray's client lacks this function
+            with contextlib.suppress(Exception):  # only a hint: `reserve` waits for the nodes anyway
+                async with asyncio.timeout(ASK_S):
+                    await self.link.run_blocking(request_resources, None, resources, labels)
+
+    async def release(self, group: str) -> None:
+        for handle in self._actors.values():
+            if self.groups.holds(group, handle.spec.bundle):
+                raise UsageError(f"an actor is still in bundle {handle.spec.bundle!r}", remedy="kill it first")
+        await self.groups.release(group)
+
+    def reserved(self, group: str) -> bool:
+        return group in self.groups
+
+    def events(self) -> AsyncIterator[RuntimeEvent]:
+        """Every event since the runtime's start, for as long as it runs."""
+        return self._events.read()
+
+    async def put(self, value: Any) -> str:
+        import ray
+
+        ref = f"object-{next(self._ids)}"
+        self._objects[ref] = await self.link.run_blocking(ray.put, pack(value))
+        return ref
+
+    async def get(self, ref: str) -> Any:
+        import ray
+
+        if ref not in self._objects:
+            raise UsageError(f"no object {ref!r} in this runtime")
+        return unpack(await self.link.run_blocking(ray.get, self._objects[ref]))
+
+    async def close(self) -> None:
+        self._events.close()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            for handle in list(self._actors.values()):
+                tasks.create_task(handle.kill(), name=f"stop {handle.name}")
+        with contextlib.suppress(TimeoutError, ProviderError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.groups.close()
+        self._objects.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._disconnect()
+        for name, value in self._env_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    async def _connect(self, address: str) -> None:
+        await connect_in_thread(address)
+
+    async def _disconnect(self) -> None:
+        import ray
+
+        await run_in_daemon_thread(ray.shutdown)
+
+    # For handles.
+
+    def emit(self, event: RuntimeEvent) -> None:
+        self._events.emit(event)
+
+    def forget(self, handle: RayHandle) -> None:
+        """The actor will not restart."""
+        self._actors.pop(handle.spec.name, None)
+
+    async def feasible(self, spec: ActorSpec) -> None:
+        """`UsageError` if no current node, or the actor's bundle, could ever hold it."""
+        await self.poll_nodes()
+        labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
+        feasible_nodes(spec, labels, self.nodes())
+
+    def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
+        """The node for an actor that takes no resources, and Ray's id of it: among the nodes that its labels allow, the
+        one with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the
+        same one for several actors."""
+        held = Counter(other.target_node for other in self._actors.values() if other is not handle)
+        ids = {name: ray_id for ray_id, name in self._names.items()}
+        candidates = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
+        name = min(candidates, key=lambda name: (name in self._leaving, held[name], name))
+        return name, ids[name]
+
+    def acquire_resources(self, ray_id: str, spec: ActorSpec) -> str:
+        """Account for an actor that Ray placed on the node of this id; the node's name."""
+        if not spec.bundle:
+            self._account(ray_id, spec.resources, 1.0)
+        return self._names.get(ray_id, ray_id)
+
+    def return_resources(self, ray_id: str, spec: ActorSpec) -> None:
+        if not spec.bundle:
+            self._account(ray_id, spec.resources, -1.0)
+
+    async def poll_nodes(self) -> None:
+        """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
+        while a poll that began after its call was answered uses that answer: hundreds of actors may start at a time."""
+        polls_before = self._polls
+        async with self._poll_lock:
+            if self._answered > polls_before:
+                return
+            self._polls = number = self._polls + 1
+            self._update_nodes(await self.link.nodes())
+            self._answered = number
+
+    def _update_nodes(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A node that joins under the name of a dead one is a new node."""
+        alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
+        for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
+            name = self._names.pop(ray_id)
+            del self._nodes[name]
+            self._leaving.discard(name)
+            self.emit(RuntimeEvent("node_down", name))
+        for ray_id, row in sorted(alive.items(), key=lambda item: (_name(item[1]), item[0])):
+            if ray_id in self._names:
+                continue
+            name = _name(row)
+            name = f"{name}-{ray_id[:12]}" if name in self._nodes else name
+            total = {k: v for k, v in row["Resources"].items() if not k.startswith(("node:", "object_store", "memory"))}
+            self._names[ray_id] = name
+            self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
+            self.emit(RuntimeEvent("node_up", name))
+
+    def _account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
+        node = self._nodes.get(self._names.get(ray_id, ""))
+        if node is not None:
+            account(node, resources, sign)
+
+    async def _report_leaving(self) -> None:
+        """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
+        draining = await self.link.draining()
+        for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
+            if name not in self._leaving:
+                self._leaving.add(name)
+                self.emit(RuntimeEvent("node_leaving", name))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            with contextlib.suppress(Exception):  # the head is busy, or gone: poll again
+                try:
+                    async with asyncio.timeout(SILENT_S):
+                        await self.poll_nodes()
+                except TimeoutError:
+                    self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
+                await self.groups.follow(self._names)
+                await self._report_leaving()
 
 
 class RayHandle:
@@ -282,49 +514,6 @@ class RayHandle:
             await asyncio.gather(self._revival, return_exceptions=True)
 
 
-def _death_errors() -> tuple[type[Exception], ...]:
-    from ray import exceptions as ray
-
-    return (
-        ray.RayActorError,
-        ray.NodeDiedError,
-        ray.ObjectLostError,
-        ray.RaySystemError,
-        ray.TaskCancelledError,
-        ray.WorkerCrashedError,
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-
-
-def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """The next caller gets the error again; it is not an unhandled one if no caller was waiting."""
-    if not task.cancelled():
-        task.exception()
-
-
-HOLD_S = (2.0, 20.0)
-"""Seconds that groups with room are held while others of the gang have none: at first, and at most. Ray finds free
-resources in milliseconds, in seconds on a busy machine."""
-
-GROUP_POLL_INTERVAL_S = (0.02, 0.5)
-"""Seconds between two polls whether groups have room: at first, and at most."""
-
-
-@dataclass(slots=True)
-class _PlacementGroup:
-    """A group that is requested from Ray, and then held; `where` has Ray's id of each bundle's node, None while it has
-    none."""
-
-    group: BundleGroup
-    ray: Any = None
-    where: list[str | None] = field(default_factory=list)
-    abandoned: bool = False
-    """Abandoned while it is created: `_create_group` removes it."""
-
-
 class RayGroups:
     """Owns the placement groups of one connection. `reserve` waits until all groups of a gang have room, unblocked by a
     release or by a node that joins."""
@@ -358,9 +547,7 @@ class RayGroups:
         raise UsageError(f"no bundle of the name {bundle!r} is reserved")
 
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]]) -> None:
-        for group in gang:
-            if group.name in self._held or any(b.name in self.bundles for b in group.bundles):
-                raise UsageError(f"room for {group.name!r} is reserved already")
+        refuse_reserved(gang, self._held, self.bundles)
         check_feasible(gang, nodes())
         loop = asyncio.get_running_loop()
         end, hold = loop.time() + wait_s, HOLD_S[0]
@@ -443,22 +630,56 @@ class RayGroups:
                 await self._run_blocking(_remove_group, held)
 
 
-def _create_group(held: _PlacementGroup) -> None:
-    from ray.util.placement_group import placement_group
+def _name(row: Mapping[str, Any]) -> str:
+    """The name that the node was given, or the start of Ray's id: Ray's default name is the node's address."""
+    name = str(row.get("NodeName") or "")
+    return name if name and name != row["NodeManagerAddress"] else str(row["NodeID"])[:12]
 
-    held.ray = placement_group(
-        [dict(bundle.resources) for bundle in held.group.bundles],
-        strategy=held.group.strategy,
-        bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
+
+@dataclass(slots=True)
+class _Incarnation:
+    """One incarnation: its Ray actor and its node."""
+
+    host: Any
+    node: str
+    ray_id: str
+    """Ray's id of the node."""
+    watch: asyncio.Task[None] | None = field(default=None)
+
+
+def _death_errors() -> tuple[type[Exception], ...]:
+    from ray import exceptions as ray
+
+    return (
+        ray.RayActorError,
+        ray.NodeDiedError,
+        ray.ObjectLostError,
+        ray.RaySystemError,
+        ray.TaskCancelledError,
+        ray.WorkerCrashedError,
     )
-    if held.abandoned:
-        _remove_group(held)
 
 
-def _remove_group(held: _PlacementGroup) -> None:
-    from ray.util.placement_group import remove_placement_group
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
-    remove_placement_group(held.ray)
+
+def _mark_retrieved(task: asyncio.Task[None]) -> None:
+    """The next caller gets the error again; it is not an unhandled one if no caller was waiting."""
+    if not task.cancelled():
+        task.exception()
+
+
+@dataclass(slots=True)
+class _PlacementGroup:
+    """A group that is requested from Ray, and then held; `where` has Ray's id of each bundle's node, None while it has
+    none."""
+
+    group: BundleGroup
+    ray: Any = None
+    where: list[str | None] = field(default_factory=list)
+    abandoned: bool = False
+    """Abandoned while it is created: `_create_group` removes it."""
 
 
 def _group_table() -> Mapping[str, Any]:
@@ -476,253 +697,19 @@ def _bundle_nodes(table: Mapping[str, Any], held: _PlacementGroup) -> list[str |
     return [nodes.get(index) or None for index in range(len(held.group.bundles))]
 
 
-POLL_INTERVAL_S = 0.5
-"""Seconds between two polls of the nodes: Ray does not notify a driver of nodes that join or leave."""
+def _create_group(held: _PlacementGroup) -> None:
+    from ray.util.placement_group import placement_group
+
+    held.ray = placement_group(
+        [dict(bundle.resources) for bundle in held.group.bundles],
+        strategy=held.group.strategy,
+        bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
+    )
+    if held.abandoned:
+        _remove_group(held)
 
 
-ASK_S = 10.0
-"""Seconds for a hint to the cluster, whose result is not needed."""
+def _remove_group(held: _PlacementGroup) -> None:
+    from ray.util.placement_group import remove_placement_group
 
-CLOSE_S = 30.0
-"""Seconds for requests to the cluster at the end: a cluster that is gone does not answer."""
-
-
-class RayRuntime:
-    """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
-    actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow.
-
-    Invariant: free = total - reserved - held by our other actors on every live node.
-    """
-
-    def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
-        """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the value of RAY_ADDRESS. `env`:
-        variables that Ray reads in this process, such as the path of its token."""
-        self._address = address
-        self._env = dict(env or {})
-        self._env_before: dict[str, str | None] = {}
-        self._actors: dict[str, RayHandle] = {}
-        self.link: RayLink = RayDriverLink()
-        self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
-        self._nodes: dict[str, Node] = {}
-        self._names: dict[str, str] = {}
-        """Names of live nodes, by Ray's id."""
-        self._leaving: set[str] = set()
-        self._objects: dict[str, Any] = {}
-        self._ids = itertools.count()
-        self._events = EventLog()
-        self._watcher: asyncio.Task[None] | None = None
-        self._poll_lock = asyncio.Lock()
-        self._polls = self._answered = 0
-        """Number of polls begun, and of the last poll that was answered."""
-
-    async def start(self) -> None:
-        """Connect. `ProviderError` if there is no cluster, or it refuses the connection."""
-        address = resolve_address(self._address)
-        await check_grpc_server(address)
-        self._env_before = {name: os.environ.get(name) for name in self._env}
-        os.environ.update(self._env)
-        try:
-            self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
-            await self._connect(address)
-            await self.poll_nodes()
-        except Exception:
-            await self.close()
-            raise
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
-
-    def nodes(self) -> Sequence[Node]:
-        return tuple(self._nodes[name] for name in sorted(self._nodes))
-
-    async def spawn(self, spec: ActorSpec) -> Handle:
-        if spec.name in self._actors:
-            raise UsageError(f"an actor named {spec.name!r} runs already")
-        handle = RayHandle(self, spec)
-        self._actors[spec.name] = handle
-        try:
-            await handle.boot()
-        except BaseException:
-            self._actors.pop(spec.name, None)
-            raise
-        self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
-        return handle
-
-    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        await self.poll_nodes()
-        await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
-
-    async def ask(self, gang: Sequence[BundleGroup]) -> None:
-        """Announce the resources that will be requested to the cluster's autoscaler, if there is one: it adds nodes for
-        them, so nothing waits for a node that was never seen. () withdraws the request. The last request of any run on
-        the cluster counts."""
-        from ray.autoscaler.sdk import request_resources
-
-        wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
-        resources = [dict(bundle.resources) for bundle in wanted]
-        labels = [dict(bundle.labels) for bundle in wanted]
-        if isinstance(self.link, RayDriverLink):  # Ray's client lacks this function
-            with contextlib.suppress(Exception):  # only a hint: `reserve` waits for the nodes anyway
-                async with asyncio.timeout(ASK_S):
-                    await self.link.run_blocking(request_resources, None, resources, labels)
-
-    async def release(self, group: str) -> None:
-        for handle in self._actors.values():
-            if self.groups.holds(group, handle.spec.bundle):
-                raise UsageError(f"an actor is still in bundle {handle.spec.bundle!r}", remedy="kill it first")
-        await self.groups.release(group)
-
-    def reserved(self, group: str) -> bool:
-        return group in self.groups
-
-    def events(self) -> AsyncIterator[RuntimeEvent]:
-        """Every event since the runtime's start, for as long as it runs."""
-        return self._events.read()
-
-    async def put(self, value: Any) -> str:
-        import ray
-
-        ref = f"object-{next(self._ids)}"
-        self._objects[ref] = await self.link.run_blocking(ray.put, pack(value))
-        return ref
-
-    async def get(self, ref: str) -> Any:
-        import ray
-
-        if ref not in self._objects:
-            raise UsageError(f"no object {ref!r} in this runtime")
-        return unpack(await self.link.run_blocking(ray.get, self._objects[ref]))
-
-    async def close(self) -> None:
-        self._events.close()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        async with asyncio.TaskGroup() as tasks:
-            for handle in list(self._actors.values()):
-                tasks.create_task(handle.kill(), name=f"stop {handle.name}")
-        with contextlib.suppress(TimeoutError, ProviderError):
-            async with asyncio.timeout(CLOSE_S):
-                await self.groups.close()
-        self._objects.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._disconnect()
-        for name, value in self._env_before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    async def _connect(self, address: str) -> None:
-        await connect_in_thread(address)
-
-    async def _disconnect(self) -> None:
-        import ray
-
-        await run_in_daemon_thread(ray.shutdown)
-
-    # For handles.
-
-    def emit(self, event: RuntimeEvent) -> None:
-        self._events.emit(event)
-
-    def forget(self, handle: RayHandle) -> None:
-        """The actor will not restart."""
-        self._actors.pop(handle.spec.name, None)
-
-    async def feasible(self, spec: ActorSpec) -> None:
-        """`UsageError` if no current node, or the actor's bundle, could ever hold it."""
-        await self.poll_nodes()
-        labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
-        if not any(
-            matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
-            for n in self._nodes.values()
-        ):
-            available = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in self.nodes())
-            raise UsageError(
-                f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
-                remedy=f"the cluster has: {available}",
-            )
-
-    def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
-        """The node for an actor that takes no resources, and Ray's id of it: among the nodes that its labels allow, the
-        one with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the
-        same one for several actors."""
-        held = Counter(other.target_node for other in self._actors.values() if other is not handle)
-        ids = {name: ray_id for ray_id, name in self._names.items()}
-        candidates = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
-        name = min(candidates, key=lambda name: (name in self._leaving, held[name], name))
-        return name, ids[name]
-
-    def acquire_resources(self, ray_id: str, spec: ActorSpec) -> str:
-        """Account for an actor that Ray placed on the node of this id; the node's name."""
-        if not spec.bundle:
-            self._account(ray_id, spec.resources, 1.0)
-        return self._names.get(ray_id, ray_id)
-
-    def return_resources(self, ray_id: str, spec: ActorSpec) -> None:
-        if not spec.bundle:
-            self._account(ray_id, spec.resources, -1.0)
-
-    async def poll_nodes(self) -> None:
-        """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
-        while a poll that began after its call was answered uses that answer: hundreds of actors may start at a time."""
-        polls_before = self._polls
-        async with self._poll_lock:
-            if self._answered > polls_before:
-                return
-            self._polls = number = self._polls + 1
-            self._update_nodes(await self.link.nodes())
-            self._answered = number
-
-    def _update_nodes(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A node that joins under the name of a dead one is a new node."""
-        alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
-        for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
-            name = self._names.pop(ray_id)
-            del self._nodes[name]
-            self._leaving.discard(name)
-            self.emit(RuntimeEvent("node_down", name))
-        for ray_id, row in sorted(alive.items(), key=lambda item: (_name(item[1]), item[0])):
-            if ray_id in self._names:
-                continue
-            name = _name(row)
-            name = f"{name}-{ray_id[:12]}" if name in self._nodes else name
-            total = {k: v for k, v in row["Resources"].items() if not k.startswith(("node:", "object_store", "memory"))}
-            self._names[ray_id] = name
-            self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
-            self.emit(RuntimeEvent("node_up", name))
-
-    def _account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
-        node = self._nodes.get(self._names.get(ray_id, ""))
-        for name, amount in resources.items() if node is not None else ():
-            node.free[name] -= sign * amount  # type: ignore[index, union-attr]
-
-    async def _report_leaving(self) -> None:
-        """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
-        draining = await self.link.draining()
-        for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
-            if name not in self._leaving:
-                self._leaving.add(name)
-                self.emit(RuntimeEvent("node_leaving", name))
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            with contextlib.suppress(Exception):  # the head is busy, or gone: poll again
-                try:
-                    async with asyncio.timeout(SILENT_S):
-                        await self.poll_nodes()
-                except TimeoutError:
-                    self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
-                await self.groups.follow(self._names)
-                await self._report_leaving()
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    """The name that the node was given, or the start of Ray's id: Ray's default name is the node's address."""
-    name = str(row.get("NodeName") or "")
-    return name if name and name != row["NodeManagerAddress"] else str(row["NodeID"])[:12]
-
-
-def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}
+    remove_placement_group(held.ray)

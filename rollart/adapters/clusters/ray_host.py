@@ -6,8 +6,6 @@ Arguments and results are pickled here and cross Ray as bytes: they are values, 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import io
 import itertools
 import pickle
@@ -16,6 +14,7 @@ from typing import Any
 
 from rollart import __version__
 from rollart.adapters.clusters.program import Program
+from rollart.adapters.clusters.runtime import invoke, load_factory
 from rollart.errors import RunFailed, UsageError
 
 
@@ -41,8 +40,7 @@ class RayActorHost:
                     remedy=f"install rollart {version} on every node, or run them all from one image",
                 )
             args, kwargs = pickle.loads(init)
-            module, _, name = factory.partition(":")
-            self._instance = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            self._instance = load_factory(factory)(*args, **kwargs)
         except Exception as error:
             return False, _packed_error(error), node
         return True, b"", node
@@ -55,8 +53,7 @@ class RayActorHost:
         """True and the result, or False and the error."""
         try:
             args, kwargs = pickle.loads(payload)
-            result = getattr(self._instance, method)(*args, **kwargs)
-            return True, pack(await result if inspect.isawaitable(result) else result)
+            return True, pack(await invoke(self._instance, method, args, kwargs))
         except Exception as error:
             return False, _packed_error(error)
 

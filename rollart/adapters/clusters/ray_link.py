@@ -1,11 +1,10 @@
 """The connection to a Ray cluster: as a driver beside one of its nodes, or through Ray's client (`ray://`).
 
 A driver calls Ray in this process. Through the client each call is a request over the network and waits for its answer,
-even for ids. Such calls run on threads of their own, so that a server that hangs blocks no other call. The client's own
-reconnection (RAY_CLIENT_RECONNECT_GRACE_PERIOD, 30 s) survives short interruptions. A lost server takes the job and all
-of its actors with it: every call then fails at once with a `ProviderError`, which ends the run.
-
-Blocking calls that may never return and cannot be interrupted.
+even for ids. Such calls may never return and cannot be interrupted, so they run on threads of their own and a server
+that hangs blocks no other call. The client's own reconnection (RAY_CLIENT_RECONNECT_GRACE_PERIOD, 30 s) survives short
+interruptions. A lost server takes the job and all of its actors with it: every call then fails at once with a
+`ProviderError`, which ends the run.
 """
 
 from __future__ import annotations
@@ -22,49 +21,6 @@ from typing import Any, TypeVar
 from rollart.errors import ProviderError
 
 T = TypeVar("T")
-
-
-async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
-    """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
-    waits for it."""
-    return await daemon_thread_future(function, *args)
-
-
-def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """The result of such a call, as a future."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function(*args)
-        except BaseException as problem:
-            error = problem
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
-    return done
-
-
-def run_detached(function: Callable[..., object], *args: object) -> None:
-    """Call a function without waiting for it. Its exceptions are ignored."""
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            function(*args)
-
-    threading.Thread(target=work, name=f"{function.__name__}, of no matter", daemon=True).start()
-
 
 CLIENT_SCHEME = "ray://"
 
@@ -259,6 +215,48 @@ class RayClientLink:
 RayLink = RayDriverLink | RayClientLink
 
 
+async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
+    """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
+    waits for it."""
+    return await daemon_thread_future(function, *args)
+
+
+def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    """The result of such a call, as a future."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
+    return done
+
+
+def run_detached(function: Callable[..., object], *args: object) -> None:
+    """Call a function without waiting for it. Its exceptions are ignored."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            function(*args)
+
+    threading.Thread(target=work, name=f"{function.__name__}, of no matter", daemon=True).start()
+
+
 def connection_lost(address: str, why: str) -> ProviderError:
     return ProviderError(
         f"the connection to the Ray client server at '{address}' is lost, and with it the run's actors: {why[:200]}",
@@ -288,17 +286,6 @@ async def check_grpc_server(address: str) -> None:
     except OSError as error:  # includes timeouts
         cause = error.strerror or f"no answer within {ANSWER_S:g} s"
         raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
-
-
-async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        writer.write(GREETING)
-        answer = await reader.readexactly(len(FRAME))
-        if answer[3] == FRAME[3]:
-            return
-    raise ProviderError(
-        f"no Ray cluster at '{address}': the server there does not speak gRPC, as Ray's do", remedy=REMEDY
-    )
 
 
 async def connect_in_thread(address: str) -> None:
@@ -343,29 +330,16 @@ def connect(address: str) -> None:
             raise ProviderError(f"no Ray cluster at '{address}': {first_line}", remedy=REMEDY) from None
 
 
-def _quieten_client() -> None:
-    """The error of this module reports a lost connection."""
-    for name in ("ray.util.client", "ray.util.client.logsclient"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    threading.excepthook = _unless_channel_closed
-
-
-def _unless_channel_closed(args: threading.ExceptHookArgs) -> None:
-    """gRPC's thread that watches a channel raises when Ray's client closes the channel to reconnect."""
-    if not (args.exc_type is ValueError and "Channel closed" in str(args.exc_value)):
-        threading.__excepthook__(args)
+def _draining_nodes() -> set[str]:
+    """Ray has no public API for this."""
+    private: Any = importlib.import_module("ray._private.state")
+    return set(private.state.get_draining_nodes())
 
 
 def _create_actor(kind: type, options: Mapping[str, Any]) -> Any:
     import ray
 
     return ray.remote(kind).options(**options).remote()
-
-
-def _draining_nodes() -> set[str]:
-    """Ray has no public API for this."""
-    private: Any = importlib.import_module("ray._private.state")
-    return set(private.state.get_draining_nodes())
 
 
 def _draining_nodes_by_task() -> set[str]:
@@ -379,3 +353,27 @@ def _draining_nodes_by_task() -> set[str]:
 def _is_connection_error(error: Exception) -> bool:
     """True if the server is gone, False for an error that it returned."""
     return isinstance(error, (ConnectionError, importlib.import_module("grpc").RpcError))
+
+
+async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        writer.write(GREETING)
+        answer = await reader.readexactly(len(FRAME))
+        if answer[3] == FRAME[3]:
+            return
+    raise ProviderError(
+        f"no Ray cluster at '{address}': the server there does not speak gRPC, as Ray's do", remedy=REMEDY
+    )
+
+
+def _quieten_client() -> None:
+    """The error of this module reports a lost connection."""
+    for name in ("ray.util.client", "ray.util.client.logsclient"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threading.excepthook = _unless_channel_closed
+
+
+def _unless_channel_closed(args: threading.ExceptHookArgs) -> None:
+    """gRPC's thread that watches a channel raises when Ray's client closes the channel to reconnect."""
+    if not (args.exc_type is ValueError and "Channel closed" in str(args.exc_value)):
+        threading.__excepthook__(args)

@@ -1,18 +1,27 @@
-"""Feasible nodes for the bundles of a gang. Pure: for the local runtime, and for errors before Ray waits for ever.
+"""The common parts of the local runtime and the Ray runtime: label selectors, the nodes of a gang, the event log.
 
-Label selectors in Ray's grammar: `v`, `!v`, `in(a,b)`, `!in(a,b)`.
-
-The event log of a runtime.
+The search for feasible nodes is pure: the local runtime places by it, and Ray would wait for ever where it finds none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
+from typing import Any
 
 from rollart.errors import UsageError
 from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
+
+MAX_SEARCH_STEPS = 20_000
+"""Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
+
+SLACK = 1e-9
+
+MAX_EVENTS = 10_000
+"""Events that are kept: a reader that is further behind misses the oldest."""
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -20,19 +29,19 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return all(_matches_one(wanted, labels.get(key)) for key, wanted in selector.items())
 
 
-def _matches_one(wanted: str, actual: str | None) -> bool:
-    wanted = wanted.strip()
-    if wanted.startswith("!"):
-        return not _matches_one(wanted[1:], actual)
-    if wanted.startswith("in(") and wanted.endswith(")"):
-        return actual in [v.strip() for v in wanted[3:-1].split(",")]
-    return actual == wanted
-
-
-MAX_SEARCH_STEPS = 20_000
-"""Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
-
-SLACK = 1e-9
+def feasible_nodes(spec: ActorSpec, labels: Mapping[str, str], nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with these labels that could hold the actor if they were empty. `UsageError` if there are none."""
+    found = [
+        n
+        for n in nodes
+        if matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
+    ]
+    if not found:
+        raise UsageError(
+            f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
+            remedy=_described(nodes),
+        )
+    return found
 
 
 def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
@@ -44,16 +53,15 @@ def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping
 def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
-    available = "; ".join(f"{n.id} {_user_labels(n.labels)} {dict(n.total)}" for n in nodes)
     for bundle in _bundles(gang):
         if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
-            raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {available}")
+            raise UsageError(f"{bundle}: no node could ever hold it", remedy=_described(nodes))
     search = _PlacementSearch(gang, empty)
     if search.find() is None and search.steps < MAX_SEARCH_STEPS:
         deepest = search.stuck
         raise UsageError(
             f"the nodes could never hold all of it at once; there is no room beside the others for {deepest}",
-            remedy=f"the cluster has: {available}",
+            remedy=_described(nodes),
         )
 
 
@@ -63,6 +71,13 @@ def insufficient_capacity(missing: Sequence[Bundle], wait_s: float) -> UsageErro
         f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, missing))}",
         remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
     )
+
+
+def refuse_reserved(gang: Sequence[BundleGroup], groups: Container[str], bundles: Container[str]) -> None:
+    """`UsageError` if a group, or one of its bundles, is reserved already."""
+    for group in gang:
+        if group.name in groups or any(b.name in bundles for b in group.bundles):
+            raise UsageError(f"room for {group.name!r} is reserved already")
 
 
 def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
@@ -76,6 +91,73 @@ def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
             remedy=f"the bundle has {dict(found.total)}",
         )
     return found
+
+
+def account(node: Node, resources: Mapping[str, float], sign: float) -> None:
+    """Take resources from the node's free ones (`sign` 1), or return them (−1)."""
+    for name, amount in resources.items():
+        node.free[name] -= sign * amount  # type: ignore[index]
+
+
+def load_factory(path: str) -> Any:
+    """The object named `module:attribute`, which makes an actor's instance."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+async def invoke(instance: Any, method: str, args: Any, kwargs: Any) -> Any:
+    """The result of an actor's method, which may be a coroutine function or a plain one."""
+    result = getattr(instance, method)(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+class EventLog:
+    """Any number of readers, each from the oldest event that is kept."""
+
+    def __init__(self, max_events: int = MAX_EVENTS) -> None:
+        self._events: deque[RuntimeEvent] = deque(maxlen=max_events)
+        self._count = 0
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def emit(self, event: RuntimeEvent) -> None:
+        self._events.append(event)
+        self._count += 1
+        self._notify()
+
+    async def read(self) -> AsyncIterator[RuntimeEvent]:
+        """Events until `close`. Waits for `emit`."""
+        next_event = 0
+        while not self._closed:
+            while next_event < self._count:
+                next_event = max(next_event, self._count - len(self._events))
+                yield self._events[next_event - self._count]
+                next_event += 1
+            changed = self._changed
+            await changed.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _matches_one(wanted: str, actual: str | None) -> bool:
+    wanted = wanted.strip()
+    if wanted.startswith("!"):
+        return not _matches_one(wanted[1:], actual)
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        return actual in [v.strip() for v in wanted[3:-1].split(",")]
+    return actual == wanted
+
+
+def _described(nodes: Sequence[Node]) -> str:
+    """The cluster's nodes with their users' labels."""
+    own = {n.id: {k: v for k, v in n.labels.items() if not k.startswith("ray.io/")} for n in nodes}
+    return "the cluster has: " + "; ".join(f"{n.id} {own[n.id]} {dict(n.total)}" for n in nodes)
 
 
 class _PlacementSearch:
@@ -152,45 +234,3 @@ def _has_capacity(room: Mapping[str, float], bundle: Bundle) -> bool:
 def _add(room: dict[str, float], bundle: Bundle, sign: float) -> None:
     for name, amount in bundle.resources.items():
         room[name] = room.get(name, 0.0) + sign * amount
-
-
-def _user_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}
-
-
-MAX_EVENTS = 10_000
-"""Events that are kept: a reader that is further behind misses the oldest."""
-
-
-class EventLog:
-    """Any number of readers, each from the oldest event that is kept."""
-
-    def __init__(self, max_events: int = MAX_EVENTS) -> None:
-        self._events: deque[RuntimeEvent] = deque(maxlen=max_events)
-        self._count = 0
-        self._closed = False
-        self._changed = asyncio.Event()
-
-    def emit(self, event: RuntimeEvent) -> None:
-        self._events.append(event)
-        self._count += 1
-        self._notify()
-
-    async def read(self) -> AsyncIterator[RuntimeEvent]:
-        """Events until `close`. Waits for `emit`."""
-        next_event = 0
-        while not self._closed:
-            while next_event < self._count:
-                next_event = max(next_event, self._count - len(self._events))
-                yield self._events[next_event - self._count]
-                next_event += 1
-            changed = self._changed
-            await changed.wait()
-
-    def close(self) -> None:
-        self._closed = True
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
