@@ -25,6 +25,10 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_
 """Required keys of a configuration: transformers would default them to the sizes of a model of several billion
 parameters."""
 
+MARKER = "COMPLETE"
+"""File that the trainer writes last into a published directory: a directory without it is incomplete and is never read.
+It is empty, or JSON with the `version` and hashes of the files."""
+
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear modules of a supported decoder layer."""
 
@@ -122,6 +126,11 @@ def refuse_truncated(file: Path) -> None:
         raise UsageError(f"{file} ends after {size} of {wanted} bytes", remedy=AGAIN)
 
 
+def version_path(root: str | Path, version: int) -> Path:
+    """The directory of a published version below the root of a run's versions."""
+    return Path(root) / f"v{version:06d}"
+
+
 def vocab_of(directory: str | Path) -> int | None:
     """Vocabulary size of the model in a directory, from its config.json; None if it has none."""
     try:
@@ -136,7 +145,7 @@ def stamp_of(directory: str | Path) -> str:
     """The content stamp of a published version: a hash over the file hashes in its marker, or the `stamp` in the marker
     of a copy. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
     try:
-        marker = json.loads((Path(directory) / "COMPLETE").read_text())
+        marker = json.loads((Path(directory) / MARKER).read_text())
         if marker.get("stamp") or not marker.get("files"):
             return str(marker.get("stamp") or "")
         return hashlib.sha256(json.dumps(sorted(marker["files"].items())).encode()).hexdigest()

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from rollart.lifeline import die_with_parent
 
-if TYPE_CHECKING:  # torch takes seconds to load: a port in use is reported first
+if TYPE_CHECKING:  # torch takes seconds to load: a port in use and a wrong config are reported first
+    from rollart.errors import UsageError
     from rollart.settings.training import TrainerConfig
     from rollart.train.ranks import LocalRankProcesses
     from rollart.train.server import TrainerService
@@ -57,16 +58,20 @@ def main() -> int:
 
     from rollart.errors import UsageError
     from rollart.train.config import load_config
+
+    try:
+        config = load_config(arguments.config)
+    except UsageError as error:
+        return _refused(arguments.rank, error)
+
     from rollart.train.ranks import LocalRankProcesses
 
     followers = LocalRankProcesses()
     try:
-        service = _service(arguments, load_config(arguments.config), followers)
+        service = _service(arguments, config, followers)
     except UsageError as error:
         followers.stop()
-        which = f"rank {arguments.rank}: " if arguments.rank else ""
-        print(f"rollart.train: {which}{error}", file=sys.stderr)
-        return 2
+        return _refused(arguments.rank, error)
     if listener is None:
         print(f"ready rank-{arguments.rank}", flush=True)
         service.follow()
@@ -76,6 +81,12 @@ def main() -> int:
     # A step may still be running in the worker thread, without a client that waits for it.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _refused(rank: int, error: UsageError) -> int:
+    which = f"rank {rank}: " if rank else ""
+    print(f"rollart.train: {which}{error}", file=sys.stderr)
+    return 2
 
 
 def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: LocalRankProcesses) -> TrainerService:
@@ -107,9 +118,8 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Lo
         print(f"meet {meet}", flush=True)
     if arguments.leader is None and here > 1:
         shared = ["--config", arguments.config, "--meet", meet, "--leader", str(os.getpid())]
-        followers.start(
-            shared, first=rank, here=here, ranks=size, lost=_exit_as_follower if rank else _exit_before_start
-        )
+        when = "" if rank else " before the trainer was ready"
+        followers.start(shared, first=rank, here=here, ranks=size, lost=lambda reason: _exit_with(reason + when))
     if gpu:
         refuse_shared(store, gpu, rank=rank, size=size)
     ranks = join_ranks(store, torch.device(config.device), rank=rank, size=size)
@@ -128,16 +138,9 @@ def _parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _exit_before_start(reason: str) -> None:
-    _exit_with(f"{reason} before the trainer was ready")
-
-
-def _exit_as_follower(reason: str) -> None:
-    """On a host without rank 0: the launcher of this process sees its exit and the reason."""
-    _exit_with(reason)
-
-
 def _exit_with(why: str) -> None:
+    """Called when a rank of this host is lost before the trainer serves; on a host without rank 0, the launcher of this
+    process sees its exit and the reason."""
     print(f"rollart.train: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 

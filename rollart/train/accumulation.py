@@ -10,19 +10,8 @@ factor: with `normalize: batch` they are summed separately. A baseline over the 
 config refuses it.
 
 Micro-batches do not depend on the rest of the batch: they are formed within a group, with samples in the order of their
-ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in float32 and
+ids. The sums are independent of order (`ExactSum`). So groups give the same weights bit for bit, in float32 and
 float64, in any order and any portions, one by one or the whole batch at once.
-
-A sum of tensors whose result does not depend on the order of its addends, to the last bit.
-
-Floating-point addition is not associative, so gradients added in the order in which groups finish would give different
-weights in every run. Here each addend x is split, without error, at two fixed positions (the idea of Demmel and Nguyen,
-"Parallel Reproducible Summation", 2015, with bins that are known in advance):
-
-    x = c + f + r,   c a multiple of 2⁻²⁴,   f a multiple of 2⁻⁶⁴,   |r| ≤ 2⁻⁶⁵
-
-c and f are each summed as float64. All partial sums are multiples of the same power of two and short enough for 53
-bits, so every addition is exact and their order has no effect. Only r is lost: 2.7e-20 per addend.
 """
 
 from __future__ import annotations
@@ -39,7 +28,7 @@ from rollart.errors import TrainerError
 from rollart.settings.training import TrainerConfig
 from rollart.train.advantages import domain_advantages, domain_credit, normalisation_divisor
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
-from rollart.train.losses import TrainingMeter, kl_estimate, policy_loss, token_statistics
+from rollart.train.losses import PolicyObjective, TrainingMeter
 from rollart.train.microbatch import build_microbatch, plan_microbatches
 from rollart.train.policy import ActionTensors, ReferencePolicy, TrainedPolicy
 
@@ -54,64 +43,6 @@ MAX_MAGNITUDE = 2.0**27
 
 MAX_ADDENDS = 2**13
 """Maximum number of addends: 2¹³ remainders of at most 2⁻²⁵ stay below 2⁻¹¹, 53 bits above 2⁻⁶⁴."""
-
-
-class ExactSum:
-    """Σ of equally shaped lists of tensors, 24 bytes per entry. Any addend may lack a tensor (None)."""
-
-    def __init__(self, size: int) -> None:
-        self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * size
-        self._count = 0
-
-    def add(self, values: Sequence[Tensor | None]) -> None:
-        self._count += 1
-        for i, value in enumerate(values):
-            if value is None:
-                continue
-            x = value.detach().double()
-            part = self._parts[i]
-            if part is None:
-                part = self._parts[i] = (torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x))
-            coarse = (x + COARSE) - COARSE
-            rest = x - coarse
-            part[0].add_(coarse)
-            part[1].add_((rest + FINE) - FINE)
-            part[2].add_(x.abs())
-
-    def is_exact(self) -> bool:
-        """True if the sum is exact: every addend was finite, and their number and size were within the bounds."""
-        peaks = [part[2].max() for part in self._parts if part is not None]
-        # A comparison with NaN is false.
-        return self._count <= MAX_ADDENDS and (not peaks or bool((torch.stack(peaks) < MAX_MAGNITUDE).all()))
-
-    def total(self, index: int) -> Tensor | None:
-        """The sum in float64; None if no addend had this tensor."""
-        part = self._parts[index]
-        return None if part is None else part[0] + part[1]
-
-
-@dataclass(slots=True)
-class _DomainState:
-    """One domain's part of the batch. The last entry of both sums is the loss, the others are the gradients of the
-    parameters; `units` are the advantages of all credit units, before `normalize: batch`."""
-
-    main: ExactSum
-    bonus: ExactSum
-    tokens: int = 0
-    samples: int = 0
-    score: float = 0.0
-    advantage_abs: float = 0.0
-    units: list[FloatArray] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupAdvantages:
-    """A single group with loss: its domain, and the advantages of its loss tokens [N] and of its credit units [U]."""
-
-    name: str
-    batch: TrainingBatch
-    advantage: FloatArray
-    units: FloatArray
 
 
 class GradientAccumulation:
@@ -217,23 +148,22 @@ class GradientAccumulation:
         domain = self._domain(group.name)
         separate = (config.entropy != 0 or config.kl != 0) and self._normalizes_by_batch(group.name)
         actions = ActionTensors(batch, policy.device)
-        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
-        credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
-        fresh = torch.from_numpy(batch.versions[batch.loss.position] == self.version).to(policy.device, policy.dtype)
+        objective = PolicyObjective(
+            config,
+            batch,
+            group.advantage,
+            self.version,
+            device=policy.device,
+            dtype=policy.dtype,
+            reference=self._reference.tensor(batch, policy) if config.kl else None,
+        )
         used = batch.used_lengths
-        reference_logprobs = self._reference.tensor(batch, policy) if config.kl else None
         for samples in plan_microbatches(used, self._config.max_tokens_per_microbatch):
             micro = build_microbatch(batch, samples, used, policy.device)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
-            detached = logprobs.detach()
             # The proximal policy is the policy at the start of the step, which has a single update.
-            proximal = detached if config.kind == "decoupled" else None
-            mu = behaviour[micro.pick]
-            token = policy_loss(
-                config, logprobs=logprobs, behaviour=mu, advantage=credit[micro.pick], proximal=proximal
-            )
-            main, bonus = token.loss.sum(), -config.entropy * entropy.sum()
-            penalty = None if reference_logprobs is None else kl_estimate(reference_logprobs[micro.pick], logprobs)
+            loss, penalty, values = objective.terms(logprobs, entropy, micro.pick)
+            main, bonus = loss.sum(), -config.entropy * entropy.sum()
             if penalty is not None:
                 bonus = bonus + config.kl * penalty.sum()
             if (config.entropy or config.kl) and not separate:
@@ -241,11 +171,7 @@ class GradientAccumulation:
             domain.main.add([*self._grad(main, keep=separate), main])
             if separate:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
-            reference = mu if proximal is None else proximal
-            values = token_statistics(
-                token, logprobs=detached, entropy=entropy, behaviour=mu, reference=reference, fresh=fresh[micro.pick]
-            )
-            self.meter.add(micro, values if penalty is None else values | {"reference_kl": penalty.detach()})
+            self.meter.add(micro, values)
 
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)
@@ -297,6 +223,65 @@ class GradientAccumulation:
         }
 
 
+class ExactSum:
+    """Σ of equally shaped lists of tensors whose result does not depend on the order of its addends, to the last bit.
+    24 bytes per entry. Any addend may lack a tensor (None).
+
+    Floating-point addition is not associative, so gradients added in the order in which groups finish would give
+    different weights in every run. Here each addend x is split, without error, at two fixed positions (the idea of
+    Demmel and Nguyen, "Parallel Reproducible Summation", 2015, with bins that are known in advance):
+
+        x = c + f + r,   c a multiple of 2⁻²⁴,   f a multiple of 2⁻⁶⁴,   |r| ≤ 2⁻⁶⁵
+
+    c and f are each summed as float64. All partial sums are multiples of the same power of two and short enough for 53
+    bits, so every addition is exact and their order has no effect. Only r is lost: 2.7e-20 per addend.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * size
+        self._count = 0
+
+    def add(self, values: Sequence[Tensor | None]) -> None:
+        self._count += 1
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            x = value.detach().double()
+            part = self._parts[i]
+            if part is None:
+                part = self._parts[i] = (torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x))
+            coarse = (x + COARSE) - COARSE
+            rest = x - coarse
+            part[0].add_(coarse)
+            part[1].add_((rest + FINE) - FINE)
+            part[2].add_(x.abs())
+
+    def is_exact(self) -> bool:
+        """True if the sum is exact: every addend was finite, and their number and size were within the bounds."""
+        peaks = [part[2].max() for part in self._parts if part is not None]
+        # A comparison with NaN is false.
+        return self._count <= MAX_ADDENDS and (not peaks or bool((torch.stack(peaks) < MAX_MAGNITUDE).all()))
+
+    def total(self, index: int) -> Tensor | None:
+        """The sum in float64; None if no addend had this tensor."""
+        part = self._parts[index]
+        return None if part is None else part[0] + part[1]
+
+
+@dataclass(slots=True)
+class _DomainState:
+    """One domain's part of the batch. The last entry of both sums is the loss, the others are the gradients of the
+    parameters; `units` are the advantages of all credit units, before `normalize: batch`."""
+
+    main: ExactSum
+    bonus: ExactSum
+    tokens: int = 0
+    samples: int = 0
+    score: float = 0.0
+    advantage_abs: float = 0.0
+    units: list[FloatArray] = field(default_factory=list)
+
+
 def _groups(batch: TrainingBatch) -> Iterator[TrainingBatch]:
     """Each group as a batch, with samples in the order of their ids."""
     by_id = np.array(sorted(range(len(batch)), key=batch.ids.__getitem__), np.int64)
@@ -310,3 +295,13 @@ def _weighted(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
         if value is not None:
             out = value * factor if out is None else out + value * factor
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupAdvantages:
+    """A single group with loss: its domain, and the advantages of its loss tokens [N] and of its credit units [U]."""
+
+    name: str
+    batch: TrainingBatch
+    advantage: FloatArray
+    units: FloatArray

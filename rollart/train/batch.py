@@ -28,6 +28,13 @@ FloatArray: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 
+TOKEN_COLUMNS = ("tokens", "mask", "logprobs", "versions", "turn", "rewards", "reference", "advantage")
+"""Columns [T] of a batch besides `legal`, whose values index the batch's own sets."""
+
+SAMPLE_COLUMNS = ("domain", "group", "score", "weight")
+"""Columns [S] of a batch."""
+
+
 class InvalidSamples(ValueError):
     """Samples that cannot be trained on. `samples` has all their ids, the message one id with the violated rule."""
 
@@ -123,26 +130,21 @@ def select_samples(batch: TrainingBatch, samples: IntArray) -> TrainingBatch:
     used = np.unique(np.append(batch.legal[pick], 0))
     widest = int(batch.sets.valid[used].sum(1).max())
     sets = LegalSets(batch.sets.ids[used, :widest], batch.sets.valid[used, :widest])
-    legal, tokens, mask = np.searchsorted(used, batch.legal[pick]), batch.tokens[pick], batch.mask[pick]
+    legal = np.searchsorted(used, batch.legal[pick])
+    columns: dict[str, Any] = {
+        name: column[rows]
+        for names, rows in ((TOKEN_COLUMNS, pick), (SAMPLE_COLUMNS, samples))
+        for name in names
+        if (column := getattr(batch, name)) is not None
+    }
     return TrainingBatch(
         ids=tuple(batch.ids[s] for s in samples),
         domains=batch.domains,
-        domain=batch.domain[samples],
-        group=batch.group[samples],
         offsets=offsets,
-        score=batch.score[samples],
-        tokens=tokens,
-        mask=mask,
-        logprobs=batch.logprobs[pick],
-        versions=batch.versions[pick],
-        turn=batch.turn[pick],
-        rewards=batch.rewards[pick],
         legal=legal,
         sets=sets,
-        loss=_loss_tokens(mask, offsets, tokens, legal, sets),
-        reference=None if batch.reference is None else batch.reference[pick],
-        advantage=None if batch.advantage is None else batch.advantage[pick],
-        weight=None if batch.weight is None else batch.weight[samples],
+        loss=_loss_tokens(columns["mask"], offsets, columns["tokens"], legal, sets),
+        **columns,
     )
 
 

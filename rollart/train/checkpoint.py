@@ -7,13 +7,13 @@
 
 With several ranks, each writes its own share and no host holds the whole model: `model-00001-of-00004.safetensors` …
 with `model.safetensors.index.json` (each tensor whole in one file, as transformers and vLLM read them), and
-`trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows, `pieces.py`). Adapters are stored beside the
-optimizer's state. Any number of ranks can restore a version that another number of ranks wrote.
+`trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows; metadata `rows` = {name: [first row, rows of the
+whole tensor]} as JSON). Adapters are stored beside the optimizer's state. Tensors are read by rows, so that any number
+of ranks can restore a version that another number of ranks wrote, and no rank reads a whole model to keep a part of it.
 
-A version is written into a hidden directory, the marker last, and then renamed: a reader sees the older version or the
-new one, never a partial one. Nothing is pickled.
-
-Snapshots: the state of a learner at one moment, this rank's share of it, from which a version is written.
+A version is written from a snapshot, a rank's share of the learner's state at one moment. It is written into a hidden
+directory, the marker last, and then renamed: a reader sees the older version or the new one, never a partial one.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,138 +25,33 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from rollart.architecture import MARKER, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.train.learner import Learner, LearnerCounters
+from rollart.train.microbatch import balanced_portions
 from rollart.train.policy import AdaptedTensor, adapter_tensors, local_rows, published_tensors
 from rollart.train.ranks import SINGLE_RANK, RankChannel
-from rollart.train.version_files import (
-    MARKER,
-    TensorFiles,
-    TensorRows,
-    file_buckets,
-    row_range,
-    save_tensors,
-    version_path,
-)
 
 MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
 ADAPTER = "adapter"
 """Stands in for the optimizer's name in tensor names of `trainer/`, for adapters, which belong to no optimizer."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LearnerSnapshot:
-    """A learner's state at one moment. `files`: the files that this rank writes; `index`: the file of each tensor, if
-    there are several files."""
-
-    files: Mapping[str, Mapping[str, Tensor | TensorRows]]
-    index: str | None
-    config: str
-    counters: LearnerCounters
-    durable: bool
-
-
-def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
-    """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
-    learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
-    learner.policy.reshard()
-    state, model = _state_tensors(learner), published_tensors(learner.policy.model)
-    if learner.ranks.size == 1:
-        index: str | None = None
-        files = {MODEL: _whole_tensors(model), OPTIMIZER: state}
-        files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
-    else:
-        files, index = _sharded_files(learner, model)
-        rank, size = learner.ranks.rank, learner.ranks.size
-        files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
-    counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, index, _model_config(learner), counters, learner.config.durable)
-
-
-def _whole_tensors(model: Mapping[str, AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
-    """In a single process: every tensor with its adapter merged."""
-    with torch.no_grad():
-        return {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
-
-
-def _sharded_files(
-    learner: Learner, model: Mapping[str, AdaptedTensor]
-) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
-    """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
-    that writes them: no rank holds more than its share, and every byte crosses the network once."""
-    ranks = learner.ranks
-    sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
-    planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
-    files: dict[str, dict[str, Tensor | TensorRows]] = {}
-    place = {}
-    for number, bucket in enumerate(planned, start=1):
-        file = f"model-{number:05d}-of-{len(planned):05d}.safetensors"
-        mine: dict[str, Tensor | TensorRows] = {}
-        for name in bucket.names:
-            place[name] = file
-            parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
-            if bucket.owner == ranks.rank:
-                mine[name] = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
-        if mine:
-            files[file] = mine
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
-    return files, json.dumps(index)
-
-
-def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
-    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters."""
-    names = {p: n for n, p in learner.policy.model.named_parameters()}
-    whole = {
-        f"{which}/{names[parameter]}/{key}": value
-        for which, optimizer in learner.optimizers.items()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
-    rank, size = learner.ranks.rank, learner.ranks.size
-    if size == 1:
-        return {name: local_rows(tensor) for name, tensor in whole.items()}
-    out: dict[str, Tensor | TensorRows] = {}
-    for name, tensor in whole.items():
-        if not tensor.ndim:
-            if rank == 0:
-                out[name] = tensor
-            continue
-        start, stop = row_range(tensor.shape[0], rank=rank, ranks=size)
-        if stop > start:
-            out[name] = TensorRows(local_rows(tensor), start, tensor.shape[0])
-    return out
-
-
-def _model_config(learner: Learner) -> str:
-    config = learner.policy.model.config
-    config.architectures = [type(learner.policy.model).__name__]
-    return str(config.to_json_string())
-
-
-def _copied(tensors: Mapping[str, Tensor | TensorRows]) -> dict[str, Tensor | TensorRows]:
-    return {
-        name: TensorRows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, TensorRows) else _copied_tensor(t)
-        for name, t in tensors.items()
-    }
-
-
-def _copied_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
 T = TypeVar("T")
+
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -167,6 +62,10 @@ TOKENIZER_NAMES = (
     "generation_config.json",
 )
 """Files that engines look for beside the weights."""
+
+_Weights = list[tuple[Tensor, Tensor]]
+
+_Moments = list[tuple[str, str, str, Tensor]]
 
 
 def tokenizer_files(source: str | None) -> tuple[Path, ...]:
@@ -197,6 +96,35 @@ def remove_partial_writes(root: Path) -> None:
 def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
     """Write the learner's state as `version`. All ranks must call it."""
     return write_version(take_snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LearnerSnapshot:
+    """A learner's state at one moment. `files`: the files that this rank writes; `index`: the file of each tensor, if
+    there are several files."""
+
+    files: Mapping[str, Mapping[str, Tensor | TensorRows]]
+    index: str | None
+    config: str
+    counters: LearnerCounters
+    durable: bool
+
+
+def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
+    """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
+    learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
+    learner.policy.reshard()
+    state, model = _state_tensors(learner), published_tensors(learner.policy.model)
+    if learner.ranks.size == 1:
+        index: str | None = None
+        files = {MODEL: _whole_tensors(model), OPTIMIZER: state}
+        files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
+    else:
+        files, index = _sharded_files(learner, model)
+        rank, size = learner.ranks.rank, learner.ranks.size
+        files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
+    counters = dataclasses.replace(learner.counters)
+    return LearnerSnapshot(files, index, _model_config(learner), counters, learner.config.durable)
 
 
 def write_version(
@@ -268,12 +196,263 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
     learner.counters = counters
 
 
-def _moment(parameter: Tensor, value: Tensor) -> Tensor:
-    """An optimizer state tensor on the device of `parameter`, sharded like it. The update count, a scalar, is there
-    too, since fused kernels read it."""
-    state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
-    local_rows(state).copy_(value)
-    return state
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """Rows of a tensor from `start` on; `of` is the number of rows of the whole tensor."""
+
+    tensor: Tensor
+    start: int
+    of: int
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
+    """Write one file, with the umask's mode for new files. Raises `OSError` and `SafetensorError`."""
+    rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, TensorRows)}
+    plain = {name: t.tensor if isinstance(t, TensorRows) else t for name, t in tensors.items()}
+    # transformers requires `format`, and safetensors cannot read an empty file without metadata.
+    metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file({name: t.detach().cpu().contiguous() for name, t in plain.items()}, path, metadata=metadata)
+    path.chmod(mode)  # safetensors puts a temporary file of mode 0600 in its place
+
+
+class TensorFiles:
+    """The tensors of some files, by name. Tensors that were read remain valid after `close`."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: list[Any] = []
+        self._locations: dict[str, list[tuple[int, int, Any]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            file: Any = safe_open(str(path), framework="pt")
+            self._files.append(file)
+            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                self._add(name, file.get_slice(name), rows.get(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor in host memory, by default all. `ValueError` if some rows are in no file."""
+        shape = self.shapes[name]
+        if not shape:
+            return self._read_scalar(name)
+        stop = shape[0] if stop is None else stop
+        parts, at = [], start
+        for first, last, piece in sorted(self._locations[name], key=lambda p: p[:2]):
+            if first <= at < min(last, stop):
+                end = min(last, stop)
+                parts.append(piece[at - first : end - first])
+                at = end
+        if at < stop:
+            raise ValueError(f"{name}: rows {at} to {stop} are in no file")
+        if not parts:
+            first, _, piece = self._locations[name][0]
+            parts.append(piece[0:0])
+        whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole
+
+    def close(self) -> None:
+        self._locations.clear()
+        self._files.clear()
+
+    def _add(self, name: str, piece: Any, rows: list[int] | None) -> None:
+        shape = tuple(piece.get_shape())
+        start, of = rows or (0, shape[0] if shape else 0)
+        self._locations.setdefault(name, []).append((start, start + (shape[0] if shape else 0), piece))
+        self.shapes[name] = (of, *shape[1:]) if shape else ()
+
+    def _read_scalar(self, name: str) -> Tensor:
+        """Read a scalar."""
+        for file in self._files:
+            if name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        raise ValueError(f"{name} is in no file")
+
+
+@dataclass(frozen=True, slots=True)
+class FileBucket:
+    """Tensors that one rank writes into one file."""
+
+    owner: int
+    names: tuple[str, ...]
+
+
+def file_buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[FileBucket]:
+    """Files for tensors of given sizes in bytes, each of at most `limit` bytes (a larger tensor alone), with nearly
+    equal totals per rank. In order of rank; a rank without tensors has no file."""
+    names = list(sizes)
+    out = []
+    for owner, share in enumerate(balanced_portions([sizes[name] for name in names], ranks)):
+        current: list[str] = []
+        filled = 0
+        for name in (names[i] for i in share):
+            if current and filled + sizes[name] > limit:
+                out.append(FileBucket(owner, tuple(current)))
+                current, filled = [], 0
+            current.append(name)
+            filled += sizes[name]
+        if current:
+            out.append(FileBucket(owner, tuple(current)))
+    return out
+
+
+def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows [start, stop) of a parameter on a rank: equal chunks, the last ones shorter or empty, as `torch.chunk`
+    and FSDP2 split the first dimension."""
+    chunk = -(-rows // ranks)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
+    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters."""
+    names = {p: n for n, p in learner.policy.model.named_parameters()}
+    whole = {
+        f"{which}/{names[parameter]}/{key}": value
+        for which, optimizer in learner.optimizers.items()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
+    rank, size = learner.ranks.rank, learner.ranks.size
+    if size == 1:
+        return {name: local_rows(tensor) for name, tensor in whole.items()}
+    out: dict[str, Tensor | TensorRows] = {}
+    for name, tensor in whole.items():
+        if not tensor.ndim:
+            if rank == 0:
+                out[name] = tensor
+            continue
+        start, stop = row_range(tensor.shape[0], rank=rank, ranks=size)
+        if stop > start:
+            out[name] = TensorRows(local_rows(tensor), start, tensor.shape[0])
+    return out
+
+
+def _whole_tensors(model: Mapping[str, AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
+    """In a single process: every tensor with its adapter merged."""
+    with torch.no_grad():
+        return {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
+
+
+def _copied(tensors: Mapping[str, Tensor | TensorRows]) -> dict[str, Tensor | TensorRows]:
+    return {
+        name: TensorRows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, TensorRows) else _copied_tensor(t)
+        for name, t in tensors.items()
+    }
+
+
+def _sharded_files(
+    learner: Learner, model: Mapping[str, AdaptedTensor]
+) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
+    """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
+    that writes them: no rank holds more than its share, and every byte crosses the network once."""
+    ranks = learner.ranks
+    sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
+    planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
+    files: dict[str, dict[str, Tensor | TensorRows]] = {}
+    place = {}
+    for number, bucket in enumerate(planned, start=1):
+        file = f"model-{number:05d}-of-{len(planned):05d}.safetensors"
+        mine: dict[str, Tensor | TensorRows] = {}
+        for name in bucket.names:
+            place[name] = file
+            parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
+            if bucket.owner == ranks.rank:
+                mine[name] = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
+        if mine:
+            files[file] = mine
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
+    return files, json.dumps(index)
+
+
+def _model_config(learner: Learner) -> str:
+    config = learner.policy.model.config
+    config.architectures = [type(learner.policy.model).__name__]
+    return str(config.to_json_string())
+
+
+def _temporary_directory(path: Path) -> Path:
+    """A new directory named after `path`: an abandoned earlier write may still continue in another one."""
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            own = path.with_name(f"{path.name}.{number}")
+            own.mkdir(parents=True)
+            return own
+    raise AssertionError("numbers do not end")
+
+
+def _digest(path: Path, sync: bool) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_rest(
+    state_of: LearnerSnapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
+) -> None:
+    """The part that only rank 0 writes: the small files, and the marker with the digests of all ranks."""
+    durable = state_of.durable
+    texts = {
+        "config.json": state_of.config,
+        STATE: json.dumps({"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}),
+    }
+    if state_of.index is not None:
+        texts[INDEX] = state_of.index
+    for name, text in texts.items():
+        _write_text(temporary / name, text)
+    for source in tokenizer:
+        name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
+        shutil.copyfile(source, temporary / name)
+    files = sorted(f for f in temporary.rglob("*") if f.is_file())
+    names = {str(file.relative_to(temporary)): file for file in files}
+    every = {name: digests[name] if name in digests else _digest(file, durable) for name, file in names.items()}
+    if missing := sorted(digests.keys() - names.keys()):
+        raise OSError(2, f"{missing[0]} of another rank is not there: the ranks must share the directory")
+    marker = temporary / MARKER
+    _write_text(marker, json.dumps({"schema": 1, "version": version, "files": every}))
+    if durable:
+        for path in (marker, (temporary / STATE).parent, temporary):
+            _fsync(path)
+
+
+def _swap(temporary: Path, final: Path) -> None:
+    if final.exists():
+        old = final.with_name(f".old-{final.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(final)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _all_or_none(ranks: RankChannel, work: Callable[[], T] | None, cannot: str) -> T | None:
+    """The result of one rank's work, after all ranks did theirs. `TrainerError` on all ranks if one failed."""
+    problem, result = None, None
+    try:
+        result = work() if work is not None else None
+    except TrainerError as error:
+        problem = error
+    except (OSError, SafetensorError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        remedy = "free space or fix the directory, then rollart launch --resume"
+        problem = TrainerError(f"{cannot}: {cause}", remedy=remedy)
+        problem.__cause__ = error
+    ranks.agree(problem)
+    return result
 
 
 def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
@@ -304,16 +483,6 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
         except OSError as error:
             raise _unreadable(path / name, error) from error
     return list(files)
-
-
-def _unreadable(path: Path, error: OSError) -> TrainerError:
-    """The error for a failing disk or process: the file itself may be intact."""
-    remedy = "look at the disk and at the limit of open files, then rollart launch --resume"
-    return TrainerError(f"{path} cannot be read: {error.strerror or error}", remedy=remedy)
-
-
-_Weights = list[tuple[Tensor, Tensor]]
-_Moments = list[tuple[str, str, str, Tensor]]
 
 
 def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, LearnerCounters]:
@@ -349,6 +518,34 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
     return pairs, moments, counters
 
 
+def _moment(parameter: Tensor, value: Tensor) -> Tensor:
+    """An optimizer state tensor on the device of `parameter`, sharded like it. The update count, a scalar, is there
+    too, since fused kernels read it."""
+    state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
+    local_rows(state).copy_(value)
+    return state
+
+
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _unreadable(path: Path, error: OSError) -> TrainerError:
+    """The error for a failing disk or process: the file itself may be intact."""
+    remedy = "look at the disk and at the limit of open files, then rollart launch --resume"
+    return TrainerError(f"{path} cannot be read: {error.strerror or error}", remedy=remedy)
+
+
+def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
+    """The files named `name`, or its shards (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
+    stem, _, ending = name.rpartition(".")
+    return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
+
+
 def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> Tensor:
     """This rank's rows of a tensor that is sharded like `parameter`; a scalar unchanged."""
     if not pieces.shapes[name]:
@@ -359,93 +556,3 @@ def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -
         return pieces.read(name)
     start, stop = row_range(parameter.shape[0], rank=learner.ranks.rank, ranks=learner.ranks.size)
     return pieces.read(name, start, stop)
-
-
-def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
-    """The files named `name`, or its shards (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
-    stem, _, ending = name.rpartition(".")
-    return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
-
-
-def _all_or_none(ranks: RankChannel, work: Callable[[], T] | None, cannot: str) -> T | None:
-    """The result of one rank's work, after all ranks did theirs. `TrainerError` on all ranks if one failed."""
-    problem, result = None, None
-    try:
-        result = work() if work is not None else None
-    except TrainerError as error:
-        problem = error
-    except (OSError, SafetensorError) as error:
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        remedy = "free space or fix the directory, then rollart launch --resume"
-        problem = TrainerError(f"{cannot}: {cause}", remedy=remedy)
-        problem.__cause__ = error
-    ranks.agree(problem)
-    return result
-
-
-def _write_rest(
-    state_of: LearnerSnapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
-) -> None:
-    """The part that only rank 0 writes: the small files, and the marker with the digests of all ranks."""
-    durable = state_of.durable
-    texts = {
-        "config.json": state_of.config,
-        STATE: json.dumps({"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}),
-    }
-    if state_of.index is not None:
-        texts[INDEX] = state_of.index
-    for name, text in texts.items():
-        _write_text(temporary / name, text)
-    for source in tokenizer:
-        name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
-        shutil.copyfile(source, temporary / name)
-    files = sorted(f for f in temporary.rglob("*") if f.is_file())
-    names = {str(file.relative_to(temporary)): file for file in files}
-    every = {name: digests[name] if name in digests else _digest(file, durable) for name, file in names.items()}
-    if missing := sorted(digests.keys() - names.keys()):
-        raise OSError(2, f"{missing[0]} of another rank is not there: the ranks must share the directory")
-    marker = temporary / MARKER
-    _write_text(marker, json.dumps({"schema": 1, "version": version, "files": every}))
-    if durable:
-        for path in (marker, (temporary / STATE).parent, temporary):
-            _fsync(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _digest(path: Path, sync: bool) -> str:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _temporary_directory(path: Path) -> Path:
-    """A new directory named after `path`: an abandoned earlier write may still continue in another one."""
-    for number in itertools.count():
-        with contextlib.suppress(FileExistsError):
-            own = path.with_name(f"{path.name}.{number}")
-            own.mkdir(parents=True)
-            return own
-    raise AssertionError("numbers do not end")
-
-
-def _swap(temporary: Path, final: Path) -> None:
-    if final.exists():
-        old = final.with_name(f".old-{final.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(final)

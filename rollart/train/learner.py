@@ -24,15 +24,7 @@ from rollart.settings.training import TrainerConfig
 from rollart.train.accumulation import GradientAccumulation
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import FloatArray, IntArray, TrainingBatch
-from rollart.train.losses import (
-    GAP_METRICS,
-    TrainingMeter,
-    gap_shares,
-    kl_estimate,
-    policy_loss,
-    token_statistics,
-    token_weights,
-)
+from rollart.train.losses import GAP_METRICS, PolicyObjective, TrainingMeter, gap_shares, token_weights
 from rollart.train.microbatch import build_microbatch, rank_microbatches
 from rollart.train.policy import (
     ActionTensors,
@@ -118,7 +110,7 @@ class Learner:
         gaps: dict[str, float] = {}
         rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
         self.optimizers.pop("imitation", None)
-        optimizer = self._optimizer("policy", self.config.lr)
+        optimizer = self.optimizer("policy")
         for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
             self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
@@ -169,7 +161,7 @@ class Learner:
         started, cpu = time.perf_counter(), time.thread_time()
         gradient, loss = step.gradient()
         self.optimizers.pop("imitation", None)
-        optimizer = self._optimizer("policy", self.config.lr)
+        optimizer = self.optimizer("policy")
         self._set_rate(optimizer, step.version)
         for parameter, own in zip(self._parameters, gradient, strict=True):
             parameter.grad = own
@@ -207,7 +199,7 @@ class Learner:
             entropy_grad=False,
         )
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
-        optimizer = self._optimizer("imitation", self.config.imitation.lr)
+        optimizer = self.optimizer("imitation")
         stop, recent = self.config.imitation.stop_loss, deque[float](maxlen=STOP_WINDOW)
         for part in _cycled_minibatches(alive, self.config.imitation.batch, batches, rng):
             recent.append(float(self._update(optimizer, job, part)))
@@ -232,36 +224,35 @@ class Learner:
         return group_advantages(batch, self.config.domains, by_id=self.config.stream)
 
     def optimizer(self, name: str) -> torch.optim.AdamW:
-        """The optimizer named "policy" or "imitation", created on first use: for restoring its state."""
-        return self._optimizer(name, self.config.lr if name == "policy" else self.config.imitation.lr)
+        """The optimizer named "policy" or "imitation", created on first use."""
+        if name not in self.optimizers:
+            config = self.config
+            groups = [
+                {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ]
+            lr = config.lr if name == "policy" else config.imitation.lr
+            self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+        return self.optimizers[name]
 
     def _policy_objective(self, batch: TrainingBatch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
-        device, dtype, config = self.policy.device, self.policy.dtype, self.config.loss
-        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
-        credit = torch.from_numpy(advantage).to(device, dtype)
-        fresh = torch.from_numpy(batch.versions[batch.loss.position] == version).to(device, dtype)
-        proximal = self._score(batch, used) if config.kind == "decoupled" else None
-        reference_logprobs = self._reference_logprobs(batch) if config.kl else None
+        config = self.config.loss
+        terms = PolicyObjective(
+            config,
+            batch,
+            advantage,
+            version,
+            device=self.policy.device,
+            dtype=self.policy.dtype,
+            proximal=self._score(batch, used) if config.kind == "decoupled" else None,
+            reference=self._reference_logprobs(batch) if config.kl else None,
+        ).terms
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            proximal_logprobs = None if proximal is None else proximal[pick]
-            reference = behaviour[pick] if proximal_logprobs is None else proximal_logprobs
-            token = policy_loss(
-                config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=proximal_logprobs
-            )
-            loss = token.loss - config.entropy * entropy if config.entropy else token.loss
-            values = token_statistics(
-                token,
-                logprobs=logprobs.detach(),
-                entropy=entropy,
-                behaviour=behaviour[pick],
-                reference=reference,
-                fresh=fresh[pick],
-            )
-            if reference_logprobs is None:
-                return loss, values
-            penalty = kl_estimate(reference_logprobs[pick], logprobs)
-            return loss + config.kl * penalty, values | {"reference_kl": penalty.detach()}
+            loss, penalty, values = terms(logprobs, entropy, pick)
+            if config.entropy:
+                loss = loss - config.entropy * entropy
+            return (loss if penalty is None else loss + config.kl * penalty), values
 
         return objective
 
@@ -350,16 +341,6 @@ class Learner:
             return meter.mean(name)
         total, tokens = self.ranks.totals([float(meter.sums[name].item()), meter.tokens], self.policy.device)
         return total / max(1.0, tokens)
-
-    def _optimizer(self, name: str, lr: float) -> torch.optim.AdamW:
-        if name not in self.optimizers:
-            config = self.config
-            groups = [
-                {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
-            ]
-            self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
-        return self.optimizers[name]
 
     def _warmup(self) -> float:
         length = self.config.warmup

@@ -1,4 +1,4 @@
-"""Policy losses per token, on tensors, and the weights that make a mean of them.
+"""Policy losses per token, on tensors, the weights that make a mean of them, and the sums behind a step's metrics.
 
 Notation. π current policy (has the gradient), μ the behaviour policy that sampled (the engine, perhaps some versions
 ago), π₀ the proximal policy (the weights at the start of the step), A the advantage, clip(x) = x within
@@ -14,8 +14,6 @@ KL(π ‖ π_ref) from samples of π (Schulman 2020, "k3"; GRPO, arXiv:2402.0330
 
 The batch loss is Σ_t w_t ℓ_t with Σ_t w_t = 1 over the loss tokens of the mini-batch, so masked tokens are in neither
 the numerator nor the denominator, and splitting a mini-batch into micro-batches does not change it.
-
-Sums behind a step's metrics, kept on the device and read once at the end.
 """
 
 from __future__ import annotations
@@ -27,21 +25,15 @@ import torch
 from torch import Tensor
 
 from rollart.settings.training import LossSpec
-from rollart.train.batch import FloatArray, IntArray
+from rollart.train.batch import FloatArray, IntArray, TrainingBatch
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """Per-token loss, and the ratio and clip flags for the metrics (both without gradient). All [N]."""
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
+GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
+"""Statistics whose means `gap_shares` takes; names with `_` are not metrics themselves."""
 
 
 def policy_loss(
@@ -66,15 +58,68 @@ def policy_loss(
     return TokenLoss(loss, ratio.detach(), clipped)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Per-token loss, and the ratio and clip flags for the metrics (both without gradient). All [N]."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+class PolicyObjective:
+    """The loss of a batch's tokens, from the log-probabilities of one micro-batch at a time."""
+
+    def __init__(
+        self,
+        config: LossSpec,
+        batch: TrainingBatch,
+        advantage: FloatArray,
+        version: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        reference: Tensor | None = None,
+        proximal: Tensor | None = None,
+    ) -> None:
+        """`version`: the trained one. `reference`: log-probabilities [N] under the reference policy, for a KL penalty;
+        `proximal`: those at the start of the step, for kind `decoupled` (None: the step's own first pass)."""
+        at = batch.loss.position
+        self._config, self._reference, self._proximal = config, reference, proximal
+        self._behaviour = torch.from_numpy(batch.logprobs[at]).to(device, dtype)
+        self._credit = torch.from_numpy(advantage).to(device, dtype)
+        self._fresh = torch.from_numpy(batch.versions[at] == version).to(device, dtype)
+
+    def terms(self, logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """The policy loss, the KL estimate (None without a penalty), and the statistics (without gradient) of the loss
+        tokens `pick`; all [M], before weighting. `_fresh` is 1 for tokens sampled under the trained version."""
+        detached, behaviour, proximal = logprobs.detach(), self._behaviour[pick], None
+        if self._config.kind == "decoupled":
+            proximal = detached if self._proximal is None else self._proximal[pick]
+        token = policy_loss(
+            self._config, logprobs=logprobs, behaviour=behaviour, advantage=self._credit[pick], proximal=proximal
+        )
+        gap, fresh = (detached - behaviour).abs(), self._fresh[pick]
+        values = {
+            "entropy": entropy.detach(),
+            "clip_fraction": token.clipped,
+            "approx_kl": kl_estimate(detached, behaviour if proximal is None else proximal),
+            "ratio": token.ratio,
+            "behaviour_gap": gap,
+            "_fresh": fresh,
+            "_fresh_gap": gap * fresh,
+        }
+        if self._reference is None:
+            return token.loss, None, values
+        penalty = kl_estimate(self._reference[pick], logprobs)
+        return token.loss, penalty, values | {"reference_kl": penalty.detach()}
+
+
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token estimate of KL(reference ‖ current) from samples of `reference`: x − 1 − log x with x = π/μ ≥ 0
     (Schulman 2020, "k3")."""
     difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.exp() - 1.0 - difference
-
-
-GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
-"""Statistics whose means `gap_shares` takes; names with `_` are not metrics themselves."""
 
 
 def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
@@ -90,23 +135,6 @@ def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
     return found
 
 
-def token_statistics(
-    token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor, fresh: Tensor
-) -> dict[str, Tensor]:
-    """Statistics of each token [N], without gradient. `reference`: the denominator of the ratio; `fresh`: 1 for tokens
-    sampled under the trained version."""
-    gap = (logprobs - behaviour).abs()
-    return {
-        "entropy": entropy.detach(),
-        "clip_fraction": token.clipped,
-        "approx_kl": kl_estimate(logprobs, reference),
-        "ratio": token.ratio,
-        "behaviour_gap": gap,
-        "_fresh": fresh,
-        "_fresh_gap": gap * fresh,
-    }
-
-
 def token_weights(domain: IntArray, weight: FloatArray, *, balance: bool) -> FloatArray:
     """The weight of each loss token of a mini-batch, summing to 1 [N].
 
@@ -118,10 +146,6 @@ def token_weights(domain: IntArray, weight: FloatArray, *, balance: bool) -> Flo
     out: FloatArray = share[domain]
     out /= out.sum()
     return out
-
-
-def _ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
-    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 class TrainingMeter:
@@ -171,3 +195,7 @@ class TrainingMeter:
 
     def _sum(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+def _ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
+    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,21 +1,13 @@
-"""The model: loading, and log-probabilities and entropies of loss tokens.
+"""The model: loading, adapters, sharding, and the log-probabilities and entropies of loss tokens.
 
 Logits and the last layer's MLP are computed only at loss tokens: with one layer and one action token in six this saves
 a quarter of a step. Log-probabilities of tokens with a legal set are normalised over it, and only its columns are read.
 
-Prepares a model for several devices: compilation, activation checkpointing, and sharded parameters (FSDP2).
+On several devices parameters are sharded (FSDP2). They keep their Hugging Face names, since no module is wrapped: a
+block's `forward` is replaced, and `fully_shard` changes parameters in place.
 
-Parameters keep their Hugging Face names, since no module is wrapped: a block's `forward` is replaced, and `fully_shard`
-changes parameters in place.
-
-Low-rank adapters through `peft` (extra `lora`): injected into the model, and merged into published versions.
-
-Engines never see an adapter: a version's weights are W + (alpha / rank) B A, under the names of W.
-
-The reference policy of a KL penalty: the run's first version, which never changes.
-
-Every sample has a separate forward pass. Its log-probabilities therefore do not depend on the rest of the batch, and
-are bit for bit the same when computed on arrival or in the training step.
+Low-rank adapters (`peft`, extra `lora`) are injected into the model and merged into published versions. Engines never
+see an adapter: a version's weights are W + (alpha / rank) B A, under the names of W.
 """
 
 from __future__ import annotations
@@ -33,145 +25,63 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rollart.architecture import MARKER, version_path
 from rollart.errors import TrainerError, UsageError
 from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.microbatch import MicroBatch, build_microbatch
 from rollart.train.ranks import Ranks
-from rollart.train.version_files import MARKER, version_path
-
-
-def prepare_model(
-    scorer: nn.Module,
-    blocks: Sequence[nn.Module],
-    config: ParallelConfig,
-    ranks: Ranks,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Sharded parameters are converted to `dtype`, if given. `blocks`: the modules of `scorer` that are gathered, run
-    and released one after the other; parameters outside all blocks (embeddings, head, norms) stay gathered during a
-    step."""
-    for block in blocks:
-        if config.compile:
-            block.forward = torch.compile(block.forward, dynamic=True)
-        if config.activation_checkpointing:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if ranks.mesh is not None:
-        _shard(scorer, blocks, config, ranks, dtype)
-
-
-def release_gathered(scorer: nn.Module) -> None:
-    """Release gathered parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in scorer.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A scalar that the ranks share, as a plain tensor."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_rows(tensor: Tensor) -> Tensor:
-    """The rows of a parameter on this rank; all rows if it is not sharded."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard(
-    scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
-) -> None:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy()
-    if config.dtype == "bfloat16":
-        # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
-        if dtype is not None:
-            _convert(block, dtype)
-        fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
-    for part in (*blocks, scorer):
-        assert isinstance(part, FSDPModule)
-        # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
-
-
-def _convert(block: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in block.parameters():
-        if local_rows(parameter) is parameter:  # not sharded yet
-            parameter.data = parameter.data.to(dtype)
-
 
 ILLEGAL_LOGIT = -1e30
 """Logit of an illegal action. Its probability is exactly 0 and, unlike with −inf, 0 × log 0 is 0 in the entropy."""
 
-
 MAX_ROUNDING_ERROR = 0.03
 """Relative difference that bfloat16 rounding explains; a different computation would differ by about 1."""
 
-
-class ActionTensors:
-    """The loss tokens of a batch on the device: sampled token ids and legal sets."""
-
-    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
-        at = batch.loss.position
-        self.target = torch.from_numpy(batch.tokens[at]).to(device)
-        self.slot = torch.from_numpy(batch.loss.slot).to(device)
-        self.legal = torch.from_numpy(batch.legal[at]).to(device)
-        self.legal_ids = torch.from_numpy(batch.sets.ids).to(device)
-        self.legal_valid = torch.from_numpy(batch.sets.valid).to(device)
+ADAPTER = "default"
+"""The adapters' name in peft's parameter names."""
 
 
-class Scorer(nn.Module):
-    """Computes logits at loss tokens. A single module, so that FSDP2 sees one forward pass."""
+def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) -> nn.Module:
+    """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's).
+    `as_stored`: in the checkpoint's own type, memory-mapped from its files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.body = model.base_model
-        self.head = model.get_output_embeddings()
-        self.trims_last_layer = False
+    dtype = parameter_dtype(config)
+    try:
+        where = torch.device(device)
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"device {device!r}: torch sees no CUDA device")
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not a torch device") from error
+    if config.path is not None:
+        if not (Path(config.path) / "config.json").is_file():
+            raise UsageError(f"{config.path} is not a model directory: it has no config.json")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype="auto" if as_stored else dtype,
+                attn_implementation=config.attention,
+                local_files_only=True,
+            )
+        except Exception as error:
+            raise UsageError(f"cannot load the model at {config.path}: {_first_line(error)}") from error
+    else:
+        init = dict(config.init or {})
+        try:
+            shape = AutoConfig.for_model(init.pop("model_type", "qwen3"), **init)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
+        except Exception as error:
+            raise UsageError(f"model.init does not describe a model: {_first_line(error)}") from error
+    module: nn.Module = model.to(where).eval()
+    return module
 
-    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
-        """[rows, longest] token ids, flat positions [M] in them -> logits [M, vocabulary]."""
-        hidden = self.last_layer_trimmed if self.trims_last_layer else self.whole
-        logits: Tensor = self.head(hidden(ids, at))
-        return logits
 
-    def whole(self, ids: Tensor, at: Tensor) -> Tensor:
-        """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest], for any architecture."""
-        hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
-
-    def last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
-        """The same for decoders built like Llama and Qwen, restricted to the wanted positions after the last
-        attention."""
-        body = self.body
-        x = body.embed_tokens(ids)
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rotary = body.rotary_emb(x, positions)
-        *layers, last = body.layers
-        for layer in layers:
-            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary, use_cache=False)
-        attended, _ = last.self_attn(last.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
-        x = (x + attended).reshape(-1, x.shape[-1]).index_select(0, at)
-        x = x + last.mlp(last.post_attention_layernorm(x))
-        hidden: Tensor = body.norm(x)
-        return hidden
-
-    def blocks(self) -> list[nn.Module]:
-        """The modules that run in sequence and hold most of the parameters."""
-        layers = list(getattr(self.body, "layers", ()))
-        if self.trims_last_layer:
-            last: Any = layers.pop()
-            layers += [last.self_attn, last.mlp]
-        return layers
+def parameter_dtype(config: PolicyConfig) -> torch.dtype:
+    """The type of trained weights."""
+    return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 class TrainedPolicy:
@@ -255,63 +165,152 @@ class TrainedPolicy:
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
 
-def parameter_dtype(config: PolicyConfig) -> torch.dtype:
-    """The type of trained weights."""
-    return torch.float64 if config.dtype == "float64" else torch.float32
+class ActionTensors:
+    """The loss tokens of a batch on the device: sampled token ids and legal sets."""
+
+    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
+        at = batch.loss.position
+        self.target = torch.from_numpy(batch.tokens[at]).to(device)
+        self.slot = torch.from_numpy(batch.loss.slot).to(device)
+        self.legal = torch.from_numpy(batch.legal[at]).to(device)
+        self.legal_ids = torch.from_numpy(batch.sets.ids).to(device)
+        self.legal_valid = torch.from_numpy(batch.sets.valid).to(device)
 
 
-def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) -> nn.Module:
-    """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's).
-    `as_stored`: in the checkpoint's own type, memory-mapped from its files."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Scorer(nn.Module):
+    """Computes logits at loss tokens. A single module, so that FSDP2 sees one forward pass."""
 
-    dtype = parameter_dtype(config)
-    try:
-        where = torch.device(device)
-        if where.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError(f"device {device!r}: torch sees no CUDA device")
-    except RuntimeError as error:
-        raise UsageError(f"device {device!r} is not a torch device") from error
-    if config.path is not None:
-        if not (Path(config.path) / "config.json").is_file():
-            raise UsageError(f"{config.path} is not a model directory: it has no config.json")
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                dtype="auto" if as_stored else dtype,
-                attn_implementation=config.attention,
-                local_files_only=True,
-            )
-        except Exception as error:
-            raise UsageError(f"cannot load the model at {config.path}: {_first_line(error)}") from error
-    else:
-        init = dict(config.init or {})
-        try:
-            shape = AutoConfig.for_model(init.pop("model_type", "qwen3"), **init)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.seed)
-                model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
-        except Exception as error:
-            raise UsageError(f"model.init does not describe a model: {_first_line(error)}") from error
-    module: nn.Module = model.to(where).eval()
-    return module
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.base_model
+        self.head = model.get_output_embeddings()
+        self.trims_last_layer = False
 
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        """[rows, longest] token ids, flat positions [M] in them -> logits [M, vocabulary]."""
+        hidden = self.last_layer_trimmed if self.trims_last_layer else self.whole
+        logits: Tensor = self.head(hidden(ids, at))
+        return logits
 
-def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-    every = F.log_softmax(logits, dim=-1)
-    chosen = every.gather(1, index[:, None]).squeeze(1)
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = -(every.exp() * every).sum(-1)
-    return chosen, entropy
+    def whole(self, ids: Tensor, at: Tensor) -> Tensor:
+        """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest], for any architecture."""
+        hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
 
+    def last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
+        """The same for decoders built like Llama and Qwen, restricted to the wanted positions after the last
+        attention."""
+        body = self.body
+        x = body.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rotary = body.rotary_emb(x, positions)
+        *layers, last = body.layers
+        for layer in layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary, use_cache=False)
+        attended, _ = last.self_attn(last.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
+        x = (x + attended).reshape(-1, x.shape[-1]).index_select(0, at)
+        x = x + last.mlp(last.post_attention_layernorm(x))
+        hidden: Tensor = body.norm(x)
+        return hidden
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    def blocks(self) -> list[nn.Module]:
+        """The modules that run in sequence and hold most of the parameters."""
+        layers = list(getattr(self.body, "layers", ()))
+        if self.trims_last_layer:
+            last: Any = layers.pop()
+            layers += [last.self_attn, last.mlp]
+        return layers
 
 
-ADAPTER = "default"
-"""The adapters' name in peft's parameter names."""
+class ReferencePolicy:
+    """The reference policy of a KL penalty: the run's first version, which never changes. Owns the model, which is
+    loaded on first use, after version 0 is published. Thread-safe; calls run one at a time.
+
+    Every sample has a separate forward pass. Its log-probabilities therefore do not depend on the rest of the batch,
+    and are bit for bit the same when computed on arrival or in the training step.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self._policy: TrainedPolicy | None = None
+        self._lock = threading.Lock()
+
+    def logprobs(self, batch: TrainingBatch) -> FloatArray:
+        """Log-probability of every token [T], 0.0 for tokens without loss. `TrainerError` if version 0 does not
+        exist."""
+        out = np.zeros(len(batch.tokens), np.float64)
+        with self._lock, torch.no_grad():
+            policy = self._loaded()
+            for s in np.flatnonzero(batch.used_lengths > 0):
+                one = select_samples(batch, np.array([s], np.int64))
+                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
+                scored, _ = policy.score(micro, ActionTensors(one, policy.device), entropy_grad=False)
+                at = one.loss.position[micro.pick.cpu().numpy()] + batch.offsets[s]
+                out[at] = scored.double().cpu().numpy()
+        return out
+
+    def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
+        """The same for the loss tokens alone [N], on the policy's device; taken from the batch if it contains them."""
+        column = self.logprobs(batch) if batch.reference is None else batch.reference
+        return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
+
+    def _loaded(self) -> TrainedPolicy:
+        if self._policy is None:
+            path = version_path(Path(self._config.weights_root), 0)
+            if not (path / MARKER).is_file():
+                raise TrainerError(
+                    f"the reference policy is version 0, which is not at {path}",
+                    remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
+                )
+            setup = self._config.model.model_copy(update={"path": str(path), "init": None})
+            self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            if self._config.parallel.dtype == "bfloat16":
+                _halve(self._policy.model)
+        return self._policy
+
+
+def prepare_model(
+    scorer: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: ParallelConfig,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Prepare a model for several devices: compilation, activation checkpointing, and sharded parameters.
+
+    Sharded parameters are converted to `dtype`, if given. `blocks`: the modules of `scorer` that are gathered, run
+    and released one after the other; parameters outside all blocks (embeddings, head, norms) stay gathered during a
+    step."""
+    for block in blocks:
+        if config.compile:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if ranks.mesh is not None:
+        _shard(scorer, blocks, config, ranks, dtype)
+
+
+def release_gathered(scorer: nn.Module) -> None:
+    """Release gathered parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A scalar that the ranks share, as a plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows of a parameter on this rank; all rows if it is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,47 +378,17 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
-class ReferencePolicy:
-    """Owns the reference model, which is loaded on first use, after version 0 is published. Thread-safe; calls run one
-    at a time."""
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
-        self._policy: TrainedPolicy | None = None
-        self._lock = threading.Lock()
 
-    def logprobs(self, batch: TrainingBatch) -> FloatArray:
-        """Log-probability of every token [T], 0.0 for tokens without loss. `TrainerError` if version 0 does not
-        exist."""
-        out = np.zeros(len(batch.tokens), np.float64)
-        with self._lock, torch.no_grad():
-            policy = self._loaded()
-            for s in np.flatnonzero(batch.used_lengths > 0):
-                one = select_samples(batch, np.array([s], np.int64))
-                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
-                scored, _ = policy.score(micro, ActionTensors(one, policy.device), entropy_grad=False)
-                at = one.loss.position[micro.pick.cpu().numpy()] + batch.offsets[s]
-                out[at] = scored.double().cpu().numpy()
-        return out
-
-    def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
-        """The same for the loss tokens alone [N], on the policy's device; taken from the batch if it contains them."""
-        column = self.logprobs(batch) if batch.reference is None else batch.reference
-        return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
-
-    def _loaded(self) -> TrainedPolicy:
-        if self._policy is None:
-            path = version_path(Path(self._config.weights_root), 0)
-            if not (path / MARKER).is_file():
-                raise TrainerError(
-                    f"the reference policy is version 0, which is not at {path}",
-                    remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
-                )
-            setup = self._config.model.model_copy(update={"path": str(path), "init": None})
-            self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
-            if self._config.parallel.dtype == "bfloat16":
-                _halve(self._policy.model)
-        return self._policy
+def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    every = F.log_softmax(logits, dim=-1)
+    chosen = every.gather(1, index[:, None]).squeeze(1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = -(every.exp() * every).sum(-1)
+    return chosen, entropy
 
 
 def _halve(model: nn.Module) -> None:
@@ -427,3 +396,29 @@ def _halve(model: nn.Module) -> None:
     frequencies would be useless."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _shard(
+    scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
+) -> None:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
+        if dtype is not None:
+            _convert(block, dtype)
+        fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
+    for part in (*blocks, scorer):
+        assert isinstance(part, FSDPModule)
+        # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+
+
+def _convert(block: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in block.parameters():
+        if local_rows(parameter) is parameter:  # not sharded yet
+            parameter.data = parameter.data.to(dtype)

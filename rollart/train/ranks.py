@@ -1,15 +1,13 @@
-"""The processes of one trainer, and their communication.
+"""The processes of one trainer: how they start, which GPU each has, how they meet, and their communication.
 
 Rank 0 serves; the others repeat each of its commands at the same time. Every rank receives every command with all
 samples (29 bytes per token), so that all ranks refuse the same input, advantages are computed over the whole batch, and
 only the forward and backward passes are split. A process has three *channels*, one per worker thread: for torch, the
 disk, and broadcasts to engines. They are gloo groups on the CPU, never NCCL: an idle rank may wait in them for hours.
 
-The other ranks of a host, as child processes of the host's first rank, which they die with.
-
-A launcher that starts every rank itself (a job queue, with `--rank` and `--meet`) leaves nothing to start here.
-
-Assigns each rank its own GPU, out of the GPUs visible to its process (`CUDA_VISIBLE_DEVICES`).
+The first rank of a host starts the others as child processes, unless a launcher (a job queue, with `--rank` and
+`--meet`) starts every rank itself. Each rank has its own GPU, out of those visible to its process
+(`CUDA_VISIBLE_DEVICES`).
 """
 
 from __future__ import annotations
@@ -34,6 +32,60 @@ IDLE_TIMEOUT = datetime.timedelta(days=365)
 
 START_TIMEOUT = datetime.timedelta(minutes=10)
 """Longest wait of ranks for each other at the start: imports from a cold disk take a minute."""
+
+
+class Ranks:
+    """This process among the ranks of its trainer, made by `join_ranks`. `Ranks()` is a trainer of one process, which
+    never loads a communication library, and whose methods do nothing."""
+
+    def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.torch = self.disk = self.wire = SINGLE_RANK
+        self.mesh: Any = None
+        self._device = device
+        if device is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            world = dist.group.WORLD
+            assert world is not None, "the ranks have met"
+            self.mesh = DeviceMesh.from_group(world, device.type)
+            self.torch, self.disk, self.wire = (
+                RankChannel(dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT), rank=rank, size=size)
+                for _ in range(3)
+            )
+
+    def enter(self, threads: int) -> None:
+        """Call first in every thread that computes: sets its number of cores, and this rank's GPU. Each thread has its
+        own current device, initially device 0, on which FSDP2 creates its streams."""
+        torch.set_num_threads(threads)
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def totals(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """The sum of each value over the ranks."""
+        if self.size == 1:
+            return list(values)
+        dtype = torch.float64
+        out: list[float] = self.total(torch.tensor(list(values), dtype=dtype, device=device)).tolist()
+        return out
+
+    def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
+        """Gather a parameter on one rank from the rows of all ranks (`row_range`): [of, …] in host memory there,
+        None on the others."""
+        if self.size == 1:
+            return rows.detach().to("cpu", copy=True)
+        chunk = -(-of // self.size)
+        padded = torch.zeros((chunk, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        padded[: len(rows)] = rows.detach()
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if owner == self.rank else None
+        dist.gather(padded, parts, dst=owner)
+        return None if parts is None else torch.cat(parts)[:of].cpu()
 
 
 class RankChannel:
@@ -98,60 +150,6 @@ class RankChannel:
 SINGLE_RANK = RankChannel()
 
 
-class Ranks:
-    """This process among the ranks of its trainer, made by `join_ranks`. `Ranks()` is a trainer of one process, which
-    never loads a communication library, and whose methods do nothing."""
-
-    def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
-        self.rank, self.size = rank, size
-        self.torch = self.disk = self.wire = SINGLE_RANK
-        self.mesh: Any = None
-        self._device = device
-        if device is not None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            world = dist.group.WORLD
-            assert world is not None, "the ranks have met"
-            self.mesh = DeviceMesh.from_group(world, device.type)
-            self.torch, self.disk, self.wire = (
-                RankChannel(dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT), rank=rank, size=size)
-                for _ in range(3)
-            )
-
-    def enter(self, threads: int) -> None:
-        """Call first in every thread that computes: sets its number of cores, and this rank's GPU. Each thread has its
-        own current device, initially device 0, on which FSDP2 creates its streams."""
-        torch.set_num_threads(threads)
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def totals(self, values: Sequence[float], device: torch.device) -> list[float]:
-        """The sum of each value over the ranks."""
-        if self.size == 1:
-            return list(values)
-        dtype = torch.float64
-        out: list[float] = self.total(torch.tensor(list(values), dtype=dtype, device=device)).tolist()
-        return out
-
-    def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
-        """Gather a parameter on one rank from the rows of all ranks (`row_range`): [of, …] in host memory there,
-        None on the others."""
-        if self.size == 1:
-            return rows.detach().to("cpu", copy=True)
-        chunk = -(-of // self.size)
-        padded = torch.zeros((chunk, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        padded[: len(rows)] = rows.detach()
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if owner == self.rank else None
-        dist.gather(padded, parts, dst=owner)
-        return None if parts is None else torch.cat(parts)[:of].cpu()
-
-
 def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
     """The rendezvous store; rank 0 opens it (port 0: any). `UsageError` if it cannot be opened or reached."""
     try:
@@ -181,17 +179,6 @@ def join_ranks(store: TCPStore, device: torch.device, *, rank: int, size: int) -
         return Ranks(rank=rank, size=size, device=device)
     except RuntimeError as error:
         raise UsageError(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from error
-
-
-def _lost_rank_error(error: BaseException) -> TrainerError:
-    return TrainerError(
-        f"the trainer's ranks lost each other: {_first_line(error)}", remedy="it is restarted and restored"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
 
 
 class LocalRankProcesses:
@@ -285,3 +272,14 @@ def shared_gpu(gpus: Sequence[str]) -> tuple[int, int] | None:
             return first[gpu], rank
         first[gpu] = rank
     return None
+
+
+def _lost_rank_error(error: BaseException) -> TrainerError:
+    return TrainerError(
+        f"the trainer's ranks lost each other: {_first_line(error)}", remedy="it is restarted and restored"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollart.adapters.weights.buckets import FileEntry, Manifest
-from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.architecture import MARKER
 from rollart.errors import StorageFailed
 from rollart.ports import WeightStore
 

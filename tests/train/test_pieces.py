@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.train.version_files import TensorFiles, TensorRows, row_range, save_tensors
+from rollart.train.checkpoint import TensorFiles, TensorRows, row_range, save_tensors
 
 
 def written(root: Path, whole: torch.Tensor, writers: int) -> list[Path]:

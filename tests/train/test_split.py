@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.policy.sample_table import partition
+from rollart.train.checkpoint import file_buckets, row_range
 from rollart.train.microbatch import balanced_portions, rank_microbatches
-from rollart.train.version_files import file_buckets, row_range
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
 

@@ -7,11 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollart.architecture import vocab_of
+from rollart.architecture import MARKER, version_path, vocab_of
 from rollart.errors import StorageFailed
-
-MARKER = "COMPLETE"
-"""The file that the trainer writes last: a directory without it is incomplete and is never read."""
 
 _NAME = re.compile(r"v(\d{6,})")
 
@@ -23,7 +20,7 @@ class DirectoryWeightStore:
         self._root = Path(root)
 
     def path(self, version: int) -> str:
-        return str(self._root / f"v{version:06d}")
+        return str(version_path(self._root, version))
 
     def complete(self, version: int) -> bool:
         return (Path(self.path(version)) / MARKER).is_file()
