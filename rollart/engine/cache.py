@@ -53,7 +53,7 @@ class KvCache:
         self._flat_values = [layer.view(-1, a.head_dim) for layer in self.values]
 
     def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store `[tokens, kv_heads, head_dim]` at flat rows `index` `[tokens * kv_heads]` (see `batch.Batch`)."""
+        """Store `[tokens, kv_heads, head_dim]` at flat rows `index` `[tokens * kv_heads]` (`PackedBatch.write`)."""
         self._flat_keys[layer].index_copy_(0, index, keys.reshape(index.shape[0], -1))
         self._flat_values[layer].index_copy_(0, index, values.reshape(index.shape[0], -1))
 

@@ -4,17 +4,14 @@ Before: fetch the part of the prompt's KV that the local session lacks, by share
 host, else from its HTTP port. After: keep the KV for the next engine (the prompt's KV if that one decodes, the whole
 sequence's if it prefills the next turn). Only KV that the next engine is not known to hold is copied.
 
-KV exports that wait for another engine to pull them: in files if memory is shared, else in this process.
+The protocol is vLLM's pull protocol (NIXL): an engine keeps the KV of a request under its id and answers with
+`kv_transfer_params`, which the router passes on verbatim to the engine that needs the KV. In addition to vLLM's keys,
+the params hold `weight_version`, the `remote_token` required to pull, `remote_start` (KV of earlier tokens stays with
+the session and is handed out on request), and the path of the file for engines on the same host.
 
-An export is handed out once, until its lease ends. It is dropped early when the weights are replaced, when its session
-ends, when a later export of the session replaces it, and, oldest first, when all exports together exceed their limit.
-
-The wire format of KV between engines, and the `kv_transfer_params` with its location.
-
-vLLM's pull protocol (NIXL): an engine keeps the KV of a request under its id and answers with `kv_transfer_params`,
-which the router passes on verbatim to the engine that needs the KV. In addition to vLLM's keys, the params hold
-`weight_version`, the `remote_token` required to pull, `remote_start` (KV of earlier tokens stays with the session and
-is handed out on request), and the path of the file for engines on the same host.
+An export waits in a file if memory is shared, else in this process. It is handed out once, until its lease ends. It is
+dropped early when the weights are replaced, when its session ends, when a later export of the session replaces it, and,
+oldest first, when all exports together exceed their limit.
 """
 
 from __future__ import annotations
@@ -45,274 +42,12 @@ from rollart.model import Completion, FinishReason
 MAX_REMEMBERED_REASONS = 256
 """Maximum exports for which the reason of their removal is remembered, for the error of a late pull."""
 
-
-@dataclass(frozen=True, slots=True)
-class KvExport:
-    """One export. Its bytes are the output of `transfer.encode_block`: in `file`, or in `data` if there is no file."""
-
-    request_id: str
-    session: str
-    token: str
-    token_ids: tuple[int, ...]
-    start: int
-    version: int
-    size: int
-    deadline: float
-    file: str = ""
-    data: bytes = b""
-
-
-class KvExports:
-    """The exports of one engine by request id. Owned by the server's loop; `now` is the loop's clock.
-
-    Invariants: the sizes sum up to at most `limit_bytes`; every file belongs to an entry. The file of an entry may be
-    missing after another engine took it, until the next `sweep`.
-    """
-
-    def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
-        self._now, self._limit, self._files = now, limit_bytes, files
-        self._entries: OrderedDict[str, KvExport] = OrderedDict()
-        self._sessions: dict[str, str] = {}
-        self._removal_reasons: OrderedDict[str, str] = OrderedDict()
-        self.bytes = 0
-        self.expired = self.dropped = self.taken = self.exported_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def put(self, export: KvExport) -> bool:
-        """Keep an export until its deadline. False, with nothing kept, if it alone exceeds the limit. Replaces an
-        export of the same request or the same session."""
-        for name in {export.request_id, self._sessions.get(export.session, export.request_id)}:
-            if name in self._entries:
-                self._drop(name, "a later one took its place")
-        if export.size > self._limit:
-            self.dropped += 1
-            self._forget(export, "it exceeded the limit of waiting KV (--kv-pending-mb)")
-            return False
-        if self.bytes + export.size > self._limit:
-            self.sweep()
-        while self.bytes + export.size > self._limit:
-            self._drop(next(iter(self._entries)), "it was the oldest when room ran out")
-        self._removal_reasons.pop(export.request_id, None)
-        self._entries[export.request_id] = export
-        if export.session:
-            self._sessions[export.session] = export.request_id
-        self.bytes += export.size
-        self.exported_bytes += export.size
-        return True
-
-    def find(self, request_id: str, token: str) -> KvExport | str:
-        """The export, or the reason why it is unavailable."""
-        export = self._entries.get(request_id)
-        if export is not None and export.deadline <= self._now():
-            self._expire(request_id)
-            export = None
-        if export is None:
-            return self._removal_reasons.get(request_id, "it was never here")
-        return export if export.token == token else "the token is not that of the export"
-
-    def take(self, export: KvExport) -> bytes | mmap.mmap | None:
-        """Remove an export and return its bytes; None if another engine has taken its file."""
-        data = self._files.take(export.file) if export.file and self._files is not None else export.data
-        self._pop(export.request_id)
-        self._remember(export.request_id, "it was taken")
-        self.taken += 1
-        return data or None
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Drop the exports of aborted requests. Unknown ids are ignored."""
-        for name in request_ids:
-            if name in self._entries:
-                self._drop(name, "it was aborted")
-
-    def drop_session(self, session: str) -> None:
-        if session in self._sessions:
-            self._drop(self._sessions[session], "its session ended")
-
-    def clear(self, reason: str) -> None:
-        """Drop all exports, because the weights were replaced or the cache is reset."""
-        for name in list(self._entries):
-            self._drop(name, reason)
-
-    def sweep(self) -> None:
-        """Remove exports whose lease ended, and those whose file another engine took."""
-        now = self._now()
-        for name, export in list(self._entries.items()):
-            if export.file and self._files is not None and not self._files.holds(export.file):
-                self._pop(name)
-                self._remember(name, "it was taken")
-                self.taken += 1
-            elif export.deadline <= now:
-                self._expire(name)
-
-    def _expire(self, name: str) -> None:
-        self.expired += 1
-        self._forget(self._pop(name), "its lease ended")
-
-    def _drop(self, name: str, reason: str) -> None:
-        self.dropped += 1
-        self._forget(self._pop(name), reason)
-
-    def _pop(self, name: str) -> KvExport:
-        export = self._entries.pop(name)
-        self.bytes -= export.size
-        if self._sessions.get(export.session) == name:
-            del self._sessions[export.session]
-        return export
-
-    def _forget(self, export: KvExport, reason: str) -> None:
-        if export.file and self._files is not None:
-            self._files.remove(export.file)
-        self._remember(export.request_id, reason)
-
-    def _remember(self, name: str, reason: str) -> None:
-        self._removal_reasons[name] = reason
-        self._removal_reasons.move_to_end(name)
-        if len(self._removal_reasons) > MAX_REMEMBERED_REASONS:
-            self._removal_reasons.popitem(last=False)
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 PREFIX = struct.Struct("<QQ")
 
 ALIGN = 64
 """The payload starts at a multiple of this, so that tensors can be read in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvSource:
-    """The location of exported KV according to `kv_transfer_params`: `tokens` is the length of the sequence, `start`
-    the first copied token, `version` that of the weights (None: not given). `file` is a path in the shared memory of
-    the host `boot_id`, '' if there is none.
-    """
-
-    host: str
-    port: int
-    request_id: str
-    token: str
-    tokens: int
-    start: int
-    version: int | None
-    boot_id: str
-    file: str
-    timeout_s: float
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/rollart/kv"
-
-    def params(self) -> dict[str, object]:
-        """The `kv_transfer_params` for this location."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": f"{self.host}:{self.port}",
-            "remote_request_id": self.request_id,
-            "remote_block_ids": [],
-            "remote_host": self.host,
-            "remote_port": self.port,
-            "remote_num_tokens": self.tokens,
-            "transfer_mode": "pull",
-            "weight_version": self.version,
-            "remote_start": self.start,
-            "remote_token": self.token,
-            "remote_boot_id": self.boot_id,
-            "remote_file": self.file,
-        }
-
-
-def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) -> KvSource | None:
-    """The location to pull from; None if the request imports no KV. EngineError, not retryable, for invalid values.
-    `timeout_s` bounds the pull unless the params set a bound."""
-    if not params or not (params.get("do_remote_prefill") or params.get("remote_request_id")):
-        return None
-    try:
-        version = params.get("weight_version")
-        source = KvSource(
-            host=str(params["remote_host"]),
-            port=int(str(params["remote_port"])),
-            request_id=str(params["remote_request_id"]),
-            token=str(params.get("remote_token", "")),
-            tokens=int(str(params["remote_num_tokens"])),
-            start=int(str(params.get("remote_start", 0))),
-            version=None if version is None else int(str(version)),
-            boot_id=str(params.get("remote_boot_id", "")),
-            file=str(params.get("remote_file", "")),
-            timeout_s=float(str(params.get("timeout_s") or timeout_s)),
-        )
-    except (KeyError, ValueError) as error:
-        raise EngineError(f"kv_transfer_params lack a valid {error}", retryable=False) from None
-    if not (math.isfinite(source.timeout_s) and source.timeout_s > 0.0):
-        raise EngineError(f"kv_transfer_params.timeout_s is {source.timeout_s}, it must be above 0", retryable=False)
-    return source
-
-
-def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
-    """Encode as: length of the header and CRC-32 of everything that follows (8 bytes each, little endian), JSON header,
-    then keys, values and logits, which are not copied. The header holds the token required to pull the block.
-    """
-    payload = [_bytes(t) for t in (block.keys, block.values, block.logits) if t is not None]
-    header = json.dumps(
-        {
-            "token": token,
-            "token_ids": block.token_ids,
-            "start": block.start,
-            "version": block.version,
-            "shape": list(block.keys.shape),
-            "dtype": str(block.keys.dtype).removeprefix("torch."),
-            "vocab": 0 if block.logits is None else len(block.logits),
-        }
-    ).encode()
-    header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
-    crc = zlib.crc32(header)
-    for part in payload:
-        crc = zlib.crc32(part, crc)
-    return [memoryview(PREFIX.pack(len(header), crc) + header), *payload]
-
-
-def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBlock:
-    """Inverse of `encode_block`; the tensors share the memory of `data` unless that is immutable. HandoffFailed if the
-    bytes are no such block, were corrupted, or belong to another token."""
-    buffer = bytearray(data) if isinstance(data, bytes) else data
-    try:
-        size, crc = PREFIX.unpack_from(buffer)
-        with memoryview(buffer) as view, view[PREFIX.size :] as rest:
-            if zlib.crc32(rest) != crc:
-                raise ValueError("its checksum is wrong")
-        begin = PREFIX.size + size
-        header = json.loads(buffer[PREFIX.size : begin])
-        if header["token"] != token:
-            raise ValueError("it was exported for another request")
-        shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])
-        count = math.prod(shape)
-        logits_at = begin + 2 * count * dtype.itemsize
-        if len(buffer) != logits_at + 4 * vocab:
-            raise ValueError(f"it has {len(buffer)} bytes, its header says {logits_at + 4 * vocab}")
-        return KvBlock(
-            token_ids=tuple(header["token_ids"]),
-            version=int(header["version"]),
-            keys=_tensor(buffer, dtype, shape, begin),
-            values=_tensor(buffer, dtype, shape, begin + count * dtype.itemsize),
-            start=int(header["start"]),
-            logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
-        )
-    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _tensor(buffer: bytearray | mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
-
 
 T = TypeVar("T")
 
@@ -575,6 +310,255 @@ class KvHandoffs:
         ).params()
 
 
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """One export. Its bytes are the output of `transfer.encode_block`: in `file`, or in `data` if there is no file."""
+
+    request_id: str
+    session: str
+    token: str
+    token_ids: tuple[int, ...]
+    start: int
+    version: int
+    size: int
+    deadline: float
+    file: str = ""
+    data: bytes = b""
+
+
+class KvExports:
+    """The exports of one engine by request id. Owned by the server's loop; `now` is the loop's clock.
+
+    Invariants: the sizes sum up to at most `limit_bytes`; every file belongs to an entry. The file of an entry may be
+    missing after another engine took it, until the next `sweep`.
+    """
+
+    def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
+        self._now, self._limit, self._files = now, limit_bytes, files
+        self._entries: OrderedDict[str, KvExport] = OrderedDict()
+        self._sessions: dict[str, str] = {}
+        self._removal_reasons: OrderedDict[str, str] = OrderedDict()
+        self.bytes = 0
+        self.expired = self.dropped = self.taken = self.exported_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, export: KvExport) -> bool:
+        """Keep an export until its deadline. False, with nothing kept, if it alone exceeds the limit. Replaces an
+        export of the same request or the same session."""
+        for name in {export.request_id, self._sessions.get(export.session, export.request_id)}:
+            if name in self._entries:
+                self._drop(name, "a later one took its place")
+        if export.size > self._limit:
+            self.dropped += 1
+            self._forget(export, "it exceeded the limit of waiting KV (--kv-pending-mb)")
+            return False
+        if self.bytes + export.size > self._limit:
+            self.sweep()
+        while self.bytes + export.size > self._limit:
+            self._drop(next(iter(self._entries)), "it was the oldest when room ran out")
+        self._removal_reasons.pop(export.request_id, None)
+        self._entries[export.request_id] = export
+        if export.session:
+            self._sessions[export.session] = export.request_id
+        self.bytes += export.size
+        self.exported_bytes += export.size
+        return True
+
+    def find(self, request_id: str, token: str) -> KvExport | str:
+        """The export, or the reason why it is unavailable."""
+        export = self._entries.get(request_id)
+        if export is not None and export.deadline <= self._now():
+            self._expire(request_id)
+            export = None
+        if export is None:
+            return self._removal_reasons.get(request_id, "it was never here")
+        return export if export.token == token else "the token is not that of the export"
+
+    def take(self, export: KvExport) -> bytes | mmap.mmap | None:
+        """Remove an export and return its bytes; None if another engine has taken its file."""
+        data = self._files.take(export.file) if export.file and self._files is not None else export.data
+        self._pop(export.request_id)
+        self._remember(export.request_id, "it was taken")
+        self.taken += 1
+        return data or None
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Drop the exports of aborted requests. Unknown ids are ignored."""
+        for name in request_ids:
+            if name in self._entries:
+                self._drop(name, "it was aborted")
+
+    def drop_session(self, session: str) -> None:
+        if session in self._sessions:
+            self._drop(self._sessions[session], "its session ended")
+
+    def clear(self, reason: str) -> None:
+        """Drop all exports, because the weights were replaced or the cache is reset."""
+        for name in list(self._entries):
+            self._drop(name, reason)
+
+    def sweep(self) -> None:
+        """Remove exports whose lease ended, and those whose file another engine took."""
+        now = self._now()
+        for name, export in list(self._entries.items()):
+            if export.file and self._files is not None and not self._files.holds(export.file):
+                self._pop(name)
+                self._remember(name, "it was taken")
+                self.taken += 1
+            elif export.deadline <= now:
+                self._expire(name)
+
+    def _expire(self, name: str) -> None:
+        self.expired += 1
+        self._forget(self._pop(name), "its lease ended")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self.dropped += 1
+        self._forget(self._pop(name), reason)
+
+    def _pop(self, name: str) -> KvExport:
+        export = self._entries.pop(name)
+        self.bytes -= export.size
+        if self._sessions.get(export.session) == name:
+            del self._sessions[export.session]
+        return export
+
+    def _forget(self, export: KvExport, reason: str) -> None:
+        if export.file and self._files is not None:
+            self._files.remove(export.file)
+        self._remember(export.request_id, reason)
+
+    def _remember(self, name: str, reason: str) -> None:
+        self._removal_reasons[name] = reason
+        self._removal_reasons.move_to_end(name)
+        if len(self._removal_reasons) > MAX_REMEMBERED_REASONS:
+            self._removal_reasons.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """The location of exported KV according to `kv_transfer_params`: `tokens` is the length of the sequence, `start`
+    the first copied token, `version` that of the weights (None: not given). `file` is a path in the shared memory of
+    the host `boot_id`, '' if there is none.
+    """
+
+    host: str
+    port: int
+    request_id: str
+    token: str
+    tokens: int
+    start: int
+    version: int | None
+    boot_id: str
+    file: str
+    timeout_s: float
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/rollart/kv"
+
+    def params(self) -> dict[str, object]:
+        """The `kv_transfer_params` for this location."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.host}:{self.port}",
+            "remote_request_id": self.request_id,
+            "remote_block_ids": [],
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_num_tokens": self.tokens,
+            "transfer_mode": "pull",
+            "weight_version": self.version,
+            "remote_start": self.start,
+            "remote_token": self.token,
+            "remote_boot_id": self.boot_id,
+            "remote_file": self.file,
+        }
+
+
+def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) -> KvSource | None:
+    """The location to pull from; None if the request imports no KV. EngineError, not retryable, for invalid values.
+    `timeout_s` bounds the pull unless the params set a bound."""
+    if not params or not (params.get("do_remote_prefill") or params.get("remote_request_id")):
+        return None
+    try:
+        version = params.get("weight_version")
+        source = KvSource(
+            host=str(params["remote_host"]),
+            port=int(str(params["remote_port"])),
+            request_id=str(params["remote_request_id"]),
+            token=str(params.get("remote_token", "")),
+            tokens=int(str(params["remote_num_tokens"])),
+            start=int(str(params.get("remote_start", 0))),
+            version=None if version is None else int(str(version)),
+            boot_id=str(params.get("remote_boot_id", "")),
+            file=str(params.get("remote_file", "")),
+            timeout_s=float(str(params.get("timeout_s") or timeout_s)),
+        )
+    except (KeyError, ValueError) as error:
+        raise EngineError(f"kv_transfer_params lack a valid {error}", retryable=False) from None
+    if not (math.isfinite(source.timeout_s) and source.timeout_s > 0.0):
+        raise EngineError(f"kv_transfer_params.timeout_s is {source.timeout_s}, it must be above 0", retryable=False)
+    return source
+
+
+def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
+    """Encode as: length of the header and CRC-32 of everything that follows (8 bytes each, little endian), JSON header,
+    then keys, values and logits, which are not copied. The header holds the token required to pull the block.
+    """
+    payload = [_bytes(t) for t in (block.keys, block.values, block.logits) if t is not None]
+    header = json.dumps(
+        {
+            "token": token,
+            "token_ids": block.token_ids,
+            "start": block.start,
+            "version": block.version,
+            "shape": list(block.keys.shape),
+            "dtype": str(block.keys.dtype).removeprefix("torch."),
+            "vocab": 0 if block.logits is None else len(block.logits),
+        }
+    ).encode()
+    header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
+    crc = zlib.crc32(header)
+    for part in payload:
+        crc = zlib.crc32(part, crc)
+    return [memoryview(PREFIX.pack(len(header), crc) + header), *payload]
+
+
+def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBlock:
+    """Inverse of `encode_block`; the tensors share the memory of `data` unless that is immutable. HandoffFailed if the
+    bytes are no such block, were corrupted, or belong to another token."""
+    buffer = bytearray(data) if isinstance(data, bytes) else data
+    try:
+        size, crc = PREFIX.unpack_from(buffer)
+        with memoryview(buffer) as view, view[PREFIX.size :] as rest:
+            if zlib.crc32(rest) != crc:
+                raise ValueError("its checksum is wrong")
+        begin = PREFIX.size + size
+        header = json.loads(buffer[PREFIX.size : begin])
+        if header["token"] != token:
+            raise ValueError("it was exported for another request")
+        shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])
+        count = math.prod(shape)
+        logits_at = begin + 2 * count * dtype.itemsize
+        if len(buffer) != logits_at + 4 * vocab:
+            raise ValueError(f"it has {len(buffer)} bytes, its header says {logits_at + 4 * vocab}")
+        return KvBlock(
+            token_ids=tuple(header["token_ids"]),
+            version=int(header["version"]),
+            keys=_tensor(buffer, dtype, shape, begin),
+            values=_tensor(buffer, dtype, shape, begin + count * dtype.itemsize),
+            start=int(header["start"]),
+            logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
+        )
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error
+
+
 def _block_from(block: KvBlock, start: int) -> KvBlock:
     """The part of a block from token `start` on."""
     skip = max(0, min(start, len(block.token_ids)) - block.start)
@@ -595,14 +579,25 @@ async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], Non
         raise
 
 
-def _discard(files: SharedKvFiles | None, location: str) -> None:
-    if files is not None and location:
-        files.remove(location)
-
-
 def _error_text(body: bytes) -> str:
     """The error message in an engine's response body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace")
+
+
+def _discard(files: SharedKvFiles | None, location: str) -> None:
+    if files is not None and location:
+        files.remove(location)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _tensor(buffer: bytearray | mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)

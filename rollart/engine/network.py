@@ -1,15 +1,8 @@
-"""The decoder network: fused weights and one forward pass over a packed batch.
+"""The decoder network: fused weights, and one forward pass over a packed batch.
 
 Query, key and value projections are one matrix, and so are gate and up: at the sizes that run on a CPU, a step is
 dominated by operator overhead. The last layer computes queries, attention and MLP only for the tokens whose logits are
 needed; for a model of few layers that halves a prefill.
-
-A linear layer with a second copy of its matrix in oneDNN's blocked layout, used where that multiplies faster.
-
-Measured on Zen 4 with one thread: at 2 to 64 rows the blocked layout takes 0.6 to 0.75 of MKL's time for matrices of at
-least 256 × 512, but each call costs 10 µs more, which is a loss for small products.
-
-One forward pass as arrays: the tokens, the cache rows of their keys, and the attention groups.
 
 Tokens of all rows are packed without padding, so that the linear layers, which are most of the work, compute no
 padding. Attention needs rectangles: rows are grouped by similar length (at most a factor of two apart), and only the
@@ -43,176 +36,7 @@ WORK = 4_000_000
 HINT_ROWS = 64
 """Number of rows that oneDNN optimizes the blocking for; measured to make no difference."""
 
-
-class BlockedLinear:
-    """`weight` `[out, in]` and an optional `bias` `[out]`, both filled by the owner; call `pack` after each change."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self._packed: Tensor | None = None
-        self._large = weight.numel() >= LARGE
-
-    def pack(self) -> None:
-        """Copy the weight into the blocked layout (only for fp32 on a CPU with oneDNN; otherwise does nothing)."""
-        w = self.weight
-        # Inductor's operators are not public API: a torch without them uses the plain layout.
-        known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        if known and w.device.type == "cpu" and w.dtype == torch.float32:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), HINT_ROWS)
-
-    def rows(self, start: int, stop: int) -> BlockedLinear:
-        """The outputs [start, stop) as a matrix that shares this one's storage."""
-        return BlockedLinear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[n, in]` to `[n, out]`."""
-        n = x.shape[0]
-        if self._packed is None or n == 1 or not (self._large or n * self.weight.numel() >= WORK):
-            return F.linear(x, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return product
-
-
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Rows that attend together: packed tokens [t0, t1), rows [r0, r1) of the batch.
-
-    `pad` `[rows * width]` picks each padded query from the group's tokens and `keep` `[t1 - t0]` picks the real
-    ones back (None where no row is shorter than `width`). `mask` is additive, `[rows, 1, width * heads per
-    kv head or 1, length]`; `tail_mask` `[rows, 1, 1, length]` is that of each row's last token alone.
-    """
-
-    r0: int
-    r1: int
-    t0: int
-    t1: int
-    width: int
-    length: int
-    slots: slice | Tensor
-    pad: Tensor | None
-    keep: Tensor | None
-    mask: Tensor
-    tail_mask: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """Tokens `[T]`, their positions `[T]`, the flat cache rows of their keys `[T * kv_heads]`, and the groups.
-
-    `order` `[R]` gives, for each row of the result, the row of the caller. `last` `[R]` is the packed index of each
-    row's last token, or None when every token is one (pure decoding).
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    write: Tensor
-    last: Tensor | None
-    groups: tuple[AttentionGroup, ...]
-    order: Ints
-
-
-def pack_batch(
-    table: Ints,
-    slots: Ints,
-    start: Ints,
-    end: Ints,
-    *,
-    context: int,
-    kv_heads: int,
-    per_kv_head: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    layers: int,
-) -> PackedBatch:
-    """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
-
-    `context` is the cache's number of positions per slot, `per_kv_head` the query heads per kv head. With one
-    of `layers` only, just each row's last query is ever computed, so the masks of the others are omitted.
-    """
-    lengths = end - start
-    bucket = np.ceil(np.log2(lengths)).astype(np.int64)
-    order = np.lexsort((slots, bucket))
-    slots, start, lengths, bucket = slots[order], start[order], lengths[order], bucket[order]
-    rows, total = len(slots), int(lengths.sum())
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    slot_of = np.repeat(slots, lengths)
-    position = np.arange(total) + np.repeat(start - offsets[:-1], lengths)
-    heads = np.arange(kv_heads)
-    write = ((slot_of[:, None] * kv_heads + heads) * context + position[:, None]).reshape(-1)
-    edges = np.flatnonzero(np.diff(bucket)) + 1
-    groups = tuple(
-        _group(int(a), int(b), slots, start, lengths, offsets, per_kv_head, device, dtype, tail_only=layers == 1)
-        for a, b in zip([0, *edges], [*edges, rows], strict=True)
-    )
-    return PackedBatch(
-        tokens=to_device(table[slot_of, position], device),
-        positions=to_device(position, device),
-        write=to_device(write, device),
-        last=None if total == rows else to_device(offsets[1:] - 1, device),
-        groups=groups,
-        order=order,
-    )
-
-
-def _group(
-    a: int,
-    b: int,
-    slots: Ints,
-    start: Ints,
-    lengths: Ints,
-    offsets: Ints,
-    per_kv_head: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    tail_only: bool,
-) -> AttentionGroup:
-    slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
-    rows, width = b - a, int(lengths.max())
-    final = start + lengths - 1
-    length = int(final.max()) + 1
-    tail_mask = _causal(final[:, None], length, device, dtype).view(rows, 1, 1, length)
-    pad = keep = None
-    mask = tail_mask
-    if width > 1 and not tail_only:
-        step = np.minimum(np.arange(width), lengths[:, None] - 1)
-        if int(lengths.min()) < width:
-            local = offsets[a:b] - offsets[a]
-            pad = to_device((local[:, None] + step).reshape(-1), device)
-            real = np.arange(width) < lengths[:, None]
-            keep = to_device(np.flatnonzero(real), device)
-        mask = _causal(start[:, None] + step, length, device, dtype)
-        mask = mask.view(rows, 1, width, 1, length).expand(-1, -1, -1, per_kv_head, -1)
-        mask = mask.reshape(rows, 1, width * per_kv_head, length)
-    run = int(slots[-1]) - int(slots[0]) + 1 == rows
-    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
-    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
-
-
-def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[rows, width, length]`: key j is hidden from a query at a position below j."""
-    query = to_device(positions, device)
-    hidden = torch.arange(length, device=device) > query[:, :, None]
-    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
-
-    norm_in: Tensor
-    qkv: BlockedLinear
-    q: BlockedLinear
-    kv: BlockedLinear
-    qk_scale: Tensor | None
-    out: BlockedLinear
-    norm_mid: Tensor
-    gate_up: BlockedLinear
-    down: BlockedLinear
 
 
 class Network:
@@ -408,6 +232,137 @@ class Network:
             yield at + "mlp.down_proj.weight", layer.down.weight
 
 
+class BlockedLinear:
+    """A linear layer with a second copy of its matrix in oneDNN's blocked layout, used where that multiplies faster.
+
+    Measured on Zen 4 with one thread: at 2 to 64 rows the blocked layout takes 0.6 to 0.75 of MKL's time for matrices
+    of at least 256 × 512, but each call costs 10 µs more, which is a loss for small products. `weight` `[out, in]` and
+    an optional `bias` `[out]` are filled by the owner; call `pack` after each change.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._packed: Tensor | None = None
+        self._large = weight.numel() >= LARGE
+
+    def pack(self) -> None:
+        """Copy the weight into the blocked layout (only for fp32 on a CPU with oneDNN; otherwise does nothing)."""
+        w = self.weight
+        # Inductor's operators are not public API: a torch without them uses the plain layout.
+        known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        if known and w.device.type == "cpu" and w.dtype == torch.float32:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), HINT_ROWS)
+
+    def rows(self, start: int, stop: int) -> BlockedLinear:
+        """The outputs [start, stop) as a matrix that shares this one's storage."""
+        return BlockedLinear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` `[n, in]` to `[n, out]`."""
+        n = x.shape[0]
+        if self._packed is None or n == 1 or not (self._large or n * self.weight.numel() >= WORK):
+            return F.linear(x, self.weight, self.bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Tokens `[T]`, their positions `[T]`, the flat cache rows of their keys `[T * kv_heads]`, and the groups.
+
+    `order` `[R]` gives, for each row of the result, the row of the caller. `last` `[R]` is the packed index of each
+    row's last token, or None when every token is one (pure decoding).
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    write: Tensor
+    last: Tensor | None
+    groups: tuple[AttentionGroup, ...]
+    order: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Rows that attend together: packed tokens [t0, t1), rows [r0, r1) of the batch.
+
+    `pad` `[rows * width]` picks each padded query from the group's tokens and `keep` `[t1 - t0]` picks the real
+    ones back (None where no row is shorter than `width`). `mask` is additive, `[rows, 1, width * heads per
+    kv head or 1, length]`; `tail_mask` `[rows, 1, 1, length]` is that of each row's last token alone.
+    """
+
+    r0: int
+    r1: int
+    t0: int
+    t1: int
+    width: int
+    length: int
+    slots: slice | Tensor
+    pad: Tensor | None
+    keep: Tensor | None
+    mask: Tensor
+    tail_mask: Tensor
+
+
+def pack_batch(
+    table: Ints,
+    slots: Ints,
+    start: Ints,
+    end: Ints,
+    *,
+    context: int,
+    kv_heads: int,
+    per_kv_head: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int,
+) -> PackedBatch:
+    """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
+
+    `context` is the cache's number of positions per slot, `per_kv_head` the query heads per kv head. With one
+    of `layers` only, just each row's last query is ever computed, so the masks of the others are omitted.
+    """
+    lengths = end - start
+    bucket = np.ceil(np.log2(lengths)).astype(np.int64)
+    order = np.lexsort((slots, bucket))
+    slots, start, lengths, bucket = slots[order], start[order], lengths[order], bucket[order]
+    rows, total = len(slots), int(lengths.sum())
+    offsets = np.zeros(rows + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    slot_of = np.repeat(slots, lengths)
+    position = np.arange(total) + np.repeat(start - offsets[:-1], lengths)
+    heads = np.arange(kv_heads)
+    write = ((slot_of[:, None] * kv_heads + heads) * context + position[:, None]).reshape(-1)
+    edges = np.flatnonzero(np.diff(bucket)) + 1
+    groups = tuple(
+        _group(int(a), int(b), slots, start, lengths, offsets, per_kv_head, device, dtype, tail_only=layers == 1)
+        for a, b in zip([0, *edges], [*edges, rows], strict=True)
+    )
+    return PackedBatch(
+        tokens=to_device(table[slot_of, position], device),
+        positions=to_device(position, device),
+        write=to_device(write, device),
+        last=None if total == rows else to_device(offsets[1:] - 1, device),
+        groups=groups,
+        order=order,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
+
+    norm_in: Tensor
+    qkv: BlockedLinear
+    q: BlockedLinear
+    kv: BlockedLinear
+    qk_scale: Tensor | None
+    out: BlockedLinear
+    norm_mid: Tensor
+    gate_up: BlockedLinear
+    down: BlockedLinear
+
+
 def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine `[context, 1, head_dim]`: rotating is x * cos + roll(x, head_dim / 2) * sin."""
     half = a.head_dim // 2
@@ -422,6 +377,41 @@ def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: tor
     )
 
 
+def _group(
+    a: int,
+    b: int,
+    slots: Ints,
+    start: Ints,
+    lengths: Ints,
+    offsets: Ints,
+    per_kv_head: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tail_only: bool,
+) -> AttentionGroup:
+    slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
+    rows, width = b - a, int(lengths.max())
+    final = start + lengths - 1
+    length = int(final.max()) + 1
+    tail_mask = _causal(final[:, None], length, device, dtype).view(rows, 1, 1, length)
+    pad = keep = None
+    mask = tail_mask
+    if width > 1 and not tail_only:
+        step = np.minimum(np.arange(width), lengths[:, None] - 1)
+        if int(lengths.min()) < width:
+            local = offsets[a:b] - offsets[a]
+            pad = to_device((local[:, None] + step).reshape(-1), device)
+            real = np.arange(width) < lengths[:, None]
+            keep = to_device(np.flatnonzero(real), device)
+        mask = _causal(start[:, None] + step, length, device, dtype)
+        mask = mask.view(rows, 1, width, 1, length).expand(-1, -1, -1, per_kv_head, -1)
+        mask = mask.reshape(rows, 1, width * per_kv_head, length)
+    run = int(slots[-1]) - int(slots[0]) + 1 == rows
+    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
+    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
+
+
 def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     """Llama 3.1's rope scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -432,3 +422,10 @@ def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
     middle = (wavelength <= original / low) & (wavelength >= original / high)
     return torch.where(middle, blended, scaled)
+
+
+def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[rows, width, length]`: key j is hidden from a query at a position below j."""
+    query = to_device(positions, device)
+    hidden = torch.arange(length, device=device) > query[:, :, None]
+    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))

@@ -1,10 +1,8 @@
 """Client of an engine with vLLM's HTTP protocol: the embedded engine, and vLLM itself with the additions in `vllm`.
 
-Third-party errors become `EngineError` here and nowhere else.
-
-Client of the embedded engine's stream: many requests over one connection, without HTTP (`rollart.generation`).
-
-The contract suite runs over this client.
+The embedded engine also offers a stream, on which many requests share one connection without HTTP; `rollart.generation`
+has the formats of both. Third-party errors become `EngineError` here and nowhere else. The contract suite runs over
+this client.
 """
 
 from __future__ import annotations
@@ -44,81 +42,6 @@ from rollart.model import (
 
 MAX_FRAME = 2**28
 """Longest frame of answers, bytes, far above real frames: the client would wait for that many bytes of garbage."""
-
-
-class EngineStream(MessageConnection):
-    """One connection to an engine. Owns the requests that wait for an answer on it.
-
-    Any task of the loop may call `generate`; it waits until the engine answers, and is unblocked by an EngineError
-    (retryable) when the connection is lost.
-    """
-
-    def __init__(self, peer: str) -> None:
-        super().__init__(max_frame=MAX_FRAME)
-        self._peer = peer
-        self._pending: dict[int, asyncio.Future[Completion]] = {}
-        self._on_chunk: dict[int, Callable[[CompletionChunk], None]] = {}
-        self._sent = 0
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Send a request and wait for its end. Cancelling it aborts it on the engine."""
-        self._sent = number = self._sent + 1
-        self.send(request_message(number, request))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending[number] = answer
-        if request.on_chunk is not None:
-            self._on_chunk[number] = request.on_chunk
-        try:
-            return await answer
-        except (asyncio.CancelledError, WrongAnswer):
-            if self.open:
-                self.send(("x", number))
-            raise
-        finally:
-            del self._pending[number]
-            self._on_chunk.pop(number, None)
-
-    def send(self, message: Sequence[object]) -> None:
-        """Queue a message: ("a", request_ids) to abort, ("r", session) to release, or one of `generate`'s."""
-        if not self.open:
-            raise self._lost(None)
-        super().send(message)
-
-    def on_lost(self, error: Exception | None) -> None:
-        self._fail_all(lambda: self._lost(error))
-
-    def on_invalid(self, problem: str) -> None:
-        self._fail_all(lambda: WrongAnswer(f"{self._peer}: answer not understood: {problem}"))
-        self.abort()
-
-    def on_unsendable(self, message: Sequence[object], error: Exception) -> None:
-        answer = self._pending.get(cast(int, message[1])) if message[0] in ("g", "G") else None
-        if answer is not None and not answer.done():
-            answer.set_exception(EngineError(f"{self._peer} cannot be sent this: {error}", retryable=False))
-
-    def on_message(self, message: Sequence[Any]) -> None:
-        answer = self._pending.get(message[1])
-        if answer is None or answer.done():  # the request was cancelled
-            return
-        if message[0] == "p":
-            try:
-                self._on_chunk[message[1]](parse_chunk_message(message))
-            except WrongAnswer as error:
-                answer.set_exception(error)
-        elif message[0] == "e":
-            answer.set_exception(parse_error_message(self._peer, message))
-        else:
-            answer.set_result(parse_completion_message(message))
-
-    def _fail_all(self, error: Callable[[], Exception]) -> None:
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error())
-
-    def _lost(self, exc: Exception | None) -> EngineError:
-        why = f": {exc}" if exc else ""
-        return EngineError(f"{self._peer}: connection lost{why}", retryable=True, remedy="is the engine alive?")
-
 
 CONNECT_S = 10.0
 """Connection timeout, seconds. Calls have no other timeout here: their leases bound them."""
@@ -432,12 +355,97 @@ class HttpEngine:
         return self._http
 
 
+class EngineStream(MessageConnection):
+    """One connection to an engine. Owns the requests that wait for an answer on it.
+
+    Any task of the loop may call `generate`; it waits until the engine answers, and is unblocked by an EngineError
+    (retryable) when the connection is lost.
+    """
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(max_frame=MAX_FRAME)
+        self._peer = peer
+        self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._on_chunk: dict[int, Callable[[CompletionChunk], None]] = {}
+        self._sent = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Send a request and wait for its end. Cancelling it aborts it on the engine."""
+        self._sent = number = self._sent + 1
+        self.send(request_message(number, request))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        if request.on_chunk is not None:
+            self._on_chunk[number] = request.on_chunk
+        try:
+            return await answer
+        except (asyncio.CancelledError, WrongAnswer):
+            if self.open:
+                self.send(("x", number))
+            raise
+        finally:
+            del self._pending[number]
+            self._on_chunk.pop(number, None)
+
+    def send(self, message: Sequence[object]) -> None:
+        """Queue a message: ("a", request_ids) to abort, ("r", session) to release, or one of `generate`'s."""
+        if not self.open:
+            raise self._lost(None)
+        super().send(message)
+
+    def on_lost(self, error: Exception | None) -> None:
+        self._fail_all(lambda: self._lost(error))
+
+    def on_invalid(self, problem: str) -> None:
+        self._fail_all(lambda: WrongAnswer(f"{self._peer}: answer not understood: {problem}"))
+        self.abort()
+
+    def on_unsendable(self, message: Sequence[object], error: Exception) -> None:
+        answer = self._pending.get(cast(int, message[1])) if message[0] in ("g", "G") else None
+        if answer is not None and not answer.done():
+            answer.set_exception(EngineError(f"{self._peer} cannot be sent this: {error}", retryable=False))
+
+    def on_message(self, message: Sequence[Any]) -> None:
+        answer = self._pending.get(message[1])
+        if answer is None or answer.done():  # the request was cancelled
+            return
+        if message[0] == "p":
+            try:
+                self._on_chunk[message[1]](parse_chunk_message(message))
+            except WrongAnswer as error:
+                answer.set_exception(error)
+        elif message[0] == "e":
+            answer.set_exception(parse_error_message(self._peer, message))
+        else:
+            answer.set_result(parse_completion_message(message))
+
+    def _fail_all(self, error: Callable[[], Exception]) -> None:
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error())
+
+    def _lost(self, exc: Exception | None) -> EngineError:
+        why = f": {exc}" if exc else ""
+        return EngineError(f"{self._peer}: connection lost{why}", retryable=True, remedy="is the engine alive?")
+
+
 def as_object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw) if raw else {}
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Prometheus samples summed over their labels."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, number = line.rpartition(" ")
+            family = name.partition("{")[0]
+            values[family] = values.get(family, 0.0) + float(number)
+    return values
 
 
 def _kv_tokens(text: str) -> int | None:
@@ -450,14 +458,3 @@ def _kv_tokens(text: str) -> int | None:
             blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
             tokens += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
     return tokens or None
-
-
-def _metrics(text: str) -> dict[str, float]:
-    """Prometheus samples summed over their labels."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, number = line.rpartition(" ")
-            family = name.partition("{")[0]
-            values[family] = values.get(family, 0.0) + float(number)
-    return values

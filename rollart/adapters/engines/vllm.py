@@ -4,10 +4,9 @@ The server runs with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode 
 --enable-prompt-tokens-details` and the weight transfer backend of integrations/vllm. vLLM is never imported: it has
 its own environment and processes. Measured on vLLM 0.32.
 
-The host of an attached vLLM server, which pulls versions from the run's store itself.
-
-The only part of rollart on that host is the plugin in vLLM's workers (`rollart_vllm.pulling`), called over the server's
-own HTTP. The calls name a version's buckets and a URL for each. The host needs no access to the run's directory.
+The host of an attached server pulls versions from the run's store itself. The only part of rollart there is the plugin
+in vLLM's workers (`rollart_vllm.pulling`), called over the server's own HTTP. The calls name a version's buckets and a
+URL for each. The host needs no access to the run's directory.
 """
 
 from __future__ import annotations
@@ -60,6 +59,15 @@ UNKNOWN_VERSION = -1
 
 KV_DROP_RETRY_S = 0.25
 """Seconds between attempts to drop KV that another engine may still pull."""
+
+LOOK_S, LOOKS_S = 0.02, 0.5
+"""First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
+
+MAX_EARLY_VERSIONS = 4
+"""Maximum versions remembered that were pushed but not requested yet; one version is pushed at a time."""
+
+STOP_S = 1.0
+"""Timeout of the call that stops a pull, seconds. A host that does not receive it pulls to the end."""
 
 
 class VllmEngine(HttpEngine):
@@ -340,26 +348,6 @@ class VllmEngine(HttpEngine):
             await asyncio.sleep(KV_DROP_RETRY_S)
 
 
-def _pulls_kv(kv_transfer: Mapping[str, object] | None) -> bool:
-    return bool(kv_transfer and kv_transfer.get("do_remote_prefill"))
-
-
-def _names_blocks(kv_transfer: Mapping[str, object] | None) -> bool:
-    """True if the prefill engine named blocks of at least one layer group."""
-    blocks = (kv_transfer or {}).get("remote_block_ids")
-    return isinstance(blocks, list | tuple) and any(blocks)
-
-
-LOOK_S, LOOKS_S = 0.02, 0.5
-"""First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
-
-MAX_EARLY_VERSIONS = 4
-"""Maximum versions remembered that were pushed but not requested yet; one version is pushed at a time."""
-
-STOP_S = 1.0
-"""Timeout of the call that stops a pull, seconds. A host that does not receive it pulls to the end."""
-
-
 class VllmHost:
     """The calls that `StoredWeights` makes to an engine's program, for an engine without one. Any number of concurrent
     calls, each for one version; `StorageFailed` names the server. All workers pull; those of one host share a copy."""
@@ -501,3 +489,13 @@ class VllmHost:
         if self._objects is None:
             self._objects = self._place.objects()
         return self._objects
+
+
+def _pulls_kv(kv_transfer: Mapping[str, object] | None) -> bool:
+    return bool(kv_transfer and kv_transfer.get("do_remote_prefill"))
+
+
+def _names_blocks(kv_transfer: Mapping[str, object] | None) -> bool:
+    """True if the prefill engine named blocks of at least one layer group."""
+    blocks = (kv_transfer or {}).get("remote_block_ids")
+    return isinstance(blocks, list | tuple) and any(blocks)

@@ -4,17 +4,13 @@
 A version's files are cut into *buckets* of equal size, named by the hash of their bytes:
 
     buckets/<sha256>          a bucket; unchanged buckets of an earlier version are already there
-    versions/v000003.json     the buckets of each file: written last, so a version is visible whole or not at all
+    versions/v000003.json     the manifest, with the buckets of each file: written last, so a version is visible whole
+                              or not at all
 
 No bucket is overwritten, so a reader can never see two versions mixed: it requests buckets by their hash, verifies it,
 and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all of them. A reader that is
-still pulling a version while it is collected fails, and has no version.
-
-A version that is being pushed into the store, as its pullers see it.
-
-The manifest of a version: its files, and the buckets of each.
-
-Concurrent bucket transfers of one push or pull (`policy.pipeline` decides how many).
+still pulling a version while it is collected fails, and has no version. A pull may begin before the push has ended: it
+waits for the arrival of each bucket. `policy.pipeline` decides how many buckets a push or pull moves concurrently.
 """
 
 from __future__ import annotations
@@ -30,207 +26,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.adapters.weights.objects import ObjectStore
-from rollart.architecture import stamp_of
+from rollart.architecture import MARKER, stamp_of
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
-
-
-def bucket_key(digest: str) -> str:
-    """The bucket's name in the store."""
-    return f"buckets/{digest}"
-
-
-def version_key(version: int) -> str:
-    """The name of the version's manifest in the store."""
-    return f"versions/v{version:06d}.json"
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a version: the hashes of its buckets in order, all of `bucket` bytes except the last."""
-
-    name: str
-    size: int
-    bucket: int
-    digests: tuple[str, ...]
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(hash, offset, bytes) of each bucket."""
-        return [(d, i * self.bucket, min(self.bucket, self.size - i * self.bucket)) for i, d in enumerate(self.digests)]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The files of a version."""
-
-    version: int
-    files: tuple[FileEntry, ...]
-    content: str = ""
-    """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy also holds."""
-
-    @property
-    def digests(self) -> set[str]:
-        return {digest for file in self.files for digest in file.digests}
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def stamp(self) -> str:
-        """Identifies the contents: a number may be given to two versions, one of which was never committed."""
-        return hashlib.sha256(self.encode()).hexdigest()
-
-    def encode(self) -> bytes:
-        files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
-        raw = {"schema": 1, "version": self.version, "files": files}
-        return json.dumps({**raw, "content": self.content} if self.content else raw).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        """`StorageFailed` for malformed bytes, or a file name outside the version: other programs may write to the
-        store."""
-        try:
-            raw = json.loads(data)
-            files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
-            for file in files:
-                name = PurePosixPath(file.name)
-                if name.is_absolute() or ".." in name.parts or not name.parts:
-                    raise ValueError(f"{file.name!r} is no name of a file of a version")
-            return cls(int(raw["version"]), files, str(raw.get("content", "")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
-
-
-class BucketArrivals:
-    """The buckets of a version in the store while it is being pushed. A puller waits for each bucket, so pulling starts
-    with the first. The pusher unblocks it, by the end of the push at the latest."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.there: set[str] = set()
-        self.over = self.whole = False
-        """`over`: the push has ended. `whole`: it ended with the complete version in the store."""
-        self._changed = asyncio.Condition()
-
-    async def wait(self, digest: str) -> None:
-        """`StorageFailed` if the push ended without the bucket."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: digest in self.there or self.over)
-        if digest not in self.there:
-            raise self._incomplete()
-
-    async def ended(self) -> None:
-        """Returns once the version is in the store. `StorageFailed` if the push ended before."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.over)
-        if not self.whole:
-            raise self._incomplete()
-
-    async def more(self, than: int) -> None:
-        """Returns once more than this number of buckets have arrived, or the push has ended."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self.there) > than or self.over)
-
-    async def add(self, digests: set[str]) -> None:
-        async with self._changed:
-            self.there |= digests
-            self._changed.notify_all()
-
-    async def end(self, *, whole: bool = False) -> None:
-        async with self._changed:
-            self.over, self.whole = True, self.whole or whole
-            self._changed.notify_all()
-
-    def _incomplete(self) -> StorageFailed:
-        return StorageFailed(f"version {self.manifest.version} was not pushed whole")
-
-
-class BucketTransfer:
-    """One bucket in transfer. Reports its times to `BucketDepth`, except for small buckets at the ends of files."""
-
-    def __init__(self, depth: BucketDepth, *, alone: bool, whole: bool) -> None:
-        self._depth, self._alone, self._whole = depth, alone, whole
-
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """The transfer between this end and the store."""
-        began = asyncio.get_running_loop().time()
-        yield
-        if self._alone and self._whole:
-            self._depth.alone(asyncio.get_running_loop().time() - began)
-
-    @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
-        """This end's own work on the bucket: reading and hashing it, or verifying and writing it."""
-        began = asyncio.get_running_loop().time()
-        yield
-        if self._whole:
-            self._depth.applied(asyncio.get_running_loop().time() - began)
-
-
-class TransferWindow:
-    """Limits concurrent transfers to the depth; the end of each admits others. Owned by one push or pull, which fails
-    with the first bucket that fails."""
-
-    def __init__(self, depth: BucketDepth, bucket_bytes: int) -> None:
-        """`bucket_bytes`: of the largest bucket."""
-        self._depth, self._bytes = depth, bucket_bytes
-        self._inside = self._moved = 0
-        self._changed = asyncio.Condition()
-
-    @contextlib.asynccontextmanager
-    async def bucket(self, count: int) -> AsyncIterator[BucketTransfer]:
-        """Wait until a bucket of `count` bytes may be transferred."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._inside < self._depth.depth(self._moved, self._bytes))
-            self._inside += 1
-        yield BucketTransfer(self._depth, alone=self._moved == 0 and self._inside == 1, whole=count == self._bytes)
-        async with self._changed:
-            self._inside -= 1
-            self._moved += 1
-            self._changed.notify_all()
-
 
 BUCKET_BYTES = 256 * 2**20
 """RollArt uses 1 GB; smaller buckets overlap better if a version is smaller than 10 GB."""
 
 MANIFEST = "buckets.json"
 """In a pulled directory: the buckets that it was made of, so that the next version copies unchanged ones from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """Bytes of one push. `sent` bytes crossed the link; the rest was already in the store."""
-
-    version: int
-    bytes: int
-    sent: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """Bytes and times of one pull. `accumulated_s` is the sum over its buckets (RA-16), `seconds` the duration of the
-    pull."""
-
-    version: int
-    bytes: int
-    received: int
-    accumulated_s: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PullProgress:
-    """Progress of a pull: buckets received, seconds of the slowest of them, and buckets in transfer."""
-
-    buckets: int
-    longest_s: float
-    open: int
 
 
 def is_serving_file(name: str) -> bool:
@@ -442,6 +248,195 @@ class BucketWeightStore:
         return local
 
 
+class BucketArrivals:
+    """The buckets of a version in the store while it is being pushed. A puller waits for each bucket, so pulling starts
+    with the first. The pusher unblocks it, by the end of the push at the latest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.there: set[str] = set()
+        self.over = self.whole = False
+        """`over`: the push has ended. `whole`: it ended with the complete version in the store."""
+        self._changed = asyncio.Condition()
+
+    async def wait(self, digest: str) -> None:
+        """`StorageFailed` if the push ended without the bucket."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: digest in self.there or self.over)
+        if digest not in self.there:
+            raise self._incomplete()
+
+    async def ended(self) -> None:
+        """Returns once the version is in the store. `StorageFailed` if the push ended before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.over)
+        if not self.whole:
+            raise self._incomplete()
+
+    async def more(self, than: int) -> None:
+        """Returns once more than this number of buckets have arrived, or the push has ended."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.there) > than or self.over)
+
+    async def add(self, digests: set[str]) -> None:
+        async with self._changed:
+            self.there |= digests
+            self._changed.notify_all()
+
+    async def end(self, *, whole: bool = False) -> None:
+        async with self._changed:
+            self.over, self.whole = True, self.whole or whole
+            self._changed.notify_all()
+
+    def _incomplete(self) -> StorageFailed:
+        return StorageFailed(f"version {self.manifest.version} was not pushed whole")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The files of a version."""
+
+    version: int
+    files: tuple[FileEntry, ...]
+    content: str = ""
+    """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy also holds."""
+
+    @property
+    def digests(self) -> set[str]:
+        return {digest for file in self.files for digest in file.digests}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def stamp(self) -> str:
+        """Identifies the contents: a number may be given to two versions, one of which was never committed."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
+        raw = {"schema": 1, "version": self.version, "files": files}
+        return json.dumps({**raw, "content": self.content} if self.content else raw).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """`StorageFailed` for malformed bytes, or a file name outside the version: other programs may write to the
+        store."""
+        try:
+            raw = json.loads(data)
+            files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
+            for file in files:
+                name = PurePosixPath(file.name)
+                if name.is_absolute() or ".." in name.parts or not name.parts:
+                    raise ValueError(f"{file.name!r} is no name of a file of a version")
+            return cls(int(raw["version"]), files, str(raw.get("content", "")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a version: the hashes of its buckets in order, all of `bucket` bytes except the last."""
+
+    name: str
+    size: int
+    bucket: int
+    digests: tuple[str, ...]
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(hash, offset, bytes) of each bucket."""
+        return [(d, i * self.bucket, min(self.bucket, self.size - i * self.bucket)) for i, d in enumerate(self.digests)]
+
+
+def bucket_key(digest: str) -> str:
+    """The bucket's name in the store."""
+    return f"buckets/{digest}"
+
+
+def version_key(version: int) -> str:
+    """The name of the version's manifest in the store."""
+    return f"versions/v{version:06d}.json"
+
+
+class BucketTransfer:
+    """One bucket in transfer. Reports its times to `BucketDepth`, except for small buckets at the ends of files."""
+
+    def __init__(self, depth: BucketDepth, *, alone: bool, whole: bool) -> None:
+        self._depth, self._alone, self._whole = depth, alone, whole
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """The transfer between this end and the store."""
+        began = asyncio.get_running_loop().time()
+        yield
+        if self._alone and self._whole:
+            self._depth.alone(asyncio.get_running_loop().time() - began)
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """This end's own work on the bucket: reading and hashing it, or verifying and writing it."""
+        began = asyncio.get_running_loop().time()
+        yield
+        if self._whole:
+            self._depth.applied(asyncio.get_running_loop().time() - began)
+
+
+class TransferWindow:
+    """Limits concurrent transfers to the depth; the end of each admits others. Owned by one push or pull, which fails
+    with the first bucket that fails."""
+
+    def __init__(self, depth: BucketDepth, bucket_bytes: int) -> None:
+        """`bucket_bytes`: of the largest bucket."""
+        self._depth, self._bytes = depth, bucket_bytes
+        self._inside = self._moved = 0
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def bucket(self, count: int) -> AsyncIterator[BucketTransfer]:
+        """Wait until a bucket of `count` bytes may be transferred."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._inside < self._depth.depth(self._moved, self._bytes))
+            self._inside += 1
+        yield BucketTransfer(self._depth, alone=self._moved == 0 and self._inside == 1, whole=count == self._bytes)
+        async with self._changed:
+            self._inside -= 1
+            self._moved += 1
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """Bytes of one push. `sent` bytes crossed the link; the rest was already in the store."""
+
+    version: int
+    bytes: int
+    sent: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """Bytes and times of one pull. `accumulated_s` is the sum over its buckets (RA-16), `seconds` the duration of the
+    pull."""
+
+    version: int
+    bytes: int
+    received: int
+    accumulated_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """Progress of a pull: buckets received, seconds of the slowest of them, and buckets in transfer."""
+
+    buckets: int
+    longest_s: float
+    open: int
+
+
 @contextlib.asynccontextmanager
 async def first_failure_only() -> AsyncIterator[None]:
     """Raise only the first failure of a task group: the others follow from it."""
@@ -464,6 +459,40 @@ def _manifest(version: int, path: Path, bucket: int, include: Callable[[str], bo
         raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
 
 
+def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
+    """The bytes; None if they have another hash."""
+    data = _read(file, offset, count)
+    return data if hashlib.sha256(data).hexdigest() == digest else None
+
+
+def _publish_locally(staging: Path, final: Path, manifest: Manifest) -> None:
+    """Makes the version visible atomically."""
+    try:
+        (staging / MANIFEST).write_bytes(manifest.encode())
+        (staging / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
+        staging.rename(final)
+    except OSError as error:
+        raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error
+
+
+def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
+    for file, offset, count in targets:
+        try:
+            with file.open("r+b") as handle:
+                handle.seek(offset)
+                handle.write(data[:count])
+        except OSError as error:
+            raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
+
+
+def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:
+    """Write the bytes; False, and nothing is written, if they have another hash."""
+    if hashlib.sha256(data).hexdigest() != digest:
+        return False
+    _write(targets, data)
+    return True
+
+
 def _entry(path: Path, name: str, bucket: int) -> FileEntry:
     digests = []
     with (path / name).open("rb") as file:
@@ -479,37 +508,3 @@ def _read(file: Path, offset: int, count: int) -> bytes:
             return handle.read(count)
     except OSError as error:
         raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
-
-
-def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
-    """The bytes; None if they have another hash."""
-    data = _read(file, offset, count)
-    return data if hashlib.sha256(data).hexdigest() == digest else None
-
-
-def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:
-    """Write the bytes; False, and nothing is written, if they have another hash."""
-    if hashlib.sha256(data).hexdigest() != digest:
-        return False
-    _write(targets, data)
-    return True
-
-
-def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
-    for file, offset, count in targets:
-        try:
-            with file.open("r+b") as handle:
-                handle.seek(offset)
-                handle.write(data[:count])
-        except OSError as error:
-            raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
-
-
-def _publish_locally(staging: Path, final: Path, manifest: Manifest) -> None:
-    """Makes the version visible atomically."""
-    try:
-        (staging / MANIFEST).write_bytes(manifest.encode())
-        (staging / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
-        staging.rename(final)
-    except OSError as error:
-        raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error

@@ -1,9 +1,8 @@
-"""Named blobs in a store near their readers: the storage of weight buckets (`buckets.py`).
+"""Named blobs in a store near their readers, the storage of weight buckets (`buckets.py`): files, or S3 and any store
+with its protocol.
 
 A blob is visible whole or not at all, and never changes: a listed blob can be read completely. Keys are words joined by
 `/`. Errors: `StorageFailed`.
-
-Blobs in S3, or in any store with its protocol, through aiobotocore (extra `aws`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollart.errors import StorageFailed, UsageError
+
+LINK_S = 6 * 3600
+"""Seconds that a signed URL is valid; it expires earlier if the credentials that signed it do."""
+
+DELETED_AT_ONCE = 1000
+"""Keys of one DeleteObjects call: S3's limit."""
 
 
 class ObjectStore(Protocol):
@@ -41,32 +46,6 @@ class LinkableObjectStore(ObjectStore, Protocol):
 
     async def link(self, key: str) -> str:
         """A path, or a URL that is valid for hours. The blob need not exist yet."""
-
-
-class MemoryObjectStore:
-    """In this process: for one machine, and for tests."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
-
-    async def put(self, key: str, data: bytes) -> None:
-        self._blobs[key] = bytes(data)
-
-    async def get(self, key: str) -> bytes:
-        try:
-            return self._blobs[key]
-        except KeyError:
-            raise StorageFailed(f"the weight store has no {key}") from None
-
-    async def keys(self, prefix: str) -> set[str]:
-        return {key for key in self._blobs if key.startswith(prefix)}
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._blobs.pop(key, None)
-
-    async def aclose(self) -> None:
-        return None
 
 
 class FileObjectStore:
@@ -125,13 +104,6 @@ class FileObjectStore:
             inner[:] = [name for name in inner if name != ".tmp"]
             found += [str((Path(directory) / name).relative_to(self._root)) for name in names]
         return found
-
-
-LINK_S = 6 * 3600
-"""Seconds that a signed URL is valid; it expires earlier if the credentials that signed it do."""
-
-DELETED_AT_ONCE = 1000
-"""Keys of one DeleteObjects call: S3's limit."""
 
 
 class S3ObjectStore:
@@ -211,3 +183,29 @@ class S3ObjectStore:
             raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
         except BotoCoreError as error:
             raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
+
+
+class MemoryObjectStore:
+    """In this process: for one machine, and for tests."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    async def put(self, key: str, data: bytes) -> None:
+        self._blobs[key] = bytes(data)
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return self._blobs[key]
+        except KeyError:
+            raise StorageFailed(f"the weight store has no {key}") from None
+
+    async def keys(self, prefix: str) -> set[str]:
+        return {key for key in self._blobs if key.startswith(prefix)}
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._blobs.pop(key, None)
+
+    async def aclose(self) -> None:
+        return None
