@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollart.control.buffer import BatchDeadline, SampleBuffer, SampleColumn
@@ -28,11 +29,12 @@ from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings
+from rollart.serving.weight_updates import AllAtOnceUpdates
 from rollart.strategies.fairness import DomainShareTracker
 from rollart.strategies.lending import DeviceLender, LendingSettings
 from rollart.strategies.pacing import BatchPace
 from rollart.strategies.prefetch import Prefetcher
-from rollart.strategies.rolling_update import UpdatePolicy, UpdateRule
+from rollart.strategies.rolling_update import RollingUpdater, UpdatePolicy, UpdateRule
 from rollart.strategies.token_budget import BatchTruncation, all_samples
 from rollart.strategies.tp_change import Resharder, ReshardSettings
 from rollart.supervise.engines import EnginePart, EngineSupervisor
@@ -256,9 +258,8 @@ class ControlPlane:
         )
 
     def _versions_in_use(self) -> Iterable[int]:
-        updates = self.gateway.updates
         first = (0,) if self._settings.reference else ()
-        return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading()), *first]
+        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *first]
 
     def _lending(self, recorder: Recorder, trainer: ResourceClock) -> DeviceLender | None:
         settings, borrow = self._settings.lending, self._hooks.borrow
@@ -372,7 +373,7 @@ def _gateway(
         router=settings.router,
         seats=settings.seats,
         concurrency=None if settings.schedule.rules.turns is TurnSynchrony.LOCKSTEP else settings.concurrency,
-        updates=UpdateRule(updates, rules.alpha) if updates is not None and differ else None,
+        updates=partial(RollingUpdater, UpdateRule(updates, rules.alpha)) if updates and differ else AllAtOnceUpdates,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlightHandling.TURN_REDONE else PauseMode.KEEP,
         together=together,
     )

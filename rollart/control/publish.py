@@ -70,7 +70,7 @@ class Publisher:
         """Measure the divergence of `version` from earlier versions with the trainer, on samples of the batch, if the
         update policy of the engines needs it."""
         updates = self._gateway.updates
-        if updates is None or not updates.probes:
+        if not updates.probes:
             return
         every = samples()
         some = every[:: max(1, len(every) // PROBE_SAMPLES)]

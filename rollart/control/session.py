@@ -64,8 +64,7 @@ class RunSession:
         async with asyncio.TaskGroup() as tasks:
             if self._supervisor is not None:
                 background.append(tasks.create_task(self._supervisor.run(self._parts), name="supervision"))
-            if self._gateway.updates is not None:
-                background.append(tasks.create_task(self._gateway.updates.run(), name="updates"))
+            background.append(tasks.create_task(self._gateway.updates.run(), name="updates"))
             if self._rebalancer is not None:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
             if self._gateway.entrance is not None:

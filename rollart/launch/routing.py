@@ -11,9 +11,10 @@ from placement.roofline import transfer_s
 from placement.types import Assignment, Deployment, Device, InstanceModel, Performance, Placement, Role
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
 from rollart.settings.planning import device_name
 from rollart.settings.resolve import Resolved
+from rollart.strategies.skew_aware import SkewAwareDispatcher
 
 SERVING_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of engines, in starting order."""
@@ -66,7 +67,7 @@ def concurrency_settings(resolved: Resolved) -> ConcurrencySettings | None:
     return ConcurrencySettings(
         AimdSettings(**spec.model_dump(exclude={"mode"})),
         {d.name: min(d.total_tokens, context) for d in known},
-        skew_aware,
+        SkewAwareDispatcher if skew_aware else TrajectoryDispatch,
     )
 
 

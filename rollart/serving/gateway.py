@@ -2,11 +2,6 @@
 
 Token in, token out; session-sticky; fenced by version. It owns the state of every engine (health, version, placement,
 load, sessions) and the gate that holds new turns while weights change.
-
-A synchronous weight update: which engines need the version, while all of them are suspended.
-
-suspend -> update -> resume. In-flight requests survive (pause mode KEEP) and the engine recomputes their KV (I5).
-Engines that are down are skipped: they load the current version when they come back.
 """
 
 from __future__ import annotations
@@ -28,17 +23,7 @@ from rollart.serving.engine_registry import EngineRegistry, GatewayLimits, Regis
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings, KvAdmission
 from rollart.serving.turns import TurnExecutor
-from rollart.strategies.rolling_update import RollingUpdater, UpdateRule
-
-
-def engines_to_update(versions: Mapping[str, int], healthy: Mapping[str, bool], target: int) -> tuple[str, ...]:
-    """Healthy engines below `target`, in id order. ValueError if an engine is past it already: versions never
-    decrease."""
-    ahead = [e for e, v in versions.items() if v > target]
-    if ahead:
-        raise ValueError(f"engines {sorted(ahead)} are past version {target}")
-    return tuple(sorted(e for e, v in versions.items() if v < target and healthy.get(e, False)))
-
+from rollart.serving.weight_updates import AllAtOnceUpdates, UpdateContext, WeightUpdates
 
 STATS_S = 5.0
 """An engine answers `stats` from its event loop during any computation. Without an answer its step is not evaluated."""
@@ -65,13 +50,12 @@ class Gateway:
         seats: Mapping[str, EnginePlacement] | None = None,
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
-        updates: UpdateRule | None = None,
+        updates: Callable[[UpdateContext], WeightUpdates] = AllAtOnceUpdates,
         together: GroupColocation | None = None,
     ) -> None:
         """`pause`: the effect of a weight update on running turns. KEEP resumes them under the new weights, ABORT
-        generates them again from their history. `concurrency`: trajectories per engine; None: unbounded. `updates`: the
-        policy of rolling updates; None: all engines at once. `together`: groups that stay on one engine."""
-        self._pause = pause
+        generates them again from their history. `concurrency`: trajectories per engine; None: unbounded. `updates`
+        makes the policy of weight updates. `together`: groups that stay on one engine."""
         self._leases = leases
         self._limits = limits
         self._on_suspect = on_suspect
@@ -93,21 +77,10 @@ class Gateway:
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None
         """Called with an engine that no longer serves."""
-        self.updates = (
-            None
-            if updates is None
-            else RollingUpdater(
-                updates,
-                self._turns,
-                self._roster,
-                leases,
-                limits=limits,
-                pause=pause,
-                suspect=self._suspect,
-                tell=self._event,
-            )
+        self.updates = updates(
+            UpdateContext(self._turns, self._roster, leases, limits, pause, self._suspect, self._event)
         )
-        """Rolling updates; their `run` belongs to the owner of the gateway."""
+        """Weight updates; their `run` belongs to the owner of the gateway."""
 
     @property
     def version(self) -> int:
@@ -155,7 +128,7 @@ class Gateway:
 
         Raises `EngineError` or `LeaseExpired` if the weights do not load.
         """
-        async with self._moving, self._alone(engine):
+        async with self._moving, self.updates.alone(engine.id):
             current = weights()
             if loaded != current.version:
                 waiting_for = f"weights v{current.version} on {engine.id}"
@@ -189,8 +162,7 @@ class Gateway:
         member.shares.hold(ResourceState.DOWN, cause)
         self._turns.unhome(member)
         self.on_lost(engine_id)
-        if self.updates is not None:
-            self._turns.notify()
+        self.updates.lost()
 
     def spare(self, engine_id: EngineId) -> bool:
         """True if the run can continue without this engine: another one serves and does not drain."""
@@ -331,90 +303,28 @@ class Gateway:
 
     async def forget(self, session: str) -> None:
         """End the session: its engines may drop its KV."""
-        if self.updates is not None:
-            self.updates.ended(session)
+        self.updates.ended(session)
         for member in self._turns.forget(session):
             with contextlib.suppress(EngineError):
                 await member.engine.release(session)
 
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all are suspended.
+        """Returns when the version is current, and engines may serve under it; `on_version` runs once, when it becomes
+        current. An engine that fails is lost, and loads the version when it returns."""
 
-        An engine that fails is lost, and loads the version when it returns. New turns wait at the gate. With rolling
-        updates it returns as soon as an engine may serve.
-        """
-        if self.updates is not None:
-            await self.updates.ready(weights.version)
+        def current(version: int) -> None:
+            on_version(version)
+            self._turns.handed.report(version, self._event, self.paths)
+            if self.entrance is not None:
+                self.entrance.report(version)
+
+        await self.updates.ready(weights.version)
         async with self._moving:
-            if self.updates is None:
-                await self._update(weights, on_version)
-            else:
-                self.updates.publish(weights, on_version)
-                self._turns.handed.report(weights.version, self._event, self.paths)
-                if self.entrance is not None:
-                    self.entrance.report(weights.version)
+            await self.updates.publish(weights, current)
 
     async def settle(self) -> None:
         """Returns when every engine that serves has the current version."""
-        if self.updates is not None:
-            await self.updates.settle()
-
-    def _alone(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext() if self.updates is None else self.updates.alone(engine.id)
-
-    async def _update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        self._turns.gate.clear()
-        try:
-            taken = await self._turns.pulls.take_back(self._limits.sync_s)
-            if taken:
-                self._event("handoffs_taken_back", f"v{weights.version}", count=taken)
-            members = self._roster.members
-            targets = [
-                members[e]
-                for e in engines_to_update(
-                    {e: m.version for e, m in members.items()},
-                    {e: m.healthy for e, m in members.items()},
-                    weights.version,
-                )
-            ]
-            async with asyncio.TaskGroup() as group:
-                for member in targets:
-                    group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
-            self._turns.version = weights.version
-            on_version(weights.version)
-            self._turns.handed.report(weights.version, self._event, self.paths)
-            if self.entrance is not None:
-                self.entrance.report(weights.version)
-            async with asyncio.TaskGroup() as group:
-                for member in targets:
-                    if member.healthy:
-                        group.create_task(self._resume(member), name=f"resume {member.engine.id}")
-        finally:
-            self._turns.gate.set()
-            self._turns.notify()
-
-    async def _load(self, member: RegisteredEngine, weights: WeightsRef) -> None:
-        member.shares.hold(ResourceState.SYNC)
-        try:
-            async with self._leases.hold(
-                "publish", f"weights v{weights.version} on {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
-            ):
-                await member.engine.pause(self._pause)
-                await member.engine.update_weights(weights)
-            member.version = weights.version
-        except (EngineError, LeaseExpired) as error:
-            self._suspect(member, error)
-
-    async def _resume(self, member: RegisteredEngine) -> None:
-        try:
-            async with self._leases.hold(
-                "publish", f"resume of {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
-            ):
-                await member.engine.resume()
-            if member.healthy:
-                member.shares.release()
-        except (EngineError, LeaseExpired) as error:
-            self._suspect(member, error)
+        await self.updates.settle()
 
     def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
         """Suspect an engine after a failed turn. A broken connection removes the engine at once. After a slow turn the

@@ -25,7 +25,7 @@ import asyncio
 import enum
 import heapq
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -35,7 +35,6 @@ from rollart.leases import Expiry, Leases
 from rollart.model import EngineStats
 from rollart.serving.engine_registry import EmitEvent, EngineRegistry, RegisteredEngine, SessionKv, TurnRequest
 from rollart.serving.group_colocation import ColocatedGroup, GroupColocation
-from rollart.strategies.skew_aware import SkewAwareDispatcher
 
 CONCURRENCY = "concurrency"
 """Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
@@ -271,14 +270,42 @@ STATS_S = 10.0
 """Longest wait for an engine's KV usage; an engine that does not answer is asked again at the next interval."""
 
 
+class TrajectoryDispatch:
+    """The order of waiting trajectories and the engines that may take them. Synchronous; used by `KvAdmission`.
+
+    This one knows no lengths: trajectories are admitted in order of arrival, by any engine. Subclasses predict lengths.
+    """
+
+    by_length = False
+    """True if long trajectories have a queue of their own, and the longest of a queue goes first."""
+
+    def predict(self, turn: TurnRequest, *, again: bool) -> float:
+        """The tokens that the turn's trajectory will generate, by expectation; sets `turn.long`. `again`: repeats an
+        earlier prediction."""
+        return 0.0
+
+    def takes(self, member: RegisteredEngine, turn: TurnRequest, *, others_wait: bool) -> bool:
+        """True if the engine may take this turn's trajectory; `others_wait`: trajectories of the other class wait."""
+        return True
+
+    def turn_ended(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
+        """Learn the speed of a turn that generated `tokens` on this engine, at its present batch size."""
+
+    def trajectory_ended(self, kv: SessionKv, *, whole: bool) -> None:
+        """Learn the length of a trajectory that finished (`whole`) or was stopped."""
+
+    def reserve(self, engines: Sequence[RegisteredEngine], live: int, limit: int) -> None:
+        """Assign engines anew, for `live` trajectories over all engines, at most `limit` per engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConcurrencySettings:
     """`aimd`: the search for each engine's limit. `expected`: initial estimates of final trajectory lengths in tokens,
-    by domain. `skew_aware`: the longest trajectories go first and have reserved engines."""
+    by domain. `dispatch` makes the order of waiting trajectories."""
 
     aimd: AimdSettings = field(default_factory=AimdSettings)
     expected: Mapping[str, float] = field(default_factory=dict)
-    skew_aware: bool = False
+    dispatch: Callable[[], TrajectoryDispatch] = TrajectoryDispatch
 
 
 @dataclass(slots=True)
@@ -318,11 +345,12 @@ class KvAdmission:
         self._facts: dict[str, tuple[float, float]] = {}
         self._came: dict[str, int] = {}
         self._arrivals = 0
+        self._dispatch = settings.dispatch()
         self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
-            long: AdmissionQueue(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
+            long: AdmissionQueue(longest=self._dispatch.by_length)
+            for long in ((True, False) if self._dispatch.by_length else (False,))
         }
-        """Keyed by whether the queue is for long trajectories; a single queue unless dispatch is skew-aware."""
-        self._skew = SkewAwareDispatcher() if settings.skew_aware else None
+        """Keyed by whether the queue is for long trajectories."""
         self._together: GroupColocation | None = None
         self._follow: Callable[[TurnRequest], bool] = lambda _: False
         self._pumping = False
@@ -381,13 +409,13 @@ class KvAdmission:
             came = unit.age = came if unit.age is None else unit.age
         while True:
             waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
-            length = 0.0 if self._skew is None else self._skew.judge(turn, again=again)
+            length = self._dispatch.predict(turn, again=again)
             again = True
             self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
-            if self._skew is None:
-                self.pump()
-            else:  # after all arrivals of this instant, so that the queue can order them by length
+            if self._dispatch.by_length:  # after all arrivals of this instant, so that the queue can order them
                 asyncio.get_running_loop().call_soon(self.pump)
+            else:
+                self.pump()
             if waiter.placed.done():
                 return
             began = asyncio.get_running_loop().time()
@@ -421,9 +449,8 @@ class KvAdmission:
         kv = member.kv
         if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
             return True
-        if self._skew is not None and not self._skew.takes(
-            member, turn, others_wait=len(self._lines[not turn.long]) > 0
-        ):
+        others_wait = any(len(line) for long, line in self._lines.items() if long != turn.long)
+        if not self._dispatch.takes(member, turn, others_wait=others_wait):
             return False
         limits = self.limits
         return kv.taken + seats <= limits.limit(member.engine.id) and kv.fits(
@@ -443,9 +470,8 @@ class KvAdmission:
 
     def ends(self, kv: SessionKv, turn: TurnRequest, member: RegisteredEngine, sampled: int) -> None:
         kv.domain, kv.tokens = turn.domain, turn.length + sampled
-        if self._skew is not None:
-            kv.prompt, kv.said = turn.prompt, kv.said + sampled
-            self._skew.saw(member, asyncio.get_running_loop().time() - turn.sent_at, sampled)
+        kv.prompt, kv.said = turn.prompt, kv.said + sampled
+        self._dispatch.turn_ended(member, asyncio.get_running_loop().time() - turn.sent_at, sampled)
         member.kv.end(turn.session, turn.length + max(sampled - 1, 0))
         if member.kv.quiet and self.waiting:
             member.quiet_at = asyncio.get_running_loop().time()
@@ -456,8 +482,8 @@ class KvAdmission:
         self._came.pop(session, None)
         for member in held:
             member.kv.drop(session)
-        if kv.tokens and self._skew is not None:
-            self._skew.over(kv, whole=kv.whole)
+        if kv.tokens:
+            self._dispatch.trajectory_ended(kv, whole=kv.whole)
         if kv.tokens and kv.whole:
             mean = self._final.get(kv.domain)
             self._final[kv.domain] = kv.tokens if mean is None else mean + LENGTH_MEAN_WEIGHT * (kv.tokens - mean)
@@ -505,10 +531,9 @@ class KvAdmission:
             for member in self._roster.members.values():
                 if member.healthy:
                     tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
-        if self._skew is not None:
-            homes = [m for m in self._homes() if m.serves]
-            most = max((self.limits.limit(m.engine.id) for m in homes), default=1)
-            self._skew.reserve(homes, len(self._came), most)
+        engines = [m for m in self._homes() if m.serves]
+        most = max((self.limits.limit(m.engine.id) for m in engines), default=1)
+        self._dispatch.reserve(engines, len(self._came), most)
         self.pump()
 
     async def _ask(self, member: RegisteredEngine) -> None:

@@ -34,11 +34,11 @@ from typing import Protocol
 
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
-from rollart.leases import Expiry, Leases
+from rollart.leases import Expiry
 from rollart.ledger.intervals import ResourceState
-from rollart.model import EngineId, PauseMode, WeightsRef
-from rollart.serving.engine_registry import EmitEvent, EngineRegistry, GatewayLimits, RegisteredEngine
-from rollart.serving.turns import TurnExecutor
+from rollart.model import EngineId, WeightsRef
+from rollart.serving.engine_registry import RegisteredEngine
+from rollart.serving.weight_updates import UpdateContext, WeightUpdates
 
 ENGINE_UPDATED = "engine_updated"
 """The event of an engine that loaded a version by itself, `skipped` versions after its previous one."""
@@ -295,7 +295,7 @@ class _Iteration:
         return not self.left[engine]
 
 
-class RollingUpdater:
+class RollingUpdater(WeightUpdates):
     """Owns the updates of single engines. `publish` is called by the gateway, after `ready` has waited for an engine
     that may serve. `run` owns the tasks and waits for a change of the fleet, for the end of an iteration, or for the
     longest delay of an update. `settle` waits until every engine has the current version.
@@ -304,27 +304,11 @@ class RollingUpdater:
     trajectory's first token. One task at a time updates an engine, and an engine joins only while none does.
     """
 
-    def __init__(
-        self,
-        rule: UpdateRule,
-        turns: TurnExecutor,
-        roster: EngineRegistry,
-        leases: Leases,
-        *,
-        limits: GatewayLimits,
-        pause: PauseMode,
-        suspect: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
-        tell: EmitEvent,
-    ) -> None:
+    def __init__(self, rule: UpdateRule, context: UpdateContext) -> None:
+        super().__init__(context)
         self._policy = rule.policy
         self._alpha = rule.alpha
-        self._turns = turns
-        self._roster = roster
-        self._leases = leases
-        self._limits = limits
-        self._pause = pause
-        self._suspect = suspect
-        self._tell = tell
+        self.probes = isinstance(rule.policy, OnDivergence)
         self._measured = VersionProbe(-1, "", {})
         """The probe of the next version; the policy has the probe of the current one."""
         self._weights: WeightsRef | None = None
@@ -346,16 +330,11 @@ class RollingUpdater:
                         await changed.wait()
                 self._plan()
 
-    @property
-    def probes(self) -> bool:
-        """True if the policy needs the divergence of a version from earlier ones."""
-        return isinstance(self._policy, OnDivergence)
-
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
         """Record the divergence of the next version from earlier ones: mean KL in nats per token."""
         if self.probes:
             self._measured = VersionProbe(version, "", divergence)
-            self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
+            self._emit("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
         """Returns when `version` may become current: an engine may serve then, or waiting would not yield one."""
@@ -363,8 +342,7 @@ class RollingUpdater:
             while not may_publish(self._states(prefill=False), version=version, alpha=self._alpha):
                 await self._turns.changed.wait()
 
-    def publish(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        """Make the version current."""
+    async def publish(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         self._weights, self._due = weights, None
         if isinstance(self._policy, OnDivergence):
             found = self._measured
@@ -386,6 +364,9 @@ class RollingUpdater:
         """Count an ended trajectory, for which a delayed update may wait."""
         if self._iteration.ended(session) and self._due is not None:
             self._turns.notify()
+
+    def lost(self) -> None:
+        self._turns.notify()
 
     async def settle(self) -> None:
         """Load the current version on every serving engine; returns when all have it."""
@@ -479,9 +460,7 @@ class RollingUpdater:
                     "publish", f"weights v{weights.version} on {name}", self._limits.sync_s, Expiry.RESTART_PART
                 ),
             ):
-                taken = await self._turns.pulls.take_back(self._limits.sync_s, name)
-                if taken:
-                    self._tell("handoffs_taken_back", f"v{weights.version}", count=taken, engine=name)
+                await self._take_back(weights.version, name)
                 await member.engine.pause(self._pause)
                 await member.engine.update_weights(weights)
                 member.version = weights.version
@@ -491,7 +470,7 @@ class RollingUpdater:
                 seconds = round(now() - began, 6)
                 told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
                 told |= {"bytes": weights.bytes}
-                self._tell(ENGINE_UPDATED, name, **told, reason=str(why), seconds=seconds)
+                self._emit(ENGINE_UPDATED, name, **told, reason=str(why), seconds=seconds)
         except (EngineError, LeaseExpired) as error:
             self._suspect(member, error)
         finally:

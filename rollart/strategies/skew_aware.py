@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from rollart.fleet import EngineKind
 from rollart.policy.lengths import LengthRanker, QuantileWindow
 from rollart.serving.engine_registry import RegisteredEngine, SessionKv, TurnRequest
+from rollart.serving.kv_admission import TrajectoryDispatch
 
 LONG_SHARE = 0.2
 """Share of the trajectories, by predicted length, that are called long (StreamRL's alpha)."""
@@ -185,8 +186,12 @@ class _Reserved:
     batch: int
 
 
-class SkewAwareDispatcher:
-    """Synchronous; used by `KvAdmission`. Until lengths are learned, no trajectory is long and no engine reserved."""
+class SkewAwareDispatcher(TrajectoryDispatch):
+    """The longest trajectories go first and have reserved engines.
+
+    Until lengths are learned, no trajectory is long and no engine reserved."""
+
+    by_length = True
 
     def __init__(self) -> None:
         self.ranker = LengthRanker()
@@ -194,7 +199,12 @@ class SkewAwareDispatcher:
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
 
-    def judge(self, turn: TurnRequest, *, again: bool) -> float:
+    @property
+    def predictions(self) -> int:
+        """Recent trajectories that a prediction is compared with."""
+        return len(self._predicted)
+
+    def predict(self, turn: TurnRequest, *, again: bool) -> float:
         """Predict the tokens that the turn's trajectory will generate, and set `turn.long`. A prediction that repeats
         an earlier one (`again`) is not added to the window of recent predictions."""
         tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
@@ -204,20 +214,20 @@ class SkewAwareDispatcher:
             self._predicted.add(tokens)
         return tokens
 
-    def over(self, kv: SessionKv, *, whole: bool) -> None:
+    def trajectory_ended(self, kv: SessionKv, *, whole: bool) -> None:
         """Learn the length of a trajectory that finished (`whole`) or was stopped."""
         note = self.ranker.finished if whole else self.ranker.stopped
         note(kv.prompt, kv.domain, kv.said)
 
-    def saw(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
+    def turn_ended(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
         """Record the speed of a turn that generated `tokens` on this engine, at its present batch size."""
         if tokens > 0:
             self._speeds.setdefault(member.seat.kind, BatchSpeed()).saw(max(member.running, 1), seconds / tokens)
 
-    def reserve(self, homes: Sequence[RegisteredEngine], live: int, limit: int) -> None:
+    def reserve(self, engines: Sequence[RegisteredEngine], live: int, limit: int) -> None:
         """Reserve engines of each kind anew, for `live` trajectories over all engines, at most `limit` per engine."""
         kinds: dict[EngineKind, list[RegisteredEngine]] = {}
-        for member in homes:
+        for member in engines:
             kinds.setdefault(member.seat.kind, []).append(member)
         self._reserved = {}
         lowest, highest = self._predicted.quantile(0.0) if self._predicted else 0.0, 0.0
@@ -227,7 +237,7 @@ class SkewAwareDispatcher:
             return  # no trajectory is predicted to be longer than another
         for kind, members in kinds.items():
             speed = self._speeds.get(kind)
-            share = live * len(members) // max(len(homes), 1)
+            share = live * len(members) // max(len(engines), 1)
             long = math.ceil(LONG_SHARE * share)
             if len(members) < 2 or not speed or not 0 < long < share:
                 continue

@@ -15,7 +15,7 @@ from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.release import SlotLedger
 from rollart.policy.routing import EngineView, choose_engine
 from rollart.policy.staleness import StalenessBound
-from rollart.serving.gateway import engines_to_update
+from rollart.serving.weight_updates import engines_to_update
 
 
 @st.composite

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
 from rollart.sim import loop
+from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun as World
 from rollart.testing.run import make_simulated_run
@@ -56,7 +57,11 @@ def entrances(draw: st.DrawFn) -> ConcurrencySettings | None:
         return None
     start, interval = draw(st.integers(1, 4)), draw(st.sampled_from([0.5, 5.0]))
     aimd = AimdSettings(start=start, most=8, increase=draw(st.integers(1, 2)), interval_s=interval, settle_s=interval)
-    return ConcurrencySettings(aimd, {"d0": 8.0} if draw(st.booleans()) else {}, skew_aware=draw(st.booleans()))
+    return ConcurrencySettings(
+        aimd,
+        {"d0": 8.0} if draw(st.booleans()) else {},
+        dispatch=draw(st.sampled_from([TrajectoryDispatch, SkewAwareDispatcher])),
+    )
 
 
 def watch_outstanding(world: World) -> list[tuple[int, int]]:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
 from rollart.sim import loop
 from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.strategies.tail_batching import TailSettings
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
@@ -35,7 +36,9 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
     limit = draw(st.sampled_from([None, 1, 3, 8]))
     if limit is not None:
         aimd = AimdSettings(start=limit, most=limit)
-        policy["concurrency"] = ConcurrencySettings(aimd, skew_aware=draw(st.booleans()))
+        policy["concurrency"] = ConcurrencySettings(
+            aimd, dispatch=draw(st.sampled_from([TrajectoryDispatch, SkewAwareDispatcher]))
+        )
     return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),

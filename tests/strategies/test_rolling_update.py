@@ -12,8 +12,16 @@ from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Sampling, WeightsRef
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
+from rollart.serving.weight_updates import AllAtOnceUpdates
 from rollart.sim import loop
-from rollart.strategies.rolling_update import OnDivergence, Staggered, UpdatePolicy, UpdateRule, VersionProbe
+from rollart.strategies.rolling_update import (
+    OnDivergence,
+    RollingUpdater,
+    Staggered,
+    UpdatePolicy,
+    UpdateRule,
+    VersionProbe,
+)
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEngine
 
@@ -33,7 +41,9 @@ class Fleet:
             version=0,
             on_suspect=lambda _: None,
             recorder=self.recorder,
-            updates=None if updates is None else UpdateRule(updates, alpha),
+            updates=AllAtOnceUpdates
+            if updates is None
+            else functools.partial(RollingUpdater, UpdateRule(updates, alpha)),
         )
         self.clocks = [
             ResourceClock(role="rollout", resource=e.id, recorder=self.recorder, clock=now) for e in self.engines
@@ -50,7 +60,7 @@ def test_an_engine_lost_while_it_loads_is_down_though_it_answers(updates: Update
     async def main() -> list[tuple[float, str]]:
         fleet = Fleet(updates)
         async with asyncio.TaskGroup() as tasks:
-            following = None if fleet.gateway.updates is None else tasks.create_task(fleet.gateway.updates.run())
+            following = tasks.create_task(fleet.gateway.updates.run())
             await asyncio.sleep(0.0)
             publish = tasks.create_task(fleet.publish(1))
             await asyncio.sleep(1.0)
@@ -58,8 +68,7 @@ def test_an_engine_lost_while_it_loads_is_down_though_it_answers(updates: Update
                 fleet.gateway.lose(engine.id)
             await asyncio.sleep(2 * LOAD_S)
             await publish
-            if following is not None:
-                following.cancel()
+            following.cancel()
         for clock in fleet.clocks:
             clock.close()
         return [(i.t0, i.state) for i in fleet.recorder.intervals if i.t1 > 1.0]
@@ -71,7 +80,6 @@ def test_what_was_measured_of_the_next_version_outlives_what_happens_before_it_i
     async def main() -> list[int]:
         fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1))
         updates = fleet.gateway.updates
-        assert updates is not None
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(updates.run())
             updates.measured(1, {0: 0.01})
@@ -97,7 +105,6 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
     async def main() -> tuple[float, str]:
         fleet = Fleet(Staggered(0.5))
         updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
-        assert updates is not None
 
         async def turn(session: str) -> None:
             sampling = Sampling(2)
@@ -133,7 +140,6 @@ def test_a_version_whose_last_engine_left_for_good_is_loaded_by_another() -> Non
     async def main() -> tuple[float, list[int], dict[str, object]]:
         fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1), alpha=4)
         updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
-        assert updates is not None
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(updates.run())
             await asyncio.sleep(0.0)

@@ -17,10 +17,10 @@ from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Sampling
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
+from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
 from rollart.sim import loop
 from rollart.sim.engine import EngineLimits, ModelledEngine
-from rollart.strategies.skew_aware import lpt_order
+from rollart.strategies.skew_aware import SkewAwareDispatcher, lpt_order
 from rollart.testing.ledger import MemoryRecorder
 from tests.sim.models import steps
 
@@ -52,7 +52,9 @@ class Rollout:
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            concurrency=ConcurrencySettings(aimd, skew_aware=self.skew_aware),
+            concurrency=ConcurrencySettings(
+                aimd, dispatch=SkewAwareDispatcher if self.skew_aware else TrajectoryDispatch
+            ),
         )
         for n in range(self.engines):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
@@ -155,13 +157,14 @@ def test_nobody_is_lost(lengths: list[int], engines: int, slots: int, seed: int)
 def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared_with() -> None:
     async def main() -> tuple[int, int]:
         now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
+        dispatcher = SkewAwareDispatcher()
         gateway = Gateway(
             Leases(recorder),
             limits=GatewayLimits(generate_s=1e5),
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), skew_aware=True),
+            concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), dispatch=lambda: dispatcher),
         )
         for n in range(2):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
@@ -183,12 +186,11 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
         for n in range(6):
             await turn(n)
         assert gateway.entrance is not None
-        assert gateway.entrance._skew is not None
         first = gateway.entrance.admitted
         gateway.lose("e0")
         for n in range(6):
             await turn(n)
-        return gateway.entrance.admitted - first, len(gateway.entrance._skew._predicted)
+        return gateway.entrance.admitted - first, dispatcher.predictions
 
     again, predicted = loop.run(main())
     assert again > 0, "some had to find another home"
