@@ -40,7 +40,7 @@ from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop as virtual
 from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.sim.environments import SimulatedDomain
-from rollart.sim.modelled import BilledDevices, ModelledRun, PlacedEngine, TracedLedger
+from rollart.sim.run import BilledDevices, ModelledRun, PlacedEngine, TracedLedger
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.workload import AnswerLengths, Constant, GeneratedWorkload, LogNormal, WorkloadShape, mass_of
@@ -118,7 +118,8 @@ def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
                 ledger,
             )
             await run.run()
-            return run.ended, ledger.trace, sum(s.trajectories for s in run.seen)
+            await ledger.flush()
+            return run.ended, ledger.trace, sum(s.trajectories for s in run.steps)
 
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)

@@ -1,6 +1,6 @@
 """One program at every scale: what decides does not know whether it is simulated.
 
-Simulated parts are chosen in `launch` and `tools` and nowhere else. Below it nothing imports them, and nothing asks.
+Simulated parts are chosen in `tools` and nowhere else. Below it nothing imports them, and nothing asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "rollart"
-KNOW = {"sim", "tools", "launch", "testing", "cli"}
+KNOW = {"sim", "tools", "testing", "cli"}
 """Packages that may name simulations: they are them, choose them, or are commands about them."""
 
 ASKS = re.compile(r"(is_|in_|not_)?(simulat(ed|ion|ing)|sim|virtual(_time|_loop|ly)?)", re.IGNORECASE)
@@ -111,7 +111,7 @@ def test_real_runs_and_simulations_load_the_same_files() -> None:
             subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
         )
 
-    simulated = loaded("import rollart.tools.simulate, rollart.sim.modelled")
+    simulated = loaded("import rollart.tools.simulate, rollart.sim.run")
     real = loaded("import rollart.launch.launch")
     assert "rollart.control.scheduler" in simulated
     assert simulated <= real, "a simulation has no scheduler, policy or ledger of its own"

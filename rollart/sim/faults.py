@@ -15,7 +15,6 @@ from typing import Protocol
 
 from rollart.ports import Engine
 from rollart.sim.environments import SimulatedHost
-from rollart.sim.links import SharedLink
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.workload import entity_generator
 
@@ -54,15 +53,6 @@ def host_target(of: SimulatedHost) -> FaultTarget:
 def trainer_target(part: ModelledTrainer) -> FaultTarget:
     """A trainer whose devices are gone; its restart waits for them."""
     return FaultTarget(part.leave, part.come_back)
-
-
-def link_target(of: SharedLink, *, rate: float = 0.0) -> FaultTarget:
-    """A link that drops to a share of its bandwidth; at 0 its transfers stall."""
-
-    def set_rate(share: float) -> None:
-        of.rate = share
-
-    return FaultTarget(lambda: set_rate(rate), lambda: set_rate(1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from rollart.ledger.reader import FinishedRow
-from rollart.model import SegmentKind, TrainSample, Trajectory
+from rollart.model import TrainSample
 
 
 class Script(NamedTuple):
@@ -101,11 +101,6 @@ class LogNormal:
             return self.low
         return drawn if drawn < self.high else self.high
 
-    @staticmethod
-    def of_quartiles(median: float, p75: float, *, high: float = math.inf) -> LogNormal:
-        """0.6745 is the normal distribution's third quartile."""
-        return LogNormal(median, math.log(p75 / median) / 0.6745, high=high)
-
 
 @dataclass(frozen=True, slots=True)
 class ParetoTailed:
@@ -121,20 +116,6 @@ class ParetoTailed:
         if rng.random() >= self.share:
             return self.body.draw(rng)
         return min(self.high, self.start * math.pow(1.0 - rng.random(), -1.0 / self.alpha))
-
-
-@dataclass(frozen=True, slots=True)
-class Empirical:
-    """One of the samples, each as likely as the others."""
-
-    samples: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if not self.samples or min(self.samples) < 0:
-            raise ValueError(f"{len(self.samples)} samples (rule: at least one, none below 0)")
-
-    def draw(self, rng: Random) -> float:
-        return self.samples[int(rng.random() * len(self.samples))]
 
 
 _NONE = Constant(0.0)
@@ -252,16 +233,6 @@ def scripts_by_group(rows: Iterable[FinishedRow]) -> dict[str, tuple[tuple[Scrip
     for n, row in enumerate(rows):
         found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(recorded_script(row))
     return {domain: tuple(map(tuple, groups.values())) for domain, groups in sorted(found.items())}
-
-
-def replayed_workloads(
-    rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False
-) -> Mapping[str, ReplayedWorkload]:
-    """Workloads by domain from a run's ledger (`Reader.finished`)."""
-    return {
-        domain: ReplayedWorkload(groups, seed=seed, resample=resample)
-        for domain, groups in scripts_by_group(rows).items()
-    }
 
 
 def recorded_script(row: FinishedRow) -> Script:
@@ -398,11 +369,6 @@ class MassTokenizer:
         return masses[0]
 
 
-def text_of(*masses: int) -> str:
-    """The text that `MassTokenizer` encodes to these masses."""
-    return " ".join(map(str, masses))
-
-
 def mass_of(token_ids: Iterable[int]) -> int:
     """Real tokens that the ids stand for."""
     return sum(token_ids)
@@ -411,8 +377,3 @@ def mass_of(token_ids: Iterable[int]) -> int:
 def sampled_mass(sample: TrainSample) -> int:
     """Real tokens with loss in a sample."""
     return sum(m for m, trained in zip(sample.token_ids, sample.loss_mask, strict=True) if trained)
-
-
-def action_mass(trajectory: Trajectory) -> int:
-    """Real tokens that were sampled in a trajectory."""
-    return sum(sum(s.token_ids) for s in trajectory.segments if s.kind is SegmentKind.ACTION)

@@ -25,7 +25,7 @@ from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenize
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.sim.environments import ModelledHosts
-from rollart.sim.modelled import MemoryWeights
+from rollart.sim.run import MemoryWeights
 from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.filtering import FilterSettings
 from rollart.strategies.lending import LendingSettings

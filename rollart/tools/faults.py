@@ -16,7 +16,7 @@ from rollart.settings.resolve import Resolved
 from rollart.sim.environments import ResetFaults, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target, trainer_target
 from rollart.sim.links import SharedLink
-from rollart.sim.modelled import ModelledRun
+from rollart.sim.run import ModelledRun
 from rollart.sim.site import MachineInventory, SimulatedMachine
 from serverless.providers.simulated import SimulatedMachines
 
@@ -149,7 +149,7 @@ class SimulationFaults:
             assert workers is not None
             turn = functools.partial(workers.turn, name)
             subjects[name] = FaultTarget(functools.partial(turn, up=False), functools.partial(turn, up=True))
-        for placed in run.places:
+        for placed in run.engines:
             subjects[str(placed.engine.id)] = engine_target(placed.engine, lambda: run.control.gateway.version)
         subjects[run.trained_by.name] = trainer_target(run.trainer)
         machines = self.machines
@@ -205,7 +205,7 @@ class SimulationFaults:
                 down_s[kind] = down_s.get(kind, 0.0) + occurrence.t - since.pop(occurrence.subject)
         for subject, t in since.items():
             down_s[_kind(subject)] = down_s.get(_kind(subject), 0.0) + max(0.0, run.ended - t)
-        engines = [placed.engine for placed in run.places]
+        engines = [placed.engine for placed in run.engines]
         return ObservedFaults(
             outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines)
         )

@@ -45,7 +45,7 @@ from rollart.sim import scoring
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine
 from rollart.sim.environments import START_S, ModelledHosts, SimulatedDomain
 from rollart.sim.links import RDMA, LinkProfile, SharedLink
-from rollart.sim.modelled import ModelledRun, StepTrace, TracedLedger
+from rollart.sim.run import ModelledRun, StepTrace, TracedLedger
 from rollart.sim.site import BilledDevices, HostReservation, MachineInventory, ModelledSite, PlacedEngine
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
@@ -178,17 +178,20 @@ async def _main(
                 planner=None if machines is None else elastic_planner(wanted, resolved),
                 nodes=nodes,
                 on_step=on_step,
-                help=world.help,
-                beside=simulation_faults.background_tasks,
+                lent_speed=world.lent_speed,
+                background=simulation_faults.background_tasks,
                 hosts=hosts,
-                keepers=None if nodes is None else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
+                autoscalers=None
+                if nodes is None
+                else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
                 restart_s=trainer_start_s(resolved),
             )
             simulation_faults.begin(run, world.links(), scoring.machines)
             await run.run()
+            await ledger.flush()
         moved = tuple(world.transfer.moved.values())
         return SimulationResult(
-            name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, simulation_faults.losses(run)
+            name, seed, run.ended, ledger.trace, tuple(run.steps), moved, directory, simulation_faults.losses(run)
         )
 
 
@@ -322,7 +325,7 @@ class _ModelledCluster:
         train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
         return training_mfu(problem, pool, train)
 
-    def help(self, placement: EnginePlacement) -> float:
+    def lent_speed(self, placement: EnginePlacement) -> float:
         """Training speed of an engine's devices relative to the trainer's."""
         own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
         return (self._devices[placement.pool].tflops_bf16 or 0.0) * placement.tp / own if own else 0.0

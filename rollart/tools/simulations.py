@@ -26,7 +26,7 @@ from rollart.report.simulation import INFRA_FAULT, SimulationFigures, StepTimes,
 from rollart.report.timeline import timeline
 from rollart.settings.faults import FaultPlanSpec
 from rollart.settings.resolve import Resolved
-from rollart.sim.modelled import StepTrace
+from rollart.sim.run import StepTrace
 from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
 
 

@@ -12,7 +12,7 @@ from rollart.errors import EnvironmentFault, TrainerError
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.sim import faults
 from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
-from rollart.sim.faults import FaultPlan, FaultRate, Outage
+from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
@@ -212,10 +212,17 @@ def test_a_trainer_that_dies_breaks_its_step_and_comes_back_restored() -> None:
     run(main())
 
 
+def link_outage(link: SharedLink) -> FaultTarget:
+    def set_rate(rate: float) -> None:
+        link.rate = rate
+
+    return FaultTarget(lambda: set_rate(0.0), lambda: set_rate(1.0))
+
+
 def test_outages_happen_when_they_are_due_and_overlap_without_harm() -> None:
     async def main() -> None:
         e, way = engine(), SharedLink(LinkProfile(1.0))
-        subjects = {"e": faults.engine_target(e, lambda: 5), "way": faults.link_target(way)}
+        subjects = {"e": faults.engine_target(e, lambda: 5), "way": link_outage(way)}
         plan = FaultPlan(subjects, [Outage(["e"], 10.0, 20.0), Outage(["e", "way"], 15.0, 30.0), Outage(["way"], 90.0)])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(plan.run())

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
@@ -23,7 +23,7 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
-from rollart.ports import Clock, Planner, Rewarder
+from rollart.ports import Clock, Journal, Planner, Recorder, Rewarder
 from rollart.sim.environments import ModelledHosts, run_autoscaled_hosts
 from rollart.sim.site import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
 from rollart.sim.trainers import ModelledTrainer
@@ -100,6 +100,10 @@ class TracedLedger(Ledger):
         return self._hash.hexdigest()
 
 
+class RunLedger(Recorder, Journal, Protocol):
+    """Where a run is recorded: `Ledger` on disk, or its substitute in memory."""
+
+
 class MemoryWeights:
     """A weight store that holds nothing but names."""
 
@@ -118,15 +122,15 @@ class MemoryWeights:
 
 @dataclass
 class ModelledRun:
-    """A run over modelled parts. Run it once, on a virtual loop; `seen` and the ledger hold its results."""
+    """A run over modelled parts. Run it once, on a virtual loop; `steps` and the ledger hold its results."""
 
     domains: Sequence[Domain]
-    places: Sequence[PlacedEngine]
+    engines: Sequence[PlacedEngine]
     trainer: ModelledTrainer
     trained_by: BilledDevices
     rewarder: Rewarder
     settings: ControlSettings
-    ledger: Ledger
+    ledger: RunLedger
     unused: Sequence[BilledDevices] = ()
     site: ModelledSite | None = None
     """The site that starts and stops engines under supervision and bills unused devices. None: the plan's engines
@@ -135,22 +139,22 @@ class ModelledRun:
     nodes: NodeTracker | None = None
     """With a site and a planner: nodes that join and leave, which the plan follows."""
     on_step: Callable[[StepTrace], None] = lambda _: None
-    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Coroutines beside the run, such as fault plans; cancelled at its end."""
     hosts: ModelledHosts | None = None
     """Environment hosts; None: environments run in the controller."""
-    keepers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]] | None = None
+    autoscalers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]] | None = None
     """The autoscalers of hosts, if nodes join and leave."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back, after which the restart fails."""
-    seen: list[StepTrace] = field(default_factory=list)
+    steps: list[StepTrace] = field(default_factory=list)
     ended: float = 0.0
     """Loop seconds at the end of the run: devices are paid until then."""
     control: ControlPlane = field(init=False)
     _leases: Leases = field(init=False)
     supervisor: EngineSupervisor | None = None
     fleet: EngineFleet | None = None
-    help: Callable[[EnginePlacement], float] | None = None
+    lent_speed: Callable[[EnginePlacement], float] | None = None
     """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
     _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
@@ -177,16 +181,19 @@ class ModelledRun:
             version=0,
             settings=self.settings,
             hooks=Hooks(
-                self._recover, self._suspect, step=self._stepped, borrow=None if self.help is None else self._borrow
+                self._recover,
+                self._suspect,
+                step=self._stepped,
+                borrow=None if self.lent_speed is None else self._borrow,
             ),
         )
         parts = await self._populate(clocks)
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
+                around = [self._tasks.create_task(one(), name="background of the run") for one in self.background]
                 if self.hosts is not None:
                     fleet = self.hosts.open(self._leases, self.ledger)
-                    running = fleet.run() if self.keepers is None else run_autoscaled_hosts(fleet, self.keepers)
+                    running = fleet.run() if self.autoscalers is None else run_autoscaled_hosts(fleet, self.autoscalers)
                     around.append(self._tasks.create_task(running, name="environment hosts"))
                 session = self.control.session(supervisor=self.supervisor, parts=parts)
                 await session.run(step=0, steps=self.settings.schedule.steps)
@@ -198,14 +205,13 @@ class ModelledRun:
                 self.site.close()
             for clock in clocks:
                 clock.close()
-        await self.ledger.flush()
 
     async def _populate(self, clocks: list[ResourceClock]) -> list[ModelledPart]:
         """Create the plan's engines: without a site these are all, and on a site the product's fleet may start
         others."""
         gateway, now = self.control.gateway, asyncio.get_running_loop().time
         if self.site is None:
-            for place in self.places:
+            for place in self.engines:
                 clock = self._clocks[place.engine.id] = place.billed.clock(self.ledger)
                 clocks.append(clock)
                 shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
@@ -228,16 +234,16 @@ class ModelledRun:
         if self.nodes is not None:
             self.control.move_by(self.fleet)
             self.control.follow(self.nodes)
-        parts = self.site.open(list(self.places))
-        for part, place in zip(parts, self.places, strict=True):
+        parts = self.site.open(list(self.engines))
+        for part, place in zip(parts, self.engines, strict=True):
             await self.supervisor.start(part, place.seat)
         return parts
 
     def _borrow(self, engines: Sequence[EngineId]) -> None:
         """Lend these engines' devices to the trainer, and bill their time to it."""
-        assert self.help is not None
-        seats = {p.engine.id: p.seat for p in self.places}
-        self.trainer.borrow(sum(self.help(seats[e]) for e in engines))
+        assert self.lent_speed is not None
+        seats = {p.engine.id: p.seat for p in self.engines}
+        self.trainer.borrow(sum(self.lent_speed(seats[e]) for e in engines))
         own = self._trainer_clock
         for clock in own.beside:
             clock.assign("engine")
@@ -267,13 +273,13 @@ class ModelledRun:
         task = self._health_checks.get(engine_id)
         if self._tasks is not None and (task is None or task.done()):
             self._health_checks[engine_id] = self._tasks.create_task(
-                self._recover_engine(engine_id), name=f"look at {engine_id}"
+                self._recover_engine(engine_id), name=f"check {engine_id}"
             )
 
     async def _recover_engine(self, engine_id: EngineId) -> None:
         """Recover a suspected engine, as supervision does: a healthy engine is trusted again, and a restarted one joins
         with the current weights."""
-        engine = next(p.engine for p in self.places if p.engine.id == engine_id)
+        engine = next(p.engine for p in self.engines if p.engine.id == engine_id)
         gateway = self.control.gateway
         while True:
             await asyncio.sleep(HEALTH_POLL_S)
@@ -290,7 +296,7 @@ class ModelledRun:
 
     def _stepped(self, done: StepDone) -> None:
         samples = [s for g in done.groups for s in g.samples]
-        seen = StepTrace(
+        trace = StepTrace(
             done.step,
             done.t0,
             done.trained,
@@ -301,5 +307,5 @@ class ModelledRun:
             len(samples),
             Counter(done.version - 1 - s.v0 for s in samples),
         )
-        self.seen.append(seen)
-        self.on_step(seen)
+        self.steps.append(trace)
+        self.on_step(trace)
