@@ -123,8 +123,6 @@ class FunctionHost(Protocol):
     """A machine that runs function workers, while it is connected. Calls reach the workers directly: this port monitors
     it."""
 
-    resting: bool
-
     @property
     def id(self) -> str: ...
 

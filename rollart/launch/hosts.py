@@ -83,7 +83,7 @@ def environment_fleet(
         with assignments.assigned(name, fleet.where(), present_devices(resolved, runtime)) as given:
             actor = host_actor(resolved, directory, name, domains, token, given=given)
             program = await place_actor(resolved, runtime, actor)
-        return HostProgram(name, program, runtime, _environment_clock(resolved, name, recorder, given), token)
+        return HostProgram(name, program, runtime, host_clock(resolved, ENVIRONMENT_ROLE, name, recorder, given), token)
 
     numbers = [
         int(n.rpartition("-")[2])
@@ -285,81 +285,106 @@ def import_paths(specs: Resolved | Specs) -> list[str]:
 def host_actor(
     resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
 ) -> ActorSpec:
-    """The actor of a host: on the planned resources, or without any, beside other parts."""
-    on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
-    reservation = (
-        ({}, node_selector(resolved, _environment_pool(resolved))) if given is None else part_resources(resolved, given)
+    """The actor of an environment host: on the planned resources, or without any, beside other parts."""
+    arguments = ["--domains", str(domains), *(f"--path={path}" for path in import_paths(resolved))]
+    return host_program_actor(
+        resolved,
+        directory,
+        name,
+        ENVIRONMENT_HOST_MODULE,
+        [*arguments, *_warm_arguments(resolved)],
+        pool=resolved.cluster.environments.pool,
+        given=given,
+        environment={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        python=resolved.cluster.environments.python,
     )
+
+
+def host_program_actor(
+    resolved: Resolved,
+    directory: Path,
+    name: str,
+    module: str,
+    arguments: list[str],
+    *,
+    pool: str | None,
+    given: Assignment | None,
+    environment: dict[str, str],
+    **options: Any,
+) -> ActorSpec:
+    """The actor of a host's program: on the `given` resources, or without any on a node of the pool."""
+    on_ray, factories = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
+    resources: dict[str, float] = {}
+    labels = node_selector(resolved, cpu_pool(resolved, pool))
+    if given is not None:
+        resources, labels = part_resources(resolved, given)
     return ActorSpec(
         name=name,
-        factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
-        args=(
-            name,
-            ENVIRONMENT_HOST_MODULE,
-            [
-                "--domains",
-                str(domains),
-                *(f"--path={path}" for path in import_paths(resolved)),
-                *_warm_arguments(resolved),
-            ],
-            str(directory / "logs" / f"{name}.log"),
-        ),
-        kwargs={
-            "env": {ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            "python": resolved.cluster.environments.python,
-        },
-        resources=reservation[0],
-        labels=reservation[1],
+        factory=f"{factories}.ray_host:NodeProgram" if on_ray else f"{factories}.program:Program",
+        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
+        kwargs={"env": environment, **options},
+        resources=resources,
+        labels=labels,
         max_restarts=-1 if on_ray else 0,
         max_concurrency=ENVIRONMENT_PROGRAM_CALLS if on_ray else 1000,
     )
 
 
-class HostProgram:
-    """Implements `hosting.HostPart` over a `Program` actor."""
+def host_clock(resolved: Resolved, role: str, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
+    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
+    extra."""
+    now = asyncio.get_running_loop().time
+    if given is None:
+        return ResourceClock(role=role, resource=name, recorder=recorder, clock=now)
+    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
+    return ResourceClock(role=role, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd)
+
+
+class HostActor:
+    """Implements `HostProcess` over a `Program` actor."""
 
     def __init__(self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, token: str) -> None:
-        self._name = name
+        self.id = name
+        self.clock = clock
         self._program = program
         self._runtime = runtime
-        self._clock = clock
         self._token = token
-
-    @property
-    def id(self) -> str:
-        return self._name
-
-    @property
-    def clock(self) -> ResourceClock:
-        return self._clock
 
     @property
     def node(self) -> str:
         return self._program.node
-
-    async def start(self) -> EnvironmentHost:
-        await self._program.call("kill")  # without a grace period: a leftover process hangs
-        try:
-            address = str(await self._program.call("start", []))
-        except OSError as error:
-            reason = f"{error.strerror or error}: {error.filename}"
-            raise SpecError(f"environments.python: {reason}", remedy="name an interpreter that is there") from None
-        connection = await HostConnection.open(self._name, address, self._token)
-        for domain, problem in connection.problems.items():
-            await connection.aclose()
-            raise SpecError(
-                f"environment of domain '{domain}': {problem} (on {self._name})",
-                remedy="mend environment_args, or install its dependencies where environments.python points to "
-                "(pip install 'rollart[envs]')",
-            )
-        return connection
 
     async def wait(self) -> str:
         return await exit_cause(self._program)
 
     async def close(self) -> None:
         await self._program.kill()
-        await self._runtime.release(self._name)
+        await self._runtime.release(self.id)
+
+    async def _start_program(self) -> str:
+        """The address at which the program serves."""
+        await self._program.call("kill")  # without a grace period: a leftover process hangs
+        return str(await self._program.call("start", []))
+
+
+class HostProgram(HostActor):
+    """Implements `HostPart`."""
+
+    async def start(self) -> EnvironmentHost:
+        try:
+            address = await self._start_program()
+        except OSError as error:
+            reason = f"{error.strerror or error}: {error.filename}"
+            raise SpecError(f"environments.python: {reason}", remedy="name an interpreter that is there") from None
+        connection = await HostConnection.open(self.id, address, self._token)
+        for domain, problem in connection.problems.items():
+            await connection.aclose()
+            raise SpecError(
+                f"environment of domain '{domain}': {problem} (on {self.id})",
+                remedy="mend environment_args, or install its dependencies where environments.python points to "
+                "(pip install 'rollart[envs]')",
+            )
+        return connection
 
 
 def _warm_arguments(resolved: Resolved) -> list[str]:
@@ -374,23 +399,8 @@ def _environment_pool(resolved: Resolved) -> PoolSpec:
     return cpu_pool(resolved, resolved.cluster.environments.pool)
 
 
-def _environment_clock(resolved: Resolved, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
-    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
-    extra."""
-    now = asyncio.get_running_loop().time
-    if given is None:
-        return ResourceClock(role=ENVIRONMENT_ROLE, resource=name, recorder=recorder, clock=now)
-    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
-    return ResourceClock(
-        role=ENVIRONMENT_ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd
-    )
-
-
 FUNCTION_ROLE = "reward"
 FUNCTION_HOST_MODULE = "serverless.workers.host"
-
-FUNCTION_PROGRAM_CALLS = 4
-"""Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
 
 
 def function_fleet(
@@ -405,8 +415,12 @@ def function_fleet(
 
     async def make(name: str) -> FunctionProgram:
         program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
-        clock, cores = _function_clock(resolved, name, recorder), _cores(resolved, name)
-        return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
+        given = _assignment(resolved, name)
+        clock, cores = (
+            host_clock(resolved, FUNCTION_ROLE, name, recorder, given),
+            float(len(given.devices)) if given else 1.0,
+        )
+        return FunctionProgram(name, program, runtime, clock, token, hosts=hosts, cores=cores)
 
     limits = HostLimits(
         health_s=local.health_s,
@@ -444,31 +458,22 @@ def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
 def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
     """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
     other parts."""
-    on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
-    module, given = "rollart.adapters.clusters", _assignment(resolved, name)
-    reservation = (
-        ({}, node_selector(resolved, _function_pool(resolved))) if given is None else part_resources(resolved, given)
-    )
+    functions = resolved.cluster.functions
     unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
-    return ActorSpec(
-        name=name,
-        factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
-        args=(
-            name,
-            FUNCTION_HOST_MODULE,
-            ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
-            str(directory / "logs" / f"{name}.log"),
-        ),
-        kwargs={"env": {FUNCTION_HOST_TOKEN: token}},
-        resources=reservation[0],
-        labels=reservation[1],
-        max_restarts=-1 if on_ray else 0,
-        max_concurrency=FUNCTION_PROGRAM_CALLS if on_ray else 1000,
+    return host_program_actor(
+        resolved,
+        directory,
+        name,
+        FUNCTION_HOST_MODULE,
+        ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
+        pool=functions.local.pool,
+        given=_assignment(resolved, name),
+        environment={FUNCTION_HOST_TOKEN: token},
     )
 
 
-class FunctionProgram:
-    """Implements `function_hosts.FunctionPart` over a `Program` actor."""
+class FunctionProgram(HostActor):
+    """Implements `FunctionPart`."""
 
     def __init__(
         self,
@@ -476,44 +481,21 @@ class FunctionProgram:
         program: Handle,
         runtime: Runtime,
         clock: ResourceClock,
-        hosts: WorkerHosts,
         token: str,
+        *,
+        hosts: WorkerHosts,
         cores: float,
     ) -> None:
         """`cores`: the host's cores for workers, as a weight relative to other hosts."""
-        self._name = name
-        self._program = program
-        self._runtime = runtime
-        self._clock = clock
+        super().__init__(name, program, runtime, clock, token)
         self._hosts = hosts
-        self._token = token
         self._cores = cores
 
-    @property
-    def id(self) -> str:
-        return self._name
-
-    @property
-    def clock(self) -> ResourceClock:
-        return self._clock
-
-    @property
-    def node(self) -> str:
-        return self._program.node
-
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
-        await self._program.call("kill")  # without a grace period: a leftover process hangs
-        address = str(await self._program.call("start", []))
+        address = await self._start_program()
         return await FunctionHostConnection.open(
-            self._hosts, self._name, address, self._token, weight=self._cores, notify=notify
+            self._hosts, self.id, address, self._token, weight=self._cores, notify=notify
         )
-
-    async def wait(self) -> str:
-        return await exit_cause(self._program)
-
-    async def close(self) -> None:
-        await self._program.kill()
-        await self._runtime.release(self._name)
 
 
 def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
@@ -548,26 +530,9 @@ def _assignment(resolved: Resolved, name: str) -> Assignment | None:
     return next((a for a in _reward_assignments(resolved) if a.name == name), None)
 
 
-def _cores(resolved: Resolved, name: str) -> float:
-    given = _assignment(resolved, name)
-    return 1.0 if given is None else float(len(given.devices))
-
-
 def _function_pool(resolved: Resolved) -> PoolSpec:
     """The pool of hosts without planned cores."""
     return cpu_pool(resolved, resolved.cluster.functions.local.pool)
-
-
-def _function_clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
-    """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
-    extra."""
-    given, now = _assignment(resolved, name), asyncio.get_running_loop().time
-    if given is None:
-        return ResourceClock(role=FUNCTION_ROLE, resource=name, recorder=recorder, clock=now)
-    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
-    return ResourceClock(
-        role=FUNCTION_ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd
-    )
 
 
 def host_count_keepers(

@@ -283,7 +283,7 @@ async def run_autoscaled_hosts(
 
 
 class ModelledHost:
-    """Implements `hostwatch.HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
+    """Implements `HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
     with free devices."""
 
     def __init__(

@@ -10,15 +10,13 @@ Preparation of an episode before its reset: the wait for a slot on a host, separ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
+from rollart.errors import EnvironmentFault
 from rollart.hosted import (
     ENVIRONMENTS_MADE,
     EnvironmentCreation,
@@ -28,14 +26,14 @@ from rollart.hosted import (
     HostHealth,
 )
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import ResourceClock, ResourceState
+from rollart.ledger.intervals import ResourceState
 from rollart.model import Observation, Step
 from rollart.policy.host_slots import PlacementRequest
 from rollart.policy.hosts import HostRules, HostSelector, MemoryAction, MemoryWatch
 from rollart.policy.incidents import IncidentTracker
-from rollart.ports import Environment, EnvironmentFactory, Recorder, RunEvent
-from rollart.supervise.host_slots import EnvironmentHostState, HostSlot, HostSlotPool
-from rollart.supervise.supervisor import HostLimits, HostPart, gather_or_cancel, wait_for_restart_cause
+from rollart.ports import Environment, EnvironmentFactory, Recorder
+from rollart.supervise.host_slots import EnvironmentHostState, HostPart, HostSlot, HostSlotPool
+from rollart.supervise.supervisor import HostLimits, HostSupervisor
 
 R = TypeVar("R")
 
@@ -195,21 +193,15 @@ class ImageResolver:
 
 T = TypeVar("T")
 
-HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
-"""Causes of a host's lost time: it is down, or it restarts."""
 
+class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
+    """The hosts of environments, and the slots of episodes on them.
 
-class EnvironmentHostSupervisor:
-    """Owns the hosts, the supervising task of each host, and the slots of episodes.
+    `environment` gives environments to trajectories, whose `prepare` waits for a slot, without a lease
+    (`HostSlotPool`); the end of an episode or the start of a host unblocks it. If a host dies, hangs or violates the
+    protocol, each of its episodes ends in an `EnvironmentFault` that names the host, and no other host is affected.
 
-    `run` starts the hosts and runs until it is cancelled. `environment` gives environments to trajectories, whose
-    `prepare` waits for a slot, without a lease (`supervise.host_slots`); the end of an episode or the start of a host
-    unblocks it. `resize`, `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies,
-    hangs or violates the protocol is restarted: each of its episodes ends in an `EnvironmentFault` that names the host,
-    and no other host is affected.
-
-    Invariant: an episode holds a slot on exactly one host, from before its first reset until its close. A host that is
-    `leaving` gets no episodes.
+    Invariant: an episode holds a slot on exactly one host, from before its first reset until its close.
     """
 
     def __init__(
@@ -225,104 +217,29 @@ class EnvironmentHostSupervisor:
     ) -> None:
         """`make`: makes the part of a given name. The initial hosts are numbered from 0, as before a resume. Added
         hosts are numbered from `later` on: no host of the run has had those numbers."""
-        self._make = make
-        self._count = count
-        self._leases = leases
-        self._recorder = recorder
-        self._limits = limits
+
+        async def adopt(name: str) -> EnvironmentHostState:
+            host = EnvironmentHostState(part=await make(name))
+            self._policy.join(host.id)
+            return host
+
+        numbers = itertools.chain(range(count), itertools.count(max(count, later)))
+        names = (f"environment-{number}" for number in numbers)
+        super().__init__(adopt, names, count, leases=leases, recorder=recorder, limits=limits)
         self._policy = HostSelector(rules or HostRules())
-        self._hosts: dict[str, EnvironmentHostState] = {}
-        self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
         self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
-        self._pictures = ImageResolver(leases, limits.pull_s, self._seen)
-        self._pictured = False
+        self._images = ImageResolver(leases, limits.pull_s, self._seen)
+        self._any_images = False
         """True if any host has domains with images."""
         self._ends = IncidentTracker()
-        self._changed = asyncio.Event()
-        self._ready = asyncio.Event()
-        self._tasks: asyncio.TaskGroup | None = None
-        self._keeping: dict[str, asyncio.Task[None]] = {}
-        self.heard: Callable[[], None] = lambda: None
-        """Called when a host has started or restarted, and when it is removed."""
-
-    async def run(self) -> None:
-        """Start and supervise the hosts until cancelled. Raises the error of a host that cannot be kept alive."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                await self.resize(self._count)
-                while not all(host.link for host in self._hosts.values()):
-                    await self._changed.wait()
-                self._ready.set()
-                try:
-                    await asyncio.Event().wait()
-                finally:  # in order of start: a TaskGroup cancels in the order of a set
-                    for task in list(self._keeping.values()):
-                        task.cancel()
-        finally:
-            self._tasks = None
-            self.places.tell()
-            with contextlib.suppress(RollartError):
-                await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
-
-    async def ready(self) -> None:
-        """Returns once every initial host serves."""
-        await self._ready.wait()
 
     def environment(self, domain: str) -> EnvironmentFactory:
         return lambda: HostedEnvironment(self, domain, f"{domain}-{next(self._episodes)}")
 
-    @property
-    def size(self) -> int:
-        """Number of hosts that are not retired, both serving and starting."""
-        return sum(not host.leaving for host in self._hosts.values())
-
-    @property
-    def clocks(self) -> list[ResourceClock]:
-        return [host.part.clock for host in self._hosts.values()]
-
     def faults(self) -> dict[str, int]:
         """Number of episodes that ended in a fault, by host."""
         return {name: host.faults for name, host in self._hosts.items()}
-
-    def where(self) -> Mapping[str, str]:
-        """The node of each host that is not retired ('' if it has none), the most dispensable host first."""
-        wanted = [host for host in reversed(self._hosts.values()) if not host.leaving]
-        return {host.id: host.part.node for host in sorted(wanted, key=lambda host: (host.up, host.live))}
-
-    def up(self) -> frozenset[str]:
-        """Hosts that accept episodes now."""
-        return frozenset(name for name, host in self._hosts.items() if host.up)
-
-    async def resize(self, count: int) -> None:
-        """Change the number of hosts to `count` (at least 1): start new ones, or retire those with fewest episodes."""
-        await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
-        while self.size > max(1, count):
-            staying = [host for host in self._hosts.values() if not host.leaving]
-            self.retire(min(reversed(staying), key=lambda host: host.live).id)
-
-    async def spawn(self) -> str:
-        """Add a host and return its name. It accepts episodes once it has started."""
-        assert self._tasks is not None, "hosts are added while `run` runs"
-        part = await self._make(f"environment-{next(self._numbers)}")
-        host = self._hosts[part.id] = EnvironmentHostState(part)
-        self._policy.join(part.id)
-        self._keeping[part.id] = self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
-        return part.id
-
-    def retire(self, name: str) -> None:
-        """Retire a host: it gets no more episodes, and ends with its last episode."""
-        host = self._hosts[name]
-        host.leaving = True
-        self.places.lost(host)
-        host.changed.set()
-        if host.kept and host.link is None:  # it is starting, perhaps for ever
-            self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
-            self._keeping[name].cancel()
-
-    def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(_now(), kind, host, fields))
 
     def _choose(self, wanted: frozenset[str]) -> EnvironmentHostState | None:
         """A host with room for an episode, preferably with the `wanted` images. Resting hosts come last."""
@@ -377,10 +294,10 @@ class EnvironmentHostSupervisor:
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
         """Images that an episode needs on its host before its reset; usually none."""
-        if not self._pictured:
+        if not self._any_images:
             return frozenset()
         links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
-        return await self._pictures.wanted(links, domain, seed, owner)
+        return await self._images.wanted(links, domain, seed, owner)
 
     def _seen(self, link: EnvironmentHost, said: EpisodeImages) -> None:
         if (host := self._hosts.get(link.id)) is not None:
@@ -418,56 +335,46 @@ class EnvironmentHostSupervisor:
         if cause is not None:
             self.tell("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
 
-    async def _keep(self, host: EnvironmentHostState) -> None:
-        """Start, watch and restart the host, until it retires or is given up."""
-        host.kept = True
-        cause, failed, since = "", None, _now()
-        try:
-            while not host.leaving:
-                try:
-                    await self._start(host, HOST_RESTART if cause else "")
-                    assert host.link is not None
-                    if host.restarts > self._limits.max_restarts:  # earlier starts failed for lack of a node
-                        host.restarts = 0
-                    memory = functools.partial(self._heavy, host, MemoryWatch(self._limits.memory))
-                    cause = await wait_for_restart_cause(host, host.part, host.link, self._leases, self._limits, memory)
-                    failed, since = None, _now()
-                except (PartDied, LeaseExpired, EnvironmentFault) as error:
-                    cause, failed = error.message.removeprefix(f"{host.id}: "), error
-                if not cause:
-                    break
-                await self._lose(host, cause)
-                host.restarts += 1
-                if host.restarts > self._limits.max_restarts:
-                    if any(other.stays for other in self._hosts.values() if other is not host):
-                        self.tell("host_given_up", host.id, cause=cause, restarts=self._limits.max_restarts)
-                        return
-                    if not self._limits.waits(failed, _now() - since):
-                        raise PartDied(
-                            host.id,
-                            f"{cause}, after {host.restarts - 1} restarts",
-                            remedy=f"rollart logs --role {host.id}",
-                        )
-                if host.restarts > 1:
-                    await asyncio.sleep(min(0.25 * 2 ** min(host.restarts, 8), 5.0))
-            self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
-        finally:
-            await self._end(host)
+    async def connect(self, host: EnvironmentHostState) -> EnvironmentHost:
+        link = await host.part.start()
+        self._any_images = self._any_images or bool(link.image_domains)
+        host.live, host.taken, host.draining = 0, None, False
+        host.memory = MemoryWatch(self._limits.memory)
+        return link
 
-    async def _start(self, host: EnvironmentHostState, cause: str) -> None:
-        host.part.clock.enter(ResourceState.STARTUP, cause)
-        async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
-            host.link = host.life = await host.part.start()
-        self._pictured = self._pictured or bool(host.link.image_domains)
-        host.live, host.taken, host.resting, host.draining = 0, None, False, False
-        host.part.clock.enter(ResourceState.IDLE)
+    def started(self, host: EnvironmentHostState) -> None:
+        super().started(host)
         self._policy.restarted(host.id)
-        self.tell("host_started", host.id, restarts=host.restarts)
-        self._notify()
 
-    def _heavy(self, host: EnvironmentHostState, watch: MemoryWatch, health: HostHealth) -> str:
-        """The reason to restart the host for its memory, as text; '' if there is none, or if it drains first."""
-        node = "" if host.life is None else host.life.node
+    def drain(self, host: EnvironmentHostState) -> None:
+        self.places.lost(host)
+        host.changed.set()
+
+    def down(self, host: EnvironmentHostState, *, served: bool) -> dict[str, int]:
+        """The episodes are notified by the end of the connection."""
+        if served and host.life is not None:
+            self._ended(host, host.life)
+        self.places.lost(host)
+        taken = host.live if host.taken is None else host.taken
+        return {"episodes": taken if served else 0}
+
+    def removed(self, host: EnvironmentHostState) -> None:
+        self._policy.leave(host.id, _now())
+        for domain, making in host.making.items():
+            self._tell_making(host, domain, making)
+
+    def stopped(self) -> None:
+        self.places.tell()
+
+    def changed(self) -> None:
+        self.places.look()
+
+    def totals(self, host: EnvironmentHostState) -> dict[str, int]:
+        return {"episodes": host.episodes, "faults": host.faults}
+
+    def memory_cause(self, host: EnvironmentHostState, health: HostHealth) -> str:
+        """The reason to restart the host for its memory; '' if there is none, or if it drains first."""
+        node, watch = "" if host.life is None else host.life.node, host.memory
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
         bound = watch.rules.bound(health.machine, here)
         verdict = watch.check(health.memory, bound, host.live, _now())
@@ -482,41 +389,6 @@ class EnvironmentHostSupervisor:
         self.tell("host_draining", host.id, cause=cause, episodes=host.live)
         self.places.lost(host)
         return ""
-
-    async def _lose(self, host: EnvironmentHostState, cause: str) -> None:
-        """Mark the host down. Its episodes are notified by the end of the connection."""
-        host.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
-        link, host.link = host.link, None
-        if link is not None:
-            self._ended(host, link)
-        self.places.lost(host)
-        taken = 0 if link is None else host.live if host.taken is None else host.taken
-        self.tell("host_lost", host.id, cause=cause, episodes=taken)
-        if link is not None:
-            await link.aclose()
-
-    async def _end(self, host: EnvironmentHostState) -> None:
-        """Remove the host for good."""
-        if self._hosts.pop(host.id, None) is None:
-            return
-        self._keeping.pop(host.id, None)
-        self._policy.leave(host.id, _now())
-        for domain, making in host.making.items():
-            self._tell_making(host, domain, making)
-        link, host.link = host.link, None
-        try:
-            if link is not None:
-                await link.aclose()
-            await host.part.close()
-        finally:
-            host.part.clock.close()
-            self._notify()
-
-    def _notify(self) -> None:
-        self.places.look()
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self.heard()
 
 
 def _now() -> float:

@@ -8,37 +8,41 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollart.hosted import PLACES, EnvironmentCreation, EnvironmentHost
 from rollart.leases import Leases
 from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
+from rollart.policy.hosts import MemoryRules, MemoryWatch
 from rollart.ports import Recorder, RunEvent
-from rollart.supervise.supervisor import HostPart
+from rollart.supervise.supervisor import HostProcess, HostState
+
+
+class HostPart(HostProcess, Protocol):
+    """An environment host's process."""
+
+    async def start(self) -> EnvironmentHost:
+        """Start the process and complete the handshake; a process left from before is killed first. `PartDied` or
+        `EnvironmentFault` if that fails, `SpecError` if the host can create none of the run's environments."""
 
 
 @dataclass(slots=True)
-class EnvironmentHostState:
-    """A host through all of its restarts (lives). Only its supervisor changes it."""
+class EnvironmentHostState(HostState):
+    """An environment host through all of its restarts (lives)."""
 
-    part: HostPart
+    part: HostPart = field(kw_only=True)
     link: EnvironmentHost | None = None
-    """Its connection while it serves."""
     life: EnvironmentHost | None = None
     """Its latest life, current or ended."""
     live: int = 0
     """Held slots of that life."""
+    memory: MemoryWatch = field(default_factory=lambda: MemoryWatch(MemoryRules()))
+    """The memory of that life."""
     calls: int = 0
     taken: int | None = None
     """Number of episodes at its end, counted when the first of them fails."""
-    resting: bool = False
-    """It gets an episode only if every other host is full or rests too: it is restarted once it is empty."""
     draining: bool = False
     """True if the present life gets no more episodes."""
-    leaving: bool = False
-    """True if the host is retired: it gets no more episodes."""
-    kept: bool = False
-    """True once its supervising task has begun: a task that is cancelled before would not end it."""
-    restarts: int = 0
     faults: int = 0
     episodes: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -48,18 +52,13 @@ class EnvironmentHostState:
     """The environments constructed on it, by domain."""
 
     @property
-    def id(self) -> str:
-        return self.part.id
+    def load(self) -> int:
+        return self.live
 
     @property
     def up(self) -> bool:
         """True if it accepts episodes. A host with a broken connection does not, although it has room."""
         return self.link is not None and self.link.alive and not self.leaving
-
-    @property
-    def stays(self) -> bool:
-        """True if it serves, or if it is starting and not retired."""
-        return self.link is not None or not self.leaving
 
     async def emptied(self) -> None:
         while self.live or not self.leaving:

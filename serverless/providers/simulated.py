@@ -15,10 +15,9 @@ from typing import Any
 
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
 from serverless.deploy.package import Package
-from serverless.meter import MeterSink, NullMeter
-from serverless.providers.base import Reply, WorkerLoad
-from serverless.types import Cause, FaultKind, InfraFault
-from serverless.workers.pool import PoolRegistry, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
+from serverless.meter import MeterSink
+from serverless.types import FaultKind, InfraFault
+from serverless.workers.pool import PooledBackend, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +101,10 @@ def _lost() -> WorkerLost:
     return WorkerLost(InfraFault(FaultKind.CRASH, retryable=True, detail="simulated: the machine went down"))
 
 
-class SimulatedBackend:
-    """Implements `Backend` and `ScalableBackend`. `functions` maps a name to the callable that a real package would
+class SimulatedBackend(PooledBackend):
+    """Functions on simulated workers. `functions` maps a name to the callable that a real package would
     contain; it runs inline and takes no loop time. Functions without a profile get the default one. Workers run on
     `machines`, or without machines that could fail."""
-
-    provider = "simulated"
 
     def __init__(
         self,
@@ -118,44 +115,18 @@ class SimulatedBackend:
         seed: int = 0,
         machines: SimulatedMachines | None = None,
     ) -> None:
+        super().__init__(self, "simulated", meter, room=None if machines is None else machines.room)
         self._functions = functions
         self._machines = machines
         self._profiles = profiles or {}
         self._seed = seed
-        room = None if machines is None else machines.room
-        self._host = PoolRegistry(self, provider=self.provider, meter=meter or NullMeter(), room=room)
-
-    async def deploy(self, package: Package) -> None:
-        self._host.deploy(package)
-
-    async def invoke(
-        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
-    ) -> Reply:
-        return await self._host.pool(function).invoke(event, deadline_s, cause)
-
-    def workers(self, function: str) -> int:
-        """The current number of a function's workers."""
-        return self._host.pool(function).size
-
-    def load(self, function: str) -> WorkerLoad:
-        return self._host.load(function)
-
-    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `ScalableBackend`."""
-        return self._host.keep(function, workers, keep_alive_s)
-
-    async def __aenter__(self) -> SimulatedBackend:
-        await self._host.open()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._host.close()
+        self._rngs: dict[str, random.Random] = {}
 
     async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> _SimulatedWorker:
         """Implements `Launcher`: a simulated cold start."""
         name = package.spec.name
         profile = self._profiles.get(name, Profile())
-        rng = self._host.state(name, lambda: random.Random(f"{self._seed}/{name}"))
+        rng = self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}"))
         init_s = profile.cold_start_s * rng.lognormvariate(0.0, profile.sigma)
         fails = rng.random() < profile.failed_start
         if self._machines is None:

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import hmac
 import os
 import pathlib
-import signal
 from collections.abc import Coroutine
 from typing import Any
 
@@ -31,19 +28,14 @@ from pydantic import ValidationError
 from serverless import keys
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
-from serverless.frames import encode_frame, read_frame
+from serverless.hosts import GREETING_BYTES, Serving, greeting, run_host, token_matches
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.local import LocalBackend
+from serverless.workers.messages import encode_frame, read_frame
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 
 FUNCTION_HOST_TOKEN = "SERVERLESS_HOST_TOKEN"
-
-GREETING_S = 10.0
-"""Seconds until a client must have sent its greeting. A silent connection is then closed."""
-
-GREETING = 4096
-"""Maximum bytes of a greeting, so that an unauthenticated client cannot send more."""
 
 _ENDED = (asyncio.IncompleteReadError, ConnectionError, ValueError)
 """Errors of a connection: it closed, it broke, or it sent no valid frame."""
@@ -65,12 +57,12 @@ class WorkerHost:
         """Serve a connection until it ends."""
         self._connections.add(writer)
         try:
-            async with asyncio.timeout(GREETING_S):
-                hello = await read_frame(reader, largest=GREETING)
-            match hello:
-                case ["hello", str(token)] if self._knows(token) and not self._controlled:
+            match await greeting(read_frame(reader, largest=GREETING_BYTES)):
+                case ["hello", str(token)] if token_matches(token, self._token) and not self._controlled:
                     await self._control(reader, writer)
-                case ["hello", str(token), str(version), int(slot)] if self._knows(token) and self._controlled:
+                case ["hello", str(token), str(version), int(slot)] if (
+                    token_matches(token, self._token) and self._controlled
+                ):
                     await self._worker(reader, writer, version, slot)
         except (*_ENDED, TimeoutError):
             pass
@@ -86,9 +78,6 @@ class WorkerHost:
                 writer.transport.abort()
             self._ended.clear()
             await self._ended.wait()
-
-    def _knows(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self._token.encode())
 
     async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._controlled = True
@@ -188,18 +177,13 @@ def _fault_frame(fault: InfraFault) -> list[Any]:
     return [str(fault.kind), fault.detail, fault.retryable]
 
 
-async def _main(options: argparse.Namespace, ready_fd: int) -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+async def _serve(options: argparse.Namespace, serving: Serving) -> None:
     token = os.environ.pop(FUNCTION_HOST_TOKEN, "")
     logs = None if options.logs is None else pathlib.Path(options.logs)
     async with LocalBackend(runtime=options.runtime, allow_unsafe=options.allow_unsafe, logs=logs) as backend:
         host = WorkerHost(backend, token)
         server = await asyncio.start_server(host.serve, options.host, options.port, backlog=1024)
-        port = server.sockets[0].getsockname()[1]
-        with os.fdopen(ready_fd, "w") as out:
-            out.write(f"ready tcp://{options.host}:{port}\n")
-        await stop.wait()
+        await serving(options.host, server)
         server.close()
         await host.close()
 
@@ -212,12 +196,7 @@ def main() -> None:
     parser.add_argument("--runtime", choices=("rollart", "awslambdaric"), default="rollart")
     parser.add_argument("--allow-unsafe", action="store_true", help="run untrusted functions without the sandbox")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ready_fd = os.dup(1)  # the pipe of the ready line has no reader later: output goes to the log
-    os.set_inheritable(ready_fd, False)
-    os.dup2(2, 1)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(options, ready_fd))
+    run_host(lambda serving: _serve(options, serving))
 
 
 if __name__ == "__main__":

@@ -14,18 +14,18 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from serverless.deploy.package import HANDLER, Package
 from serverless.errors import BackendFailed, ExtraMissing
-from serverless.meter import MeterSink, NullMeter
-from serverless.providers.base import LogLine, Reply, WorkerLoad
+from serverless.meter import MeterSink
+from serverless.providers.base import LogLine
 from serverless.sandbox import required
-from serverless.types import Cause, FaultKind, InfraFault, Invocation
+from serverless.types import FaultKind, InfraFault, Invocation
 from serverless.workers import logs
-from serverless.workers.pool import Launcher, PoolRegistry, Worker, WorkerFault
+from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault
 from serverless.workers.processes import ForkServer, ProcessWorker
 
 _PRELOADED = (
@@ -46,9 +46,8 @@ Runtime = Literal["rollart", "awslambdaric"]
 (`workers.runtime_api`)."""
 
 
-class LocalBackend:
-    """Implements `Backend` and `ScalableBackend` on this machine. Owns a directory, the zygotes and, through them, all
-    workers.
+class LocalBackend(PooledBackend):
+    """Functions in processes of this machine. Owns a directory, the zygotes and, through them, all workers.
 
     Each distinct set of `preload` modules has its own zygote, so that a plain function does not pay for another
     function's torch import. `deploy` starts the zygote and waits for the function's imports. Workers start with the
@@ -56,8 +55,6 @@ class LocalBackend:
     Otherwise both are in a private directory that is removed at the end, even if this process is killed. `launcher`
     wraps the worker launcher (`providers.rehearsal`). Raises `ExtraMissing` if `runtime` is not installed.
     """
-
-    provider = "local"
 
     def __init__(
         self,
@@ -73,12 +70,12 @@ class LocalBackend:
         the workers' output."""
         if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
             raise ExtraMissing("awslambdaric", "providers")
+        super().__init__(launcher(self), "local", meter)
         self._given = root
         self._root: pathlib.Path | None = None
         self._runtime = runtime
         self._allow_unsafe = allow_unsafe
         self._logs = None if logs is None else logs.resolve()
-        self._host = PoolRegistry(launcher(self), provider=self.provider, meter=meter or NullMeter())
         self._zygotes: dict[frozenset[str], ForkServer] = {}
 
     @property
@@ -87,20 +84,9 @@ class LocalBackend:
         zygotes = sorted(self._zygotes.items(), key=lambda entry: sorted(entry[0]))
         return tuple(zygote.pid for _, zygote in zygotes if zygote.pid is not None)
 
-    def workers(self, function: str) -> int:
-        """The current number of a function's workers."""
-        return self._host.pool(function).size
-
-    def load(self, function: str) -> WorkerLoad:
-        return self._host.load(function)
-
-    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `ScalableBackend`."""
-        return self._host.keep(function, workers, keep_alive_s)
-
     async def deploy(self, package: Package) -> None:
         await self.install(package)
-        self._host.deploy(package)
+        await super().deploy(package)
 
     async def install(self, package: Package) -> None:
         """Install the files that `start` needs of a package. Raises `BackendFailed` if the function cannot run here."""
@@ -120,29 +106,24 @@ class LocalBackend:
             # Compiled ahead, not executed: otherwise each worker would compile it, which is most of a cold start.
             compileall.compile_dir(directory, quiet=2)
 
-    async def invoke(
-        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
-    ) -> Reply:
-        return await self._host.pool(function).invoke(event, deadline_s, cause)
-
     def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
         """Output of the workers, oldest first; `source` is the worker's slot."""
-        self._host.pool(function)
+        self.pool(function)
         return logs.read(self._log_root, function, since_s=since_s, limit=limit)
 
     def tail(self, call: Invocation) -> str:
         """Output of one call: at most its last 4 KB."""
         return logs.tail(self._log_root, call.function, call.worker.rpartition("/")[2], call.provider_id)
 
-    async def __aenter__(self) -> LocalBackend:
-        await self._host.open()
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
         self._root = (self._given or pathlib.Path(tempfile.mkdtemp(prefix="rollart-functions-"))).resolve()
         self._root.mkdir(parents=True, exist_ok=True)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
-            await self._host.close()
+            await super().__aexit__(*exc)
         finally:
             zygotes, self._zygotes = self._zygotes, {}
             try:

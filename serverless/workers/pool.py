@@ -10,7 +10,7 @@ A worker's slot in its pool, and the clock of its states.
 
 A time limit for consecutive calls, without a timer per call.
 
-The pools of one backend by function name, and the task group of their starts.
+Backends over pools of workers: the pools by function name, and the task group of their starts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import enum
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self
 
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
-from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
+from serverless.meter import MeterSink, NullMeter, WorkerSpan, WorkerState, billed_seconds
 from serverless.providers.base import Reply, WorkerLoad
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
@@ -585,38 +585,36 @@ class WorkerPool:
             self._retire(self._idle[0])
 
 
-S = TypeVar("S")
+class PooledBackend:
+    """Implements `Backend` and `ScalableBackend` over the workers of a launcher.
 
-
-class PoolRegistry:
-    """Owns the current pool of every function, and drained ones until their calls have ended.
-
-    `open` and `close` belong to one task; the task that opened it is cancelled if a start ends unexpectedly.
+    Owns the current pool of every function, and drained ones until their calls have ended. `async with` belongs to one
+    task, which is cancelled if a start ends unexpectedly.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        *,
         provider: str,
-        meter: MeterSink,
+        meter: MeterSink | None = None,
+        *,
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`room`: see `WorkerPool`."""
+        self.provider = provider
         self._launcher = launcher
         self._room = room
-        self._provider = provider
-        self._meter = meter
+        self._meter = meter or NullMeter()
         self._group: asyncio.TaskGroup | None = None
         self._pools: dict[str, WorkerPool] = {}
         self._old: list[WorkerPool] = []
-        self._states: dict[str, Any] = {}
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for pool in (*self._pools.values(), *self._old):
             pool.close()
         self._pools.clear()
@@ -625,13 +623,13 @@ class PoolRegistry:
             group, self._group = self._group, None
             await group.__aexit__(None, None, None)
 
-    def deploy(self, package: Package) -> bool:
-        """Make the package current; False if it already was."""
+    async def deploy(self, package: Package) -> None:
+        """See `Backend`. A new version of a function starts from its own settings again."""
         if self._group is None:
-            raise BackendFailed(f"the {self._provider} backend is not open", remedy="use `async with`")
+            raise BackendFailed(f"the {self.provider} backend is not open", remedy="use `async with`")
         current = self._pools.get(package.spec.name)
         if current is not None and current.package.version == package.version and current.package.spec == package.spec:
-            return False
+            return
         self._old = [pool for pool in self._old if pool.size]
         if current is not None:
             current.close(drain=True)
@@ -640,13 +638,17 @@ class PoolRegistry:
             package,
             launcher=self._launcher,
             meter=self._meter,
-            provider=self._provider,
+            provider=self.provider,
             spawn=self._spawn,
             room=self._room,
         )
         self._pools[package.spec.name] = pool
         pool.warm_up()
-        return True
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self.pool(function).invoke(event, deadline_s, cause)
 
     def pool(self, function: str) -> WorkerPool:
         try:
@@ -655,22 +657,19 @@ class PoolRegistry:
             known = ", ".join(self._pools) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
 
+    def workers(self, function: str) -> int:
+        """The current number of a function's workers."""
+        return self.pool(function).size
+
     def load(self, function: str) -> WorkerLoad:
         return self.pool(function).load()
 
-    def keep(self, function: str, workers: int, keep_alive_s: float | None) -> int:
-        """See `ScalableBackend.keep`. A new version of the function starts from its own settings again."""
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `ScalableBackend`."""
         pool = self.pool(function)
         if keep_alive_s is not None:
             pool.keep_alive(keep_alive_s)
         return pool.keep(workers)
-
-    def state(self, function: str, make: Callable[[], S]) -> S:
-        """The launcher's state per function."""
-        if function not in self._states:
-            self._states[function] = make()
-        state: S = self._states[function]
-        return state
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._group is not None

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import msgpack
 
-from serverless.frames import FrameDecoder, encode_frame
 from serverless.types import FaultKind, InfraFault
-from serverless.workers.pool import WorkerFault, WorkerReply, WorkerRequest
+from serverless.workers.channel import WorkerChannel
+from serverless.workers.pool import WorkerFault
 
 _STOP_S = 2.0
 """Seconds a stopping zygote may take to kill and reap its workers before it is killed itself."""
@@ -279,68 +279,35 @@ def _activity(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[11]) + int(fields[12])
 
 
-class ProcessWorker(asyncio.Protocol):
-    """A worker process and its channel. Implements `pool.Worker`.
+class ProcessWorker(WorkerChannel):
+    """A worker process and its channel. A worker that is not `framed` sends no frames: only its end is observed.
+    `ended` holds its wait status."""
 
-    Runs one call at a time. A call waits for the frame of its request id and is unblocked by it or by the channel's
-    end. A worker that sends any other frame is killed. A worker that is not `framed` sends none: only its end is
-    observed. `ended` holds its wait status.
-    """
+    violation = "the worker sent a frame that answers no call of it (does the function write to inherited sockets?)"
 
     def __init__(
         self, pid: int, pidfd: int, ended: asyncio.Future[int], gone: Callable[[], None], *, framed: bool = True
     ) -> None:
+        super().__init__()
         self.pid = pid
-        self.init_s = 0.0
-        self._pidfd = pidfd
         self.ended = ended
+        self._pidfd = pidfd
         self._gone = gone
-        self._frames = FrameDecoder()
-        self._transport: asyncio.Transport | None = None
         self._framed = framed
-        self._asked = ""
-        self._reply: asyncio.Future[list[Any]] | None = None
         if framed:
-            self._reply = asyncio.get_running_loop().create_future()
-
-    @property
-    def alive(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+            self.expect("")
 
     async def ready(self) -> None:
         """Wait for the end of the init phase. Raises `WorkerFault` if it failed, not retryable if the function's code
         failed."""
-        match await self._message():
+        match await self.answer():
             case ["ready", int() | float() as init_s, None]:
                 self.init_s = float(init_s)
             case ["ready", int() | float(), str(error)]:
                 detail = f"the function did not load: {error}"
                 raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
             case _:
-                raise self._broke_protocol()
-
-    async def call(self, request: WorkerRequest) -> WorkerReply:
-        transport = self._transport
-        if transport is None:
-            raise WorkerFault(await self.cause())
-        try:
-            frame = encode_frame([request.id, request.event, request.remaining_s * 1000.0])
-        except (TypeError, ValueError, OverflowError) as error:
-            detail = f"the event has no wire form: {error}"
-            return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
-        self._asked = request.id
-        self._reply = asyncio.get_running_loop().create_future()
-        transport.write(frame)
-        match await self._message():
-            case ["ok", int() | float() as run_s, body]:
-                return WorkerReply(body, float(run_s))
-            case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(keep)] if (
-                kind in FaultKind.__members__.values()
-            ):
-                return WorkerReply(
-                    None, float(run_s), InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep
-                )
-        raise self._broke_protocol()
+                raise self.broke_protocol()
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -351,17 +318,7 @@ class ProcessWorker(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _message(self) -> list[Any]:
-        """The awaited frame, without its id. Raises `WorkerFault` if the worker ends or sends another frame."""
-        assert self._reply is not None
-        try:
-            return await self._reply
-        except ConnectionResetError:
-            raise WorkerFault(await self.cause()) from None
-        finally:
-            self._reply = None
-
-    async def cause(self) -> InfraFault:
+    async def death(self) -> WorkerFault:
         """The cause of the process's death. Retryable, since the cause may be external."""
         detail = "the worker's channel closed"
         try:
@@ -371,30 +328,17 @@ class ProcessWorker(asyncio.Protocol):
             detail = f"the worker exited with code {code}" if code >= 0 else f"the worker was ended by signal {-code}"
         except TimeoutError:
             pass
-        return InfraFault(FaultKind.CRASH, retryable=True, detail=detail)
+        return WorkerFault(InfraFault(FaultKind.CRASH, retryable=True, detail=detail))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        super().connection_made(transport)
         # A process that the function left behind may hold the channel open after the worker's death.
-        self.ended.add_done_callback(lambda _: connected.abort())
+        self.ended.add_done_callback(lambda _: cast(asyncio.Transport, transport).abort())
 
     def data_received(self, data: bytes) -> None:
-        if self._framed and not self._frames.answer(data, self._asked, self._reply):
-            self._broke_protocol()
+        if self._framed:
+            super().data_received(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(ConnectionResetError())
-            self._reply.exception()  # the waiter gets it; a start that was cancelled before it waited has none
+        super().connection_lost(error)
         self._gone()
-
-    def _broke_protocol(self) -> WorkerFault:
-        """Kill a worker that sent an unexpected frame, and fail the call that waits for a frame."""
-        self.kill()
-        detail = "the worker sent a frame that answers no call of it (does the function write to inherited sockets?)"
-        fault = WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(fault)
-            self._reply.exception()
-        return fault

@@ -133,7 +133,7 @@ class _RuntimeWorker:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise WorkerFault(await self._process.cause()) from None
+            raise await self._process.death() from None
         finally:
             self._process.ended.remove_done_callback(ended)
 

@@ -33,10 +33,10 @@ from rollart.adapters.env_hosts.wire import (
     HostOperation,
     HostRequest,
     HostResponse,
+    encode_frame,
     pack,
     read_frame,
     unpack,
-    write_frame,
 )
 from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
@@ -82,13 +82,13 @@ class Liar:
             while True:
                 ask = HostRequest.from_json(await read_frame(reader))
                 if ask.op is HostOperation.HELLO:
-                    write_frame(writer, HostResponse(ask.id, "", CallStatus.OK, [7, {}, []]).to_json())
+                    writer.write(encode_frame(HostResponse(ask.id, "", CallStatus.OK, [7, {}, []]).to_json()))
                     continue
                 response = self._lie(ask)
                 if isinstance(response, bytes):
                     writer.write(response)
                 elif response is not None:
-                    write_frame(writer, response)
+                    writer.write(encode_frame(response))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -257,7 +257,7 @@ def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
                 assert isinstance(ended, asyncio.CancelledError if number % 2 else EnvironmentFault)
                 await connection.close(episode)
             assert (await connection.health()).live == 0
-            assert connection._cancelled == set()
+            assert connection._abandoned == set()
             assert front.cancelled == set()
             assert front.calls == {}
             # One that is over on the host when its caller gives it up.
@@ -268,7 +268,7 @@ def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
             await asyncio.gather(done, return_exceptions=True)
             await connection.close("last")
             assert (await connection.health()).live == 0
-            assert connection._cancelled == set()
+            assert connection._abandoned == set()
         finally:
             await connection.aclose()
 
@@ -279,7 +279,7 @@ def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
 def test_who_does_not_greet_is_not_listened_to_for_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollart.adapters.env_hosts.server.GREETING_S", 0.05)
+    monkeypatch.setattr("serverless.hosts.GREETING_S", 0.05)
 
     async def scenario(front: EnvironmentHostServer, address: str) -> None:
         port = int(address.rpartition(":")[2])
@@ -289,7 +289,7 @@ def test_who_does_not_greet_is_not_listened_to_for_long(
             with contextlib.suppress(ConnectionError):  # it may have left some of that unread
                 assert await reader.read() == b""
             writer.close()
-        monkeypatch.setattr("rollart.adapters.env_hosts.server.GREETING_S", 60.0)
+        monkeypatch.setattr("serverless.hosts.GREETING_S", 60.0)
         for word in ("another", "\u00e9"):
             with pytest.raises(EnvironmentFault, match="broke"):
                 await HostConnection.open("environment-0", address, word)

@@ -117,7 +117,7 @@ def test_hosts_that_come_later_have_names_that_nobody_had(tmp_path: Path) -> Non
             run, tmp_path, runtime, leases, recorder, used=frozenset({"environment-4", "engine-9"})
         )
         assert fleet is not None
-        assert [next(fleet._numbers) for _ in range(3)] == [0, 5, 6]
+        assert [next(fleet.new_names) for _ in range(3)] == [f"environment-{n}" for n in (0, 5, 6)]
         await asyncio.sleep(0)
 
     virtual.run(main())

@@ -124,6 +124,7 @@ class Part:
         self.closed = False
         self.start_s = 1.0
         self.homeless = False
+        self.client: type[Place] = Place
 
     @property
     def id(self) -> str:
@@ -142,7 +143,7 @@ class Part:
         if self._name in self._broken:
             raise PartDied(self._name, "ended with status 1 before it was ready")
         self.ended = asyncio.Event()
-        self.lives.append(Place(self, len(self.lives)))
+        self.lives.append(self.client(self, len(self.lives)))
         return self.lives[-1]
 
     async def wait(self) -> str:
@@ -163,12 +164,13 @@ class Bench:
         self.parts: dict[str, Part] = {}
         self.broken: set[str] = set()
         self.leases = Leases(self.recorder)
+        self.make: Callable[[str], Awaitable[Part]] = self._part
         self.fleet = EnvironmentHostSupervisor(
-            self._make, count, leases=self.leases, recorder=self.recorder, limits=limits
+            lambda name: self.make(name), count, leases=self.leases, recorder=self.recorder, limits=limits
         )
         self._make_environment = self.fleet.environment("tale")
 
-    async def _make(self, name: str) -> Part:
+    async def _part(self, name: str) -> Part:
         self.parts[name] = Part(name, self.recorder, self.broken)
         return self.parts[name]
 
@@ -495,7 +497,7 @@ def test_a_host_that_does_not_come_back_takes_its_episodes_once() -> None:
 def test_no_host_is_made_after_one_of_the_first_could_not_be() -> None:
     async def main() -> None:
         bench = Bench(3)
-        make = bench._make
+        make = bench.make
 
         async def made(name: str) -> Part:
             if name == "environment-1":
@@ -503,7 +505,7 @@ def test_no_host_is_made_after_one_of_the_first_could_not_be() -> None:
             await asyncio.sleep(5.0)
             return await make(name)
 
-        bench.fleet._make = made
+        bench.make = made
         with pytest.raises(ExceptionGroup) as group:
             await bench.fleet.run()
         assert isinstance(group.value.exceptions[0], UsageError)
@@ -558,7 +560,7 @@ def test_a_call_to_a_life_that_is_over_does_not_make_its_host_busy() -> None:
 def test_hosts_are_ready_once_the_last_of_them_is() -> None:
     async def main() -> None:
         bench = Bench(2)
-        make, room = bench.fleet._make, asyncio.Event()
+        make, room = bench.make, asyncio.Event()
 
         async def made(name: str) -> Part:
             if name == "environment-1":
@@ -567,7 +569,7 @@ def test_hosts_are_ready_once_the_last_of_them_is() -> None:
             assert isinstance(part, Part)
             return part
 
-        bench.fleet._make = made
+        bench.make = made
         async with asyncio.TaskGroup() as tasks:
             fleet = tasks.create_task(bench.fleet.run())
             ready = tasks.create_task(bench.fleet.ready())
@@ -595,10 +597,15 @@ class Pictured(Place):
 def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease() -> None:
     async def main() -> None:
         bench = Bench(1)
+        make = bench.make
+
+        async def made(name: str) -> Part:
+            part = await make(name)
+            part.client = Pictured
+            return part
+
+        bench.make = made
         async with running(bench):
-            part = bench.parts["environment-0"]
-            bench.fleet._hosts[part.id].link = bench.fleet._hosts[part.id].life = Pictured(part, 1)
-            bench.fleet._pictured = True
             one = bench.environment()
             with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host to name the images of its environment"):
                 await one.prepare(0, "tale-0")

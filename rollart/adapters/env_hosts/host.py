@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -26,20 +24,18 @@ from pathlib import Path
 from rollart.adapters.env_hosts.server import EnvironmentHostServer, load_factories, run_loop, run_on_loop
 from rollart.adapters.envs.images import load_image_hook
 from rollart.orphans import kill_at_end
+from serverless.hosts import Serving, run_host
 
 ENVIRONMENT_HOST_TOKEN = "ROLLART_HOST_TOKEN"
 
 
-async def _main(options: argparse.Namespace, ready_fd: int) -> None:
+async def _serve(options: argparse.Namespace, serving: Serving) -> None:
     """Run the environments' loop. The server runs on the loop of its own thread."""
-    main = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    main.add_signal_handler(signal.SIGTERM, stop.set)
     domains = json.loads(Path(options.domains).read_text())
     hook, max_bytes = (None, None) if options.images is None else load_image_hook(json.loads(options.images))
     front = EnvironmentHostServer(
         load_factories(domains),
-        main,
+        asyncio.get_running_loop(),
         os.environ.pop(ENVIRONMENT_HOST_TOKEN, ""),
         options.warm,
         options.reuse,
@@ -52,11 +48,7 @@ async def _main(options: argparse.Namespace, ready_fd: int) -> None:
     async def listen() -> asyncio.Server:
         return await asyncio.start_server(front.serve, options.host, options.port)
 
-    server = await run_on_loop(loop, listen())
-    port = server.sockets[0].getsockname()[1]
-    with os.fdopen(ready_fd, "w") as out:
-        out.write(f"ready tcp://{options.host}:{port}\n")
-    await stop.wait()
+    await serving(options.host, await run_on_loop(loop, listen()))
     await run_on_loop(loop, front.close())
 
 
@@ -70,16 +62,10 @@ def main() -> None:
     parser.add_argument("--reuse", type=int, default=1, help="episodes that an environment plays, if it is reusable")
     parser.add_argument("--images", help="the image hook as JSON: hook, arguments, bytes")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Output of environments goes to the log: after the ready line the pipe is not read.
-    ready_fd = os.dup(1)
-    os.set_inheritable(ready_fd, False)
-    os.dup2(2, 1)
-    faulthandler.enable()  # a crash in C names the environment's line there
+    faulthandler.enable()  # a crash in C names the environment's line in the log
     kill_at_end()  # subprocesses of environments, however the host ends
     sys.path[:0] = options.path
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(options, ready_fd))
+    run_host(lambda serving: _serve(options, serving))
     os._exit(0)  # without waiting for threads that hang
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import importlib
 import os
 import threading
@@ -26,10 +25,10 @@ from rollart.adapters.env_hosts.wire import (
     HostOperation,
     HostRequest,
     HostResponse,
+    encode_frame,
     packed_observation,
     packed_step,
     read_frame,
-    write_frame,
 )
 from rollart.adapters.envs.images import ImageCache, ImageHook, PullFailed
 from rollart.errors import one_line
@@ -38,6 +37,7 @@ from rollart.ports import Environment
 from rollart.resident import machine_bytes, resident_bytes
 from rollart.user_code import UserCodeGuard, checked_observation, checked_step, end_in_forks, require_awaitable
 from serverless.deploy.handler import children_end_here
+from serverless.hosts import GREETING_BYTES, greeting, token_matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +270,6 @@ class WarmPool:
         self.idle.append(IdleEnvironment(env_loop, value, seconds))
 
 
-GREETING_S = 10.0
-"""Seconds that a client has to authenticate. After that a silent connection is closed."""
-
-GREETING = 4096
-"""Maximum bytes of a greeting frame: no more is read from a client that has not authenticated."""
-
 AGAIN = EnvironmentOrigin("again", 0.0)
 MADE_FIRST = EnvironmentOrigin("cold", 0.0)
 
@@ -342,16 +336,13 @@ class EnvironmentHostServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
         try:
-            async with asyncio.timeout(GREETING_S):
-                hello = HostRequest.from_json(await read_frame(reader, largest=GREETING))
-            authenticated = hello.op is HostOperation.HELLO and hmac.compare_digest(
-                str(hello.value).encode(), self.token.encode()
-            )
+            hello = HostRequest.from_json(await greeting(read_frame(reader, largest=GREETING_BYTES)))
+            authenticated = hello.op is HostOperation.HELLO and token_matches(hello.value, self.token)
             if authenticated and not self.connected:
                 self.connected = True
                 problems = {name: one.problem for name, one in self.factories.items() if one.problem}
-                greeting = [os.getpid(), problems, self._domains_with_images()]
-                write_frame(writer, HostResponse(hello.id, "", CallStatus.OK, greeting).to_json())
+                about = [os.getpid(), problems, self._domains_with_images()]
+                writer.write(encode_frame(HostResponse(hello.id, "", CallStatus.OK, about).to_json()))
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             pass
@@ -408,14 +399,11 @@ class EnvironmentHostServer:
         if response is None:
             return
         try:
-            write_frame(writer, response.to_json())
+            frame = encode_frame(response.to_json())
         except (TypeError, ValueError, RecursionError) as error:
-            write_frame(
-                writer,
-                HostResponse(
-                    request.id, request.episode, CallStatus.LIED, f"returned a value that cannot be sent: {error}"
-                ).to_json(),
-            )
+            reason = f"returned a value that cannot be sent: {error}"
+            frame = encode_frame(HostResponse(request.id, request.episode, CallStatus.LIED, reason).to_json())
+        writer.write(frame)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
 

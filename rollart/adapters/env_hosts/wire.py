@@ -11,18 +11,17 @@ import asyncio
 import base64
 import enum
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.model import Observation, Step
+from serverless import frames
 
 LARGEST = 64 * 2**20
 """Maximum bytes of a frame. An observation of this size would exceed any context; a greater length means a broken
 frame."""
 
-_HEADER = struct.Struct("!I")
 _MARK = "$"
 """The key that tags a mapping as the encoding of a value which JSON lacks."""
 
@@ -169,19 +168,13 @@ def unpack(value: Any) -> Any:
 
 async def read_frame(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> Any:
     """The next frame. `IncompleteReadError` at the end of the stream; ValueError for a malformed frame."""
-    (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if length > largest:
-        raise ValueError(f"a frame of {length} bytes (rule: at most {largest})")
-    data = await reader.readexactly(length)
+    body = await frames.read_frame(reader, largest=largest)
     try:
-        return json.loads(data)
+        return json.loads(body)
     except RecursionError:
         raise ValueError("a frame nested too deeply") from None
 
 
-def write_frame(writer: asyncio.StreamWriter, frame: Any) -> None:
+def encode_frame(frame: Any) -> bytes:
     """ValueError if the frame is too large."""
-    data = json.dumps(frame, separators=(",", ":")).encode()
-    if len(data) > LARGEST:
-        raise ValueError(f"a frame of {len(data)} bytes (rule: at most {LARGEST})")
-    writer.write(_HEADER.pack(len(data)) + data)
+    return frames.encode_frame(json.dumps(frame, separators=(",", ":")).encode(), largest=LARGEST)

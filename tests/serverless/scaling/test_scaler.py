@@ -181,8 +181,7 @@ def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone()
             chain = []
             for provider in ("simulated", "other"):
                 backend = SimulatedBackend({"judge": lambda sample: 1.0}, meter=seen)
-                backend.provider = provider  # type: ignore[misc]
-                backend._host._provider = provider
+                backend.provider = provider
                 await stack.enter_async_context(backend)
                 await backend.deploy(one)
                 await backend.invoke("judge", [{"id": "a", "messages": []}], deadline_s=9.0)

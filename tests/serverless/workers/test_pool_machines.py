@@ -16,7 +16,7 @@ from serverless.deploy.package import Package
 from serverless.providers.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.types import Cause, FaultKind, InfraFault
 from serverless.wire import encode
-from serverless.workers.pool import PoolRegistry, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
+from serverless.workers.pool import PooledBackend, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 from tests.serverless.support import Books, item, package
 
 EVENT = [encode(item())]
@@ -105,13 +105,9 @@ class Machines:
 
 @contextlib.asynccontextmanager
 async def opened(machines: Machines, books: Books, **spec: Any) -> Any:
-    host = PoolRegistry(machines, provider="local", meter=books, room=machines.room)
-    await host.open()
-    try:
-        host.deploy(package(**{"timeout_s": 1000.0, "keep_alive_s": 1e9, **spec}))
-        yield host.pool("behave")
-    finally:
-        await host.close()
+    async with PooledBackend(machines, "local", books, room=machines.room) as backend:
+        await backend.deploy(package(**{"timeout_s": 1000.0, "keep_alive_s": 1e9, **spec}))
+        yield backend.pool("behave")
 
 
 def test_a_call_whose_machine_is_lost_is_made_again_on_another() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from serverless.errors import BackendFailed
-from serverless.frames import FrameDecoder, encode_frame
 from serverless.pipeline.offload import Offload
 from serverless.types import Cause, FaultKind, Outcome, Scored
 from serverless.wire import encode
 from serverless.workers.host import FUNCTION_HOST_TOKEN, WorkerHost
 from serverless.workers.local import LocalBackend
+from serverless.workers.messages import FrameDecoder, encode_frame
 from serverless.workers.remote import HostedBackend, HostLink, HostLost, WorkerHosts
 from tests.serverless.support import Books, alive, children, item, package, until
 
@@ -148,13 +148,13 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
         host = WorkerHost(LocalBackend(), "the token")
         async with await asyncio.start_server(host.serve, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
             port = server.sockets[0].getsockname()[1]
-            monkeypatch.setattr("serverless.workers.host.GREETING_S", LIMIT_S)
+            monkeypatch.setattr("serverless.hosts.GREETING_S", LIMIT_S)
             await _knock(port, b"\x00\x10\x00\x00" + b"x" * 64)  # a megabyte
             await _knock(port, encode_frame(["hello", "\u00e9"]))
-            monkeypatch.setattr("serverless.workers.host.GREETING_S", 0.05)
+            monkeypatch.setattr("serverless.hosts.GREETING_S", 0.05)
             await _knock(port, b"")
             await _knock(port, b"\x00\x00")  # half a length
-            monkeypatch.setattr("serverless.workers.host.GREETING_S", LIMIT_S)
+            monkeypatch.setattr("serverless.hosts.GREETING_S", LIMIT_S)
             link = await HostLink.open("one", f"tcp://127.0.0.1:{port}", "the token")
             await link.ping()
             await link.aclose()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from serverless.frames import encode_frame
 from serverless.types import FaultKind
+from serverless.workers.messages import encode_frame
 from serverless.workers.pool import WorkerFault, WorkerRequest
 from serverless.workers.processes import ProcessWorker
 
