@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 
 from placement import paths, result
-from placement.paths import kv_channels
 from placement.problem import Problem, Restriction
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
 from placement.solve import best_objective_value, solve
@@ -195,7 +194,7 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
         for name, device in types.items():
             options = list(_instance_options(problem, device, turns.kv_longest, placement))
             if options:
-                prefill[name] = min(tp * paths.prefill_cost(model, turns).load for tp, model in options)
+                prefill[name] = min(tp * float(paths.prefill_cost(model, turns).load[0]) for tp, model in options)
                 decode[name] = min(tp * _decode_s(problem, model, tp, turns) for tp, model in options)
         for phase, seconds in (("prefill", prefill), ("decode", decode)):
             if seconds:
@@ -255,7 +254,7 @@ def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marg
         tenth = float(max(1, round(0.1 * bound)))
         more = _Increment("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
         yield _marginal(placement, more, prices.places * more.amount / placement.best_rate, solved=False)
-    for channel in kv_channels(problem).values():
+    for channel in problem.kv_channels().values():
         price = prices.links.get(channel.pools, 0.0)
         if price > 0:
             name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s

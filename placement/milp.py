@@ -1,9 +1,6 @@
 """A mixed-integer program by named rows, and HiGHS through scipy to solve it. Knows nothing of placement.
 
 scipy is imported when something is solved, not before: importing `placement` stays light.
-
-Suppression of C code's output: HiGHS 1.12 (scipy 1.17) announces repairs of rounded solutions on C's standard output
-whatever its log options (ERGO-Code/HiGHS issue 2783), which would end up in the JSON that a program writes.
 """
 
 from __future__ import annotations
@@ -21,41 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_lock = threading.Lock()
-_state: dict[str, int] = {"depth": 0, "stdout": 0, "nowhere": 0}
-
-
-@contextmanager
-def suppress_c_stdout() -> Iterator[None]:
-    """Discard the output of C code to `stdout` in this context. Python's output and file descriptor 1 are unaffected:
-    only glibc's `stdout` variable refers to another stream. With another libc nothing changes, and a stray line may
-    appear."""
-    if platform.libc_ver()[0] != "glibc":
-        yield
-        return
-    stdout = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdout")
-    with _lock:
-        _state["nowhere"] = _state["nowhere"] or _null_stream()
-        if _state["nowhere"] and _state["depth"] == 0:
-            _state["stdout"], stdout.value = stdout.value or 0, _state["nowhere"]
-        _state["depth"] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _state["depth"] -= 1
-            if _state["nowhere"] and _state["depth"] == 0:
-                stdout.value = _state["stdout"]
-
-
-def _null_stream() -> int:
-    """A C stream to /dev/null, opened once; 0 if there is none."""
-    fopen = ctypes.CDLL(None).fopen
-    fopen.restype, fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
-    return fopen(os.devnull.encode(), b"w") or 0
-
-
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 RowKey = tuple[Hashable, ...]
 
 
@@ -82,8 +46,8 @@ class ConstraintMatrix:
         self.rows: list[RowKey] = []
         self._bounds: list[tuple[float, float]] = []
         self._of: dict[RowKey, int] = {}
-        self._i: list[NDArray[np.int64]] = []
-        self._j: list[NDArray[np.int64]] = []
+        self._i: list[Ints] = []
+        self._j: list[Ints] = []
         self._v: list[Floats] = []
 
     def copy(self) -> ConstraintMatrix:
@@ -119,20 +83,23 @@ class ConstraintMatrix:
         pairs = list(terms)
         self.add(key, [j for j, _ in pairs], [v for _, v in pairs])
 
-    def add(self, key: RowKey, columns: Sequence[int] | NDArray[np.int64], values: Sequence[float] | Floats) -> None:
+    def add(self, key: RowKey, columns: Sequence[int] | Ints, values: Sequence[float] | Floats) -> None:
         """Add terms to a row; those of one column sum up."""
         j = np.asarray(columns, dtype=np.int64)
         self._i.append(np.full(len(j), self._of[key], dtype=np.int64))
         self._j.append(j)
         self._v.append(np.asarray(values, dtype=np.float64))
 
-    def scatter(self, keys: Sequence[RowKey], which: NDArray[np.int64], first: int, values: Floats) -> None:
+    def scatter(self, keys: Sequence[RowKey], which: Ints, first: int, values: Floats) -> None:
         """Column `first + k` gets `values[k]` in row `keys[which[k]]`; nothing where `which[k]` is negative."""
         position = np.array([self._of.get(k, -1) for k in keys], dtype=np.int64)
         used = (which >= 0) & (values != 0)
         self._i.append(position[which[used]])
         self._j.append(first + np.nonzero(used)[0])
         self._v.append(values[used])
+
+    def fix(self, column: int, value: float) -> None:
+        self.low[column] = self.high[column] = float(value)
 
     def has(self, key: RowKey) -> bool:
         return key in self._of
@@ -225,3 +192,38 @@ def _expanded(x: Floats, live: NDArray[np.bool_]) -> Floats:
     out = np.zeros(len(live))
     out[live] = x
     return out
+
+
+@contextmanager
+def suppress_c_stdout() -> Iterator[None]:
+    """Discard the output of C code to `stdout` in this context: HiGHS 1.12 (scipy 1.17) announces repairs of rounded
+    solutions there whatever its log options (ERGO-Code/HiGHS issue 2783), which would end up in the JSON that a program
+    writes. Python's output and file descriptor 1 are unaffected: only glibc's `stdout` variable refers to another
+    stream. With another libc nothing changes, and a stray line may appear."""
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    stdout = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdout")
+    with _lock:
+        _state["nowhere"] = _state["nowhere"] or _null_stream()
+        if _state["nowhere"] and _state["depth"] == 0:
+            _state["stdout"], stdout.value = stdout.value or 0, _state["nowhere"]
+        _state["depth"] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _state["depth"] -= 1
+            if _state["nowhere"] and _state["depth"] == 0:
+                stdout.value = _state["stdout"]
+
+
+def _null_stream() -> int:
+    """A C stream to /dev/null, opened once; 0 if there is none."""
+    fopen = ctypes.CDLL(None).fopen
+    fopen.restype, fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
+    return fopen(os.devnull.encode(), b"w") or 0
+
+
+_lock = threading.Lock()
+_state: dict[str, int] = {"depth": 0, "stdout": 0, "nowhere": 0}

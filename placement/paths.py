@@ -1,29 +1,30 @@
-"""The rollout side of a problem as plain numbers: instance kinds, the links between pools, and every path that a
-trajectory may take through them. The coefficients of the solver; nothing is solved here.
-
-Instance kinds (pool × role × TP), and the connections between pools that KV may take.
-
-The use of an instance by one trajectory of a domain: seconds by phase, and KV held meanwhile.
-
-A trajectory's context grows turn by turn, so its work is a sum over turns. Short sums are taken term by term; long ones
-by Gauss–Legendre quadrature over the turn number, which is exact for polynomials in the context and within 1 % where a
-phase changes from memory-bound to compute-bound between turns.
+"""The rollout side of a problem as plain numbers: instance kinds (pool × role × TP), and every path that a trajectory
+may take through them. The coefficients of the solver; nothing is solved here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.milp import Floats, Ints
 from placement.problem import DomainProfile, Problem, Restriction
-from placement.types import ROLLOUT_ROLES, Device, InstanceModel, KvMode, Pool, Role, ShapeModel
+from placement.types import ROLLOUT_ROLES, Device, InstanceModel, KvMode, Link, Pool, Role, ShapeModel
 
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
+MODES = (KvMode.KEEP, KvMode.RECOMPUTE, KvMode.PULL)
+MANY = 60
+"""Above this many units, sizes that serve a pool's mix badly are left out: fewer whole numbers to search."""
+SIZES = 2
+EXACT_TURNS = 8
+"""Sums of up to this many turns are taken term by term."""
+QUADRATURE_NODES = 6
+"""Quadrature points for the turns of a long trajectory after its second."""
+
 RefusalReason = tuple[str, str, str]
 """The reason that something cannot run: pool, domain ("" for all domains) and text."""
 
@@ -40,37 +41,82 @@ class InstanceKind:
 
 
 @dataclass(frozen=True, slots=True)
-class KvChannel:
-    """The connection that KV takes between two pools: GB/s in all, of one transfer, and seconds before the first byte.
+class Paths:
+    """Arrays over the paths. A path is a domain, the unit that decodes (or does both phases), the unit that prefills
+    (-1: the same), a batch size of the decoding unit and a KV mode; per trajectory: instance-seconds and GB·s of KV on
+    either unit, GB over channel `link` (-1: none), and seconds in flight, environment included."""
 
-    `pools` are their names in sorted order.
-    """
+    domain: Ints
+    unit: Ints
+    first: Ints
+    mode: Ints
+    link: Ints
+    batch: Floats
+    load: Floats
+    kv: Floats
+    first_load: Floats
+    first_kv: Floats
+    link_gb: Floats
+    seconds: Floats
 
-    pools: tuple[str, str]
-    gb_per_s: float
-    latency_s: float
+    def __len__(self) -> int:
+        return len(self.domain)
 
-
-def kv_channels(problem: Problem) -> dict[tuple[str, str], KvChannel]:
-    """The connections that KV may take, by names in sorted order. Between two pools these are the problem's links;
-    within a pool also its devices' figures: NVLink if the pool is one host, else the hosts' network, of which half the
-    devices send while the other half receive."""
-    found: dict[tuple[str, str], KvChannel] = {}
-    for link in problem.links:
-        key = (min(link.a, link.b), max(link.a, link.b))
-        found.setdefault(key, KvChannel(key, link.gb_per_s, link.latency_s))
-    for pool in problem.pools:
-        device, key = pool.device, (pool.name, pool.name)
-        one_host = device.devices_per_host is not None and pool.count <= device.devices_per_host
-        speed = device.link_gb_per_s
-        if one_host and device.nvlink_gb_per_s is not None:
-            speed = device.nvlink_gb_per_s / 2
-        if key not in found and speed is not None and pool.count > 1:
-            found[key] = KvChannel(key, speed * pool.count / 2, 0.0)
-    return dict(sorted(found.items()))
+    def take(self, keep: Ints | NDArray[np.bool_]) -> Paths:
+        return Paths(*(getattr(self, name)[keep] for name in Paths.__slots__))
 
 
-def instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[InstanceModel]]:
+@dataclass(frozen=True, slots=True)
+class Tableau:
+    """`weights` are the domains' shares of the rate, 1 in sum. `reasons` explain why a pool, or a domain on a pool, has
+    no path. `instances` are the models behind `units`, and `notes` their assumptions."""
+
+    units: tuple[InstanceKind, ...]
+    instances: tuple[InstanceModel, ...]
+    channels: tuple[Link, ...]
+    paths: Paths
+    weights: Floats
+    reasons: tuple[RefusalReason, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def pool_of(self) -> Ints:
+        """By unit."""
+        return np.array([unit.pool for unit in self.units])
+
+    @property
+    def tp_of(self) -> Floats:
+        """By unit."""
+        return np.array([float(unit.tp) for unit in self.units])
+
+    def device_seconds(self, paths: Paths) -> Floats:
+        """Device-seconds per trajectory, by path."""
+        tp = self.tp_of
+        return paths.load * tp[paths.unit] + np.where(paths.first >= 0, paths.first_load * tp[paths.first], 0.0)
+
+
+def tableau(problem: Problem) -> Tableau:
+    """Every unit, channel and path that the problem and its restriction allow."""
+    reasons: list[RefusalReason] = []
+    notes: list[str] = []
+    units, models = _instance_kinds(problem, reasons)
+    weights = np.array([d.weight for d in problem.domains])
+    builder = _Builder(problem, units, models, reasons)
+    if problem.fixed is None and len(units) > MANY:
+        builder.keep_worthwhile()
+        notes.append(f"many pools: at most {SIZES} sizes of instance per pool and role are considered")
+    return Tableau(
+        units=tuple(builder.units),
+        instances=tuple(builder.models),
+        channels=tuple(problem.kv_channels().values()),
+        paths=_join([*builder.aggregated(), *builder.divided()]),
+        weights=weights / weights.sum(),
+        reasons=tuple(dict.fromkeys(reasons)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[InstanceModel]]:
     roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT_ROLES)
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
@@ -78,10 +124,13 @@ def instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list
     known: dict[tuple[Device, int], InstanceModel | str] = {}
     units: list[InstanceKind] = []
     models: list[InstanceModel] = []
+    # Sizes of running or given instances were offered before.
+    given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
     for index, pool in enumerate(problem.pools):
         if problem.device_types is not None and pool.device.name not in problem.device_types:
             continue
-        for tp in _tensor_parallel_sizes(problem, pool):
+        there = {d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name}
+        for tp in sorted({*problem.tensor_parallel, *there}):
             model = _model(problem, pool, tp, known)
             if isinstance(model, str):
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
@@ -90,12 +139,6 @@ def instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list
                 units.append(InstanceKind(index, role, tp, _max_instances(pool, tp), model.kv_capacity_bytes / 1e9))
                 models.append(model)
     return units, models
-
-
-def _tensor_parallel_sizes(problem: Problem, pool: Pool) -> list[int]:
-    """The offered TP sizes, and the sizes of running or given instances, which were offered before."""
-    given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
-    return sorted({*problem.tensor_parallel, *(d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name)})
 
 
 def _model(
@@ -126,17 +169,272 @@ def _max_instances(pool: Pool, tp: int) -> int:
     return pool.count // host * (host // tp) + pool.count % host // tp
 
 
-Floats = NDArray[np.float64]
+class _Builder:
+    """Builds blocks of paths. Caches the cost of an instance type for a domain, since pools share device types."""
 
-EXACT_TURNS = 8
-"""Sums of up to this many turns are taken term by term."""
-QUADRATURE_NODES = 6
-"""Quadrature points for the turns of a long trajectory after its second."""
+    def __init__(
+        self, problem: Problem, units: list[InstanceKind], models: list[InstanceModel], reasons: list[RefusalReason]
+    ) -> None:
+        self.units, self.models = units, models
+        self._problem, self._reasons = problem, reasons
+        self._links = problem.kv_channels()
+        self._order = {key: i for i, key in enumerate(self._links)}
+        self._turns = [representative_turns(d, problem.performance.shape) for d in problem.domains]
+        self._costs: dict[tuple[int, Role, bool, int], PhaseCost] = {}
+        self._domains = {mode: self._domains_of(mode) for mode in (KvMode.KEEP, KvMode.PULL)}
+
+    def keep_worthwhile(self) -> None:
+        """Keep the useful units of many: by pool and role, the size that serves the mix best per device and the
+        next best by that rate over the root of the seconds; also the units that run already."""
+        groups: dict[tuple[int, Role], list[int]] = {}
+        for u, unit in enumerate(self.units):
+            groups.setdefault((unit.pool, unit.role), []).append(u)
+        pools = self._problem.pools
+        now = {(d.pool, d.role, d.tp) for d in (self._problem.running.deployments if self._problem.running else ())}
+        kept = {u for u, unit in enumerate(self.units) if (pools[unit.pool].name, unit.role, unit.tp) in now}
+        for group in groups.values():
+            score = np.array([self._merit(u) for u in group])
+            best = int(np.lexsort((np.arange(len(group)), -score[:, 0]))[0])
+            others = [i for i in np.lexsort((np.arange(len(group)), -score[:, 1])).tolist() if i != best]
+            kept |= {group[i] for i in (best, *others[: SIZES - 1])}
+        self.units, self.models = [self.units[u] for u in sorted(kept)], [self.models[u] for u in sorted(kept)]
+
+    def aggregated(self) -> Iterator[Paths]:
+        """Paths that prefill and decode on one unit."""
+        for u, unit in enumerate(self.units):
+            if unit.role is not Role.ENGINE:
+                continue
+            for j, domain in enumerate(self._problem.domains):
+                if not self._may(j, u):
+                    continue
+                waits = domain.environment.wait_s * self._turns[j].kv_wait
+                again = domain.environment.wait_s > 0 and domain.turns.mean > 1
+                for mode in (KvMode.KEEP, KvMode.RECOMPUTE) if again else (KvMode.KEEP,):
+                    cost = self._cost(j, u, drop=mode is KvMode.RECOMPUTE)
+                    yield _paths(
+                        _whole(len(cost.batch), j),
+                        u,
+                        mode,
+                        cost.batch,
+                        load=cost.load,
+                        kv=cost.kv_seconds + (waits if mode is KvMode.KEEP else 0.0),
+                        seconds=cost.seconds + _away(domain),
+                    )
+
+    def divided(self) -> Iterator[Paths]:
+        """Paths that prefill on one unit and decode on another, for all domains of a pair of units at a time."""
+        pools = self._problem.pools
+        decoding = {u: self._decoding(u) for u, unit in enumerate(self.units) if unit.role is Role.DECODE}
+        for p, first in enumerate(self.units):
+            if first.role is not Role.PREFILL:
+                continue
+            prefilling = self._prefilling(p)
+            for d, work in decoding.items():
+                last = self.units[d]
+                a, b = pools[first.pool], pools[last.pool]
+                key = (min(a.name, b.name), max(a.name, b.name))
+                whole = first.tp % last.tp == 0 or last.tp % first.tp == 0
+                if key not in self._links or not whole or a.device.is_cpu != b.device.is_cpu:
+                    continue
+                yield self._hand_over(p, d, key, KvMode.KEEP, prefilling, work)
+                yield self._hand_over(p, d, key, KvMode.PULL, prefilling, work)
+
+    def _merit(self, u: int) -> tuple[float, float]:
+        """Trajectories/s per device over the mix, bound by time and by KV; and that rate divided by the square root of
+        the seconds."""
+        unit, rates, quick = self.units[u], [], []
+        for j, domain in enumerate(self._problem.domains):
+            if not self._fits(j, u):
+                continue
+            cost, turns = self._cost(j, u), self._turns[j]
+            if unit.role is Role.PREFILL:
+                held = cost.seconds * turns.kv_longest
+            else:
+                held = cost.kv_seconds + domain.environment.wait_s * turns.kv_wait
+            able = np.minimum(1.0 / cost.load, unit.kv_gb / held) / unit.tp
+            rates.append(domain.weight / float(able.max()))
+            quick.append(domain.weight / float((able / np.sqrt(cost.seconds)).max()))
+        return (1 / sum(rates), 1 / sum(quick)) if rates else (0.0, 0.0)
+
+    def _prefilling(self, u: int) -> tuple[Floats, Floats]:
+        """By domain: seconds and GB·s of prefill; NaN where its KV does not fit."""
+        cost = [self._cost(j, u) if self._fits(j, u) else None for j in range(len(self._turns))]
+        return (
+            np.array([math.nan if c is None else float(c.load[0]) for c in cost]),
+            np.array([math.nan if c is None else float(c.kv_seconds[0]) for c in cost]),
+        )
+
+    def _decoding(self, u: int) -> tuple[Ints, PhaseCost]:
+        """All domains' batch sizes one after the other: the domain of each, and the costs."""
+        blocks = [(j, self._cost(j, u)) for j in range(len(self._turns)) if self._may(j, u)]
+        domain = np.concatenate([_whole(0, 0), *(_whole(len(c.batch), j) for j, c in blocks)])
+        columns = (np.concatenate([np.zeros(0), *(getattr(c, f) for _, c in blocks)]) for f in PhaseCost.__slots__)
+        return domain, PhaseCost(*columns)
+
+    def _hand_over(
+        self,
+        p: int,
+        d: int,
+        key: tuple[str, str],
+        mode: KvMode,
+        prefilling: tuple[Floats, Floats],
+        decoding: tuple[Ints, PhaseCost],
+    ) -> Paths:
+        channel, (domain, decode) = self._links[key], decoding
+        load, prefill_kv = (values[domain] for values in prefilling)
+        t = self._domains[mode]
+        turns, gb = t.turns[domain], t.gb[domain]
+        moving = gb / channel.gb_per_s + (2 * turns - 1) * channel.latency_s
+        # The prompt's KV is there, on both sides, while it is computed and moves.
+        handing = prefill_kv + t.gb_prompt[domain] / channel.gb_per_s + t.hops_prompt[domain] * channel.latency_s
+        first_kv = handing
+        if mode is KvMode.KEEP:
+            first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
+        paths = _paths(
+            domain,
+            d,
+            mode,
+            decode.batch,
+            load=decode.load,
+            kv=handing + decode.kv_seconds + t.wait[domain],
+            seconds=load + moving + decode.seconds + t.away[domain],
+            first=p,
+            first_load=load,
+            first_kv=first_kv,
+            link=self._order[key],
+            link_gb=gb,
+        )
+        # A single turn has nothing to pull back, and nothing to keep where it is known to be the last.
+        single = np.array([d.turns.mean == 1 and d.last_turn_known for d in self._problem.domains])[domain]
+        return paths.take(np.isfinite(load) & (~single | (mode is KvMode.KEEP)))
+
+    def _domains_of(self, mode: KvMode) -> _Domains:
+        turns, domains = self._turns, self._problem.domains
+        # Later turns move more, and hold more meanwhile: products are summed by turn.
+        moved = [t.kv_prompt - t.kv_cached + self._returned(j, mode) for j, t in enumerate(turns)]
+        return _Domains(
+            turns=np.array([t.count for t in turns]),
+            gb=np.array([float(t.weight @ gb) for t, gb in zip(turns, moved, strict=True)]),
+            gb_prompt=np.array([float(t.weight @ (gb * t.kv_prompt)) for t, gb in zip(turns, moved, strict=True)]),
+            hops_prompt=np.array([float((t.weight + t.later) @ t.kv_prompt) for t in turns]),
+            lent=np.array([t.kv_lent / t.count for t in turns]),
+            wait=np.array([d.environment.wait_s * t.kv_wait for d, t in zip(domains, turns, strict=True)]),
+            away=np.array([_away(d) for d in domains]),
+        )
+
+    def _returned(self, j: int, mode: KvMode) -> Floats:
+        """GB that decode hands back to prefill before a turn: the outputs since, or the whole context."""
+        turns = self._turns[j]
+        shape, follows = self._problem.performance.shape, turns.later > 0
+        if mode is KvMode.PULL:
+            return np.where(follows, turns.kv_cached - turns.kv_prefix, 0.0)
+        known = np.array([shape.kv_bytes(max(c - turns.output, 0.0)) / 1e9 for c in turns.cached])
+        return np.where(follows, turns.kv_cached - known, 0.0)
+
+    def _may(self, j: int, u: int) -> bool:
+        """True if a domain may decode on a unit, by affinity and by the memory of its longest turn."""
+        allowed = self._problem.affinity.get(self._problem.domains[j].name)
+        return (allowed is None or self._problem.pools[self.units[u].pool].name in allowed) and self._fits(j, u)
+
+    def _fits(self, j: int, u: int) -> bool:
+        """True if a domain's longest turn fits an instance's KV memory."""
+        need, have = self._turns[j].kv_longest, self.units[u].kv_gb
+        if need > have:
+            pool = self._problem.pools[self.units[u].pool].name
+            tp, domain = self.units[u].tp, self._problem.domains[j].name
+            text = f"a trajectory of {domain} needs {need:.3g} GB of KV, {have:.3g} GB are left after the weights"
+            self._reasons.append((pool, domain, f"{pool}, {tp} per instance: {text}"))
+        return need <= have
+
+    def _cost(self, j: int, u: int, *, drop: bool = False) -> PhaseCost:
+        """The cost of a domain on a unit. Pools of one device type share their models."""
+        unit, model, turns = self.units[u], self.models[u], self._turns[j]
+        key = (j, unit.role, drop, id(model))
+        if key not in self._costs:
+            if unit.role is Role.PREFILL:
+                self._costs[key] = prefill_cost(model, turns)
+            else:
+                batch = _batch_sizes(min(unit.kv_gb / turns.kv_running, float(self._problem.max_batch)))
+                whole = unit.role is Role.ENGINE
+                self._costs[key] = (
+                    aggregated_cost(model, turns, batch, recompute=drop) if whole else decode_cost(model, turns, batch)
+                )
+        return self._costs[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Domains:
+    """Arrays over the domains: turns, GB over the link; by transfer GB × KV of the prompt, and that KV, in sum; mean KV
+    that prefill holds during a decode, KV·s of the waits between turns, seconds outside of engines."""
+
+    turns: Floats
+    gb: Floats
+    gb_prompt: Floats
+    hops_prompt: Floats
+    lent: Floats
+    wait: Floats
+    away: Floats
+
+
+def _away(domain: DomainProfile) -> float:
+    """Seconds in flight outside of any engine: the environment, and the reward."""
+    spent = domain.turns.mean * domain.environment.wait_s + domain.environment.reset_s
+    return spent + (0.0 if domain.reward is None else domain.reward.seconds)
+
+
+def _whole(n: int, value: int) -> Ints:
+    return np.full(n, value, dtype=np.int64)
+
+
+def _paths(
+    domain: Ints,
+    u: int,
+    mode: KvMode,
+    batch: Floats,
+    *,
+    load: Floats,
+    kv: Floats,
+    seconds: Floats,
+    first: int = -1,
+    first_load: Floats | float = 0.0,
+    first_kv: Floats | float = 0.0,
+    link: int = -1,
+    link_gb: Floats | float = 0.0,
+) -> Paths:
+    n = len(batch)
+    zero = np.zeros(n)
+    return Paths(
+        domain=domain,
+        unit=_whole(n, u),
+        first=_whole(n, first),
+        mode=_whole(n, MODES.index(mode)),
+        link=_whole(n, link),
+        batch=batch,
+        load=load,
+        kv=kv,
+        first_load=zero + first_load,
+        first_kv=zero + first_kv,
+        link_gb=zero + link_gb,
+        seconds=seconds,
+    )
+
+
+def _join(blocks: list[Paths]) -> Paths:
+    whole = {"domain", "unit", "first", "mode", "link"}
+    columns = []
+    for name in Paths.__slots__:
+        kind = np.int64 if name in whole else np.float64
+        columns.append(np.concatenate([np.zeros(0, dtype=kind), *(getattr(b, name) for b in blocks)]))
+    return Paths(*columns)
 
 
 @dataclass(frozen=True, slots=True)
 class RepresentativeTurns:
     """Representative turns of a domain's mean trajectory: arrays over them; the sum of `weight` is the mean turns.
+
+    A trajectory's context grows turn by turn, so its work is a sum over turns. Short sums are taken term by term; long
+    ones by Gauss–Legendre quadrature over the turn number, which is exact for polynomials in the context and within 1 %
+    where a phase changes from memory-bound to compute-bound between turns.
 
     `cached` tokens are in the KV cache before the turn, `new` are prefilled, `output` generated. KV in GB: `kv_cached`
     before the turn, `kv_prompt` with its prompt, `kv_middle` halfway through its output. `kv_wait` is the sum over the
@@ -233,8 +531,9 @@ def _nodes(turns: float) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True, slots=True)
-class AggregatedCost:
-    """At each batch size, of one trajectory: instance-seconds, seconds in generation, GB·s of KV while generating."""
+class PhaseCost:
+    """The use of an instance by one trajectory, at each batch size: instance-seconds, seconds in the phase (aggregated:
+    in generation), and GB·s of KV meanwhile. A prefill has one size."""
 
     batch: Floats
     load: Floats
@@ -242,421 +541,39 @@ class AggregatedCost:
     kv_seconds: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCost:
-    """Of one trajectory: instance-seconds of prefill, and GB·s of KV (of the prompts) meanwhile."""
-
-    load: float
-    kv_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """At each batch size, of one trajectory: instance-seconds of decode, and seconds in it."""
-
-    batch: Floats
-    load: Floats
-    seconds: Floats
-
-
-def batch_sizes(limit: float, most: int) -> Floats:
-    """Operating points 1, 2, 4 … up to the lower of both bounds, which is one itself."""
-    top = min(limit, float(most))
-    grid = [1.0]
-    while grid[-1] * 2 < top:
-        grid.append(grid[-1] * 2)
-    if top > grid[-1]:
-        grid.append(top)
-    return np.array(grid)
-
-
 def aggregated_cost(
     instance: InstanceModel, turns: RepresentativeTurns, batch: Floats, *, recompute: bool
-) -> AggregatedCost:
+) -> PhaseCost:
     """Every turn prefilled and decoded on one instance. `recompute`: the KV is dropped between turns."""
     cached = np.full_like(turns.cached, turns.prefix) if recompute else turns.cached
     new = turns.cached + turns.new - cached
     rows = list(zip(new.tolist(), cached.tolist(), strict=True))
     turn = np.array([[instance.turn_s(b, n, c, turns.output) for n, c in rows] for b in batch.tolist()])
     load = turn @ turns.weight
-    return AggregatedCost(batch, load, batch * load, batch * (turn @ (turns.weight * turns.kv_middle)))
+    return PhaseCost(batch, load, batch * load, batch * (turn @ (turns.weight * turns.kv_middle)))
 
 
-def prefill_cost(instance: InstanceModel, turns: RepresentativeTurns) -> PrefillCost:
-    """Every turn's new tokens prefilled, the context before them cached."""
+def prefill_cost(instance: InstanceModel, turns: RepresentativeTurns) -> PhaseCost:
+    """Every turn's new tokens prefilled, the context before them cached. The KV is that of the prompts."""
     rows = zip(turns.new.tolist(), turns.cached.tolist(), strict=True)
     seconds = np.array([instance.prefill_s(n, c) for n, c in rows])
-    return PrefillCost(float(seconds @ turns.weight), float(seconds @ (turns.weight * turns.kv_prompt)))
+    load = np.array([seconds @ turns.weight])
+    return PhaseCost(np.ones(1), load, load, np.array([seconds @ (turns.weight * turns.kv_prompt)]))
 
 
-def decode_cost(instance: InstanceModel, turns: RepresentativeTurns, batch: Floats) -> DecodeCost:
+def decode_cost(instance: InstanceModel, turns: RepresentativeTurns, batch: Floats) -> PhaseCost:
     """Every output token decoded: the decode engine generates the first one again, as vLLM's does. A batch mixes
     trajectories at all turns, so its step is that of the mean context."""
     step = np.array([instance.decode_step_s(b, turns.context) for b in batch.tolist()])
     seconds = turns.count * turns.output * step
-    return DecodeCost(batch, seconds / batch, seconds)
+    return PhaseCost(batch, seconds / batch, seconds, seconds * turns.kv_running)
 
 
-Ints = NDArray[np.int64]
-T = TypeVar("T")
-
-MODES = (KvMode.KEEP, KvMode.RECOMPUTE, KvMode.PULL)
-MANY = 60
-"""Above this many units, sizes that serve a pool's mix badly are left out: fewer whole numbers to search."""
-SIZES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Arrays over the paths. A path is a domain, the unit that decodes (or does both phases), the unit that prefills
-    (-1: the same), a batch size of the decoding unit and a KV mode; per trajectory: instance-seconds and GB·s of KV on
-    either unit, GB over channel `link` (-1: none), and seconds in flight, environment included."""
-
-    domain: Ints
-    unit: Ints
-    first: Ints
-    mode: Ints
-    link: Ints
-    batch: Floats
-    load: Floats
-    kv: Floats
-    first_load: Floats
-    first_kv: Floats
-    link_gb: Floats
-    seconds: Floats
-
-    def __len__(self) -> int:
-        return len(self.domain)
-
-    def take(self, keep: Ints | NDArray[np.bool_]) -> Paths:
-        return Paths(*(getattr(self, name)[keep] for name in Paths.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class Tableau:
-    """`weights` are the domains' shares of the rate, 1 in sum. `reasons` explain why a pool, or a domain on a pool, has
-    no path. `instances` are the models behind `units`, and `notes` their assumptions."""
-
-    units: tuple[InstanceKind, ...]
-    instances: tuple[InstanceModel, ...]
-    channels: tuple[KvChannel, ...]
-    paths: Paths
-    weights: Floats
-    reasons: tuple[RefusalReason, ...]
-    notes: tuple[str, ...]
-
-
-def tableau(problem: Problem) -> Tableau:
-    """Every unit, channel and path that the problem and its restriction allow."""
-    reasons: list[RefusalReason] = []
-    notes: list[str] = []
-    units, models = instance_kinds(problem, reasons)
-    weights = np.array([d.weight for d in problem.domains])
-    links = kv_channels(problem)
-    builder = _Builder(problem, units, models, links, reasons)
-    if problem.fixed is None and len(units) > MANY:
-        kept = builder.worthwhile()
-        units, models = [units[u] for u in kept], [models[u] for u in kept]
-        builder = _Builder(problem, units, models, links, reasons, builder.costs)
-        notes.append(f"many pools: at most {SIZES} sizes of instance per pool and role are considered")
-    paths = _join([*builder.aggregated(), *builder.divided()])
-    return Tableau(
-        units=tuple(units),
-        instances=tuple(models),
-        channels=tuple(links.values()),
-        paths=paths,
-        weights=weights / weights.sum(),
-        reasons=tuple(dict.fromkeys(reasons)),
-        notes=tuple(dict.fromkeys(notes)),
-    )
-
-
-class _Builder:
-    """Builds blocks of paths. Caches the cost of an instance type for a domain, since pools share device types."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        units: list[InstanceKind],
-        models: list[InstanceModel],
-        links: dict[tuple[str, str], KvChannel],
-        reasons: list[RefusalReason],
-        costs: dict[tuple[object, ...], object] | None = None,
-    ) -> None:
-        self._problem, self._units, self._models = problem, units, models
-        self._links, self._reasons = links, reasons
-        self._order = {key: i for i, key in enumerate(links)}
-        self._turns = [representative_turns(d, problem.performance.shape) for d in problem.domains]
-        self.costs: dict[tuple[object, ...], object] = {} if costs is None else costs
-        self._domains = {mode: self._domains_of(mode) for mode in (KvMode.KEEP, KvMode.PULL)}
-
-    def aggregated(self) -> Iterator[Paths]:
-        for u, unit in enumerate(self._units):
-            if unit.role is not Role.ENGINE:
-                continue
-            for j, domain in enumerate(self._problem.domains):
-                if self._may(j, u):
-                    yield self._block(j, u, KvMode.KEEP)
-                    if domain.environment.wait_s > 0 and domain.turns.mean > 1:
-                        yield self._block(j, u, KvMode.RECOMPUTE)
-
-    def worthwhile(self) -> list[int]:
-        """The units to keep if there are many: by pool and role, the size that serves the mix best per device and the
-        next best by that rate over the root of the seconds; also the units that run already."""
-        groups: dict[tuple[int, Role], list[int]] = {}
-        for u, unit in enumerate(self._units):
-            groups.setdefault((unit.pool, unit.role), []).append(u)
-        running = self._problem.running.deployments if self._problem.running else ()
-        pools = self._problem.pools
-        now = {(d.pool, d.role, d.tp) for d in running}
-        kept: set[int] = set()
-        for group in groups.values():
-            score = np.array([self._merit(u) for u in group])
-            order = np.lexsort((np.arange(len(group)), -score[:, 0]))
-            kept.add(group[int(order[0])])
-            others = [i for i in np.lexsort((np.arange(len(group)), -score[:, 1])).tolist() if i != order[0]]
-            kept |= {group[i] for i in others[: SIZES - 1]}
-            kept |= {
-                u for u in group if (pools[self._units[u].pool].name, self._units[u].role, self._units[u].tp) in now
-            }
-        return sorted(kept)
-
-    def _merit(self, u: int) -> tuple[float, float]:
-        """Trajectories/s per device over the mix, bound by time and by KV; and that rate divided by the square root of
-        the seconds."""
-        unit, rates, quick = self._units[u], [], []
-        for j, domain in enumerate(self._problem.domains):
-            if not self._fits(j, u):
-                continue
-            turns = self._turns[j]
-            wait = domain.environment.wait_s * turns.kv_wait
-            if unit.role is Role.PREFILL:
-                cost = self._prefill(j, u)
-                seconds = np.array([cost.load])
-                rate, held = 1.0 / seconds, seconds * turns.kv_longest
-            elif unit.role is Role.DECODE:
-                work = self._decode(j, u)
-                seconds, rate, held = work.seconds, 1.0 / work.load, work.seconds * turns.kv_running + wait
-            else:
-                whole = self._engine(j, u, drop=False)
-                seconds, rate, held = whole.seconds, 1.0 / whole.load, whole.kv_seconds + wait
-            able = np.minimum(rate, unit.kv_gb / held) / unit.tp
-            rates.append(domain.weight / float(able.max()))
-            quick.append(domain.weight / float((able / np.sqrt(seconds)).max()))
-        return (1 / sum(rates), 1 / sum(quick)) if rates else (0.0, 0.0)
-
-    def _block(self, j: int, u: int, mode: KvMode) -> Paths:
-        turns, domain, drop = self._turns[j], self._problem.domains[j], mode is KvMode.RECOMPUTE
-        cost = self._engine(j, u, drop=drop)
-        waits = 0.0 if drop else domain.environment.wait_s * turns.kv_wait
-        n = len(cost.batch)
-        return _paths(
-            _whole(n, j),
-            u,
-            mode,
-            cost.batch,
-            load=cost.load,
-            kv=cost.kv_seconds + waits,
-            seconds=cost.seconds + _away(domain),
-        )
-
-    def divided(self) -> Iterator[Paths]:
-        """Paths that prefill on one unit and decode on another, for all domains of a pair of units at a time."""
-        pools = self._problem.pools
-        decoding = {u: self._decoding(u) for u, unit in enumerate(self._units) if unit.role is Role.DECODE}
-        for p, first in enumerate(self._units):
-            if first.role is not Role.PREFILL:
-                continue
-            prefilling = self._prefilling(p)
-            for d, work in decoding.items():
-                last = self._units[d]
-                a, b = pools[first.pool], pools[last.pool]
-                key = (min(a.name, b.name), max(a.name, b.name))
-                whole = first.tp % last.tp == 0 or last.tp % first.tp == 0
-                if key not in self._links or not whole or a.device.is_cpu != b.device.is_cpu:
-                    continue
-                yield self._hand_over(p, d, key, KvMode.KEEP, prefilling, work)
-                yield self._hand_over(p, d, key, KvMode.PULL, prefilling, work)
-
-    def _prefilling(self, u: int) -> tuple[Floats, Floats]:
-        """By domain: seconds and GB·s of prefill; NaN where its KV does not fit."""
-        cost = [self._prefill(j, u) if self._fits(j, u) else None for j in range(len(self._turns))]
-        return (
-            np.array([math.nan if c is None else c.load for c in cost]),
-            np.array([math.nan if c is None else c.kv_seconds for c in cost]),
-        )
-
-    def _decoding(self, u: int) -> tuple[Ints, DecodeCost]:
-        """All domains' batch sizes one after the other: the domain of each, and the costs."""
-        blocks = [(j, self._decode(j, u)) for j in range(len(self._turns)) if self._may(j, u)]
-        domain = np.concatenate([np.zeros(0, dtype=np.int64), *(_whole(len(c.batch), j) for j, c in blocks)])
-        empty = np.zeros(0)
-        return domain, DecodeCost(
-            np.concatenate([empty, *(c.batch for _, c in blocks)]),
-            np.concatenate([empty, *(c.load for _, c in blocks)]),
-            np.concatenate([empty, *(c.seconds for _, c in blocks)]),
-        )
-
-    def _hand_over(
-        self,
-        p: int,
-        d: int,
-        key: tuple[str, str],
-        mode: KvMode,
-        prefilling: tuple[Floats, Floats],
-        decoding: tuple[Ints, DecodeCost],
-    ) -> Paths:
-        channel, (domain, decode) = self._links[key], decoding
-        load, prefill_kv = (values[domain] for values in prefilling)
-        t = self._domains[mode]
-        turns, gb, middle = t.turns[domain], t.gb[domain], t.middle[domain]
-        moving = gb / channel.gb_per_s + (2 * turns - 1) * channel.latency_s
-        # The prompt's KV is there, on both sides, while it is computed and moves.
-        handing = prefill_kv + t.gb_prompt[domain] / channel.gb_per_s + t.hops_prompt[domain] * channel.latency_s
-        first_kv = handing
-        if mode is KvMode.KEEP:
-            first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
-        paths = _paths(
-            domain,
-            d,
-            mode,
-            decode.batch,
-            load=decode.load,
-            kv=handing + decode.seconds * middle + t.wait[domain],
-            seconds=load + moving + decode.seconds + t.away[domain],
-            first=p,
-            first_load=load,
-            first_kv=first_kv,
-            link=self._order[key],
-            link_gb=gb,
-        )
-        # A single turn has nothing to pull back, and nothing to keep where it is known to be the last.
-        single = np.array([d.turns.mean == 1 and d.last_turn_known for d in self._problem.domains])[domain]
-        return paths.take(np.isfinite(load) & (~single | (mode is KvMode.KEEP)))
-
-    def _domains_of(self, mode: KvMode) -> _Domains:
-        turns, domains = self._turns, self._problem.domains
-        # Later turns move more, and hold more meanwhile: products are summed by turn.
-        moved = [t.kv_prompt - t.kv_cached + self._returned(j, mode) for j, t in enumerate(turns)]
-        return _Domains(
-            turns=np.array([t.count for t in turns]),
-            gb=np.array([float(t.weight @ gb) for t, gb in zip(turns, moved, strict=True)]),
-            gb_prompt=np.array([float(t.weight @ (gb * t.kv_prompt)) for t, gb in zip(turns, moved, strict=True)]),
-            hops_prompt=np.array([float((t.weight + t.later) @ t.kv_prompt) for t in turns]),
-            lent=np.array([t.kv_lent / t.count for t in turns]),
-            middle=np.array([t.kv_running for t in turns]),
-            wait=np.array([d.environment.wait_s * t.kv_wait for d, t in zip(domains, turns, strict=True)]),
-            away=np.array([_away(d) for d in domains]),
-        )
-
-    def _returned(self, j: int, mode: KvMode) -> Floats:
-        """GB that decode hands back to prefill before a turn: the outputs since, or the whole context."""
-        turns = self._turns[j]
-        shape, follows = self._problem.performance.shape, turns.later > 0
-        if mode is KvMode.PULL:
-            return np.where(follows, turns.kv_cached - turns.kv_prefix, 0.0)
-        known = np.array([shape.kv_bytes(max(c - turns.output, 0.0)) / 1e9 for c in turns.cached])
-        return np.where(follows, turns.kv_cached - known, 0.0)
-
-    def _may(self, j: int, u: int) -> bool:
-        """Whether a domain may decode on a unit: by affinity, and by the memory of its longest turn."""
-        allowed = self._problem.affinity.get(self._problem.domains[j].name)
-        return (allowed is None or self._problem.pools[self._units[u].pool].name in allowed) and self._fits(j, u)
-
-    def _fits(self, j: int, u: int) -> bool:
-        """Whether a domain's longest turn fits an instance's KV memory."""
-        need, have = self._turns[j].kv_longest, self._units[u].kv_gb
-        if need > have:
-            pool = self._problem.pools[self._units[u].pool].name
-            tp, domain = self._units[u].tp, self._problem.domains[j].name
-            text = f"a trajectory of {domain} needs {need:.3g} GB of KV, {have:.3g} GB are left after the weights"
-            self._reasons.append((pool, domain, f"{pool}, {tp} per instance: {text}"))
-        return need <= have
-
-    def _batches(self, j: int, u: int) -> Floats:
-        return batch_sizes(self._units[u].kv_gb / self._turns[j].kv_running, self._problem.max_batch)
-
-    def _engine(self, j: int, u: int, *, drop: bool) -> AggregatedCost:
-        turns, batch = self._turns[j], self._batches(j, u)
-        return self._once(("engine", j, drop), u, lambda m: aggregated_cost(m, turns, batch, recompute=drop))
-
-    def _prefill(self, j: int, u: int) -> PrefillCost:
-        return self._once(("prefill", j), u, lambda m: prefill_cost(m, self._turns[j]))
-
-    def _decode(self, j: int, u: int) -> DecodeCost:
-        return self._once(("decode", j), u, lambda m: decode_cost(m, self._turns[j], self._batches(j, u)))
-
-    def _once(self, what: tuple[object, ...], u: int, make: Callable[[InstanceModel], T]) -> T:
-        """Pools of one device type share their models, which `_units` made once."""
-        key = (*what, id(self._models[u]))
-        if key not in self.costs:
-            self.costs[key] = make(self._models[u])
-        return self.costs[key]  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class _Domains:
-    """Arrays over the domains: turns, GB over the link; by transfer GB × KV of the prompt, and that KV, in sum; mean KV
-    that prefill holds during a decode, and at half the output, KV·s of the waits between turns, seconds outside of
-    engines."""
-
-    turns: Floats
-    gb: Floats
-    gb_prompt: Floats
-    hops_prompt: Floats
-    lent: Floats
-    middle: Floats
-    wait: Floats
-    away: Floats
-
-
-def _away(domain: DomainProfile) -> float:
-    """Seconds in flight outside of any engine: the environment, and the reward."""
-    spent = domain.turns.mean * domain.environment.wait_s + domain.environment.reset_s
-    return spent + (0.0 if domain.reward is None else domain.reward.seconds)
-
-
-def _whole(n: int, value: int) -> Ints:
-    return np.full(n, value, dtype=np.int64)
-
-
-def _paths(
-    domain: Ints,
-    u: int,
-    mode: KvMode,
-    batch: Floats,
-    *,
-    load: Floats,
-    kv: Floats,
-    seconds: Floats,
-    first: int = -1,
-    first_load: Floats | float = 0.0,
-    first_kv: Floats | float = 0.0,
-    link: int = -1,
-    link_gb: Floats | float = 0.0,
-) -> Paths:
-    n = len(batch)
-    zero = np.zeros(n)
-    return Paths(
-        domain=domain,
-        unit=_whole(n, u),
-        first=_whole(n, first),
-        mode=_whole(n, MODES.index(mode)),
-        link=_whole(n, link),
-        batch=batch,
-        load=load,
-        kv=kv,
-        first_load=zero + first_load,
-        first_kv=zero + first_kv,
-        link_gb=zero + link_gb,
-        seconds=seconds,
-    )
-
-
-def _join(blocks: list[Paths]) -> Paths:
-    whole = {"domain", "unit", "first", "mode", "link"}
-    columns = []
-    for name in Paths.__slots__:
-        kind = np.int64 if name in whole else np.float64
-        columns.append(np.concatenate([np.zeros(0, dtype=kind), *(getattr(b, name) for b in blocks)]))
-    return Paths(*columns)
+def _batch_sizes(top: float) -> Floats:
+    """Operating points 1, 2, 4 … up to `top`, which is one itself."""
+    grid = [1.0]
+    while grid[-1] * 2 < top:
+        grid.append(grid[-1] * 2)
+    if top > grid[-1]:
+        grid.append(top)
+    return np.array(grid)

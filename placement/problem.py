@@ -311,6 +311,23 @@ class Problem:
             return float(self.in_flight)
         return math.inf if self.train is None else float(self.train.in_flight)
 
+    def kv_channels(self) -> dict[tuple[str, str], Link]:
+        """The connections that KV may take, by names in sorted order. Between two pools these are the problem's links;
+        within a pool also its devices' figures: NVLink if the pool is one host, else the hosts' network, of which half
+        the devices send while the other half receive."""
+        found: dict[tuple[str, str], Link] = {}
+        for link in self.links:
+            found.setdefault(link.pools, link)
+        for pool in self.pools:
+            device, key = pool.device, (pool.name, pool.name)
+            one_host = device.devices_per_host is not None and pool.count <= device.devices_per_host
+            speed = device.link_gb_per_s
+            if one_host and device.nvlink_gb_per_s is not None:
+                speed = device.nvlink_gb_per_s / 2
+            if key not in found and speed is not None and pool.count > 1:
+                found[key] = Link(*key, speed * pool.count / 2)
+        return dict(sorted(found.items()))
+
     def publish_path(self, trainer: str, serving: Iterable[str]) -> PublishPath | None:
         """The path of a version from the trainer's pool to the slowest pool with engines; None without a window or a
         publish."""

@@ -1,35 +1,228 @@
 """Conversion of a solution to a `Placement`: flows at its instances, dual prices, and the binding constraints as
-text.
-
-The binding constraints of a plan as text, most important first.
-"""
+text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from placement import program
 from placement.milp import Floats, MilpSolution
 from placement.paths import MODES
-from placement.program import PlacementProgram
+from placement.program import PlacementProgram, solve_relaxation
+from placement.search import plan_value
 from placement.types import Deployment, DualPrices, FirstStage, Flow, Objective, Placement, Pool, RewardChoice, Role
 
+NEGLIGIBLE_FLOW = 1e-9
+"""Shares of the rate below this are the solver's tolerance, not flows."""
+WIDE_GAP = 0.1
+"""Distance of a plan to its bound from which a reader is warned. A guess: a tenth, less than the band of any model."""
 MIN_BINDING_SHARE = 5e-4
 """Constraints that hold back less than this share of the rate are not listed."""
 
 
-def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:
-    """The constraints by the share of the rate that they hold back: the price of a row × its resources. Training and
-    publishing count with their share of the holding time of a window's slots."""
-    pools, t = p.problem.pools, p.tableau
+def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
+    """The plan at the integer instances of `x`, with the flows that keep the devices least busy."""
+    fix = {j: float(round(x[j])) for j in p.integers()}
+    for key in (("cost",), ("reached",)):
+        if p.matrix.has(key):
+            p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
+    relaxed = p.relaxed
+    if relaxed is None:
+        with p.rate_within(0.0, math.inf):
+            relaxed = solve_relaxation(p, {p.rate: 1.0})
+    best, x = _final_flows(p, x, fix)
+    rate, cost = p.rate_of(x), p.usd_per_hour(x)
+    if p.problem.objective is Objective.MIN_COST and p.problem.rate is not None:
+        rate = p.problem.rate  # reached, but for the solver's tolerance
+    if first is not None and (first.rate <= rate or math.isclose(first.usd_per_hour, cost, rel_tol=1e-3)):
+        # A window is held at the plan's own seconds by now: a first stage of the same cost was worth no more.
+        first = FirstStage(rate, cost)
+    value = abs(plan_value(p, x)) if first is None else first.rate
+    gap = abs(bound - value) / max(abs(bound), 1e-300)
+    models = [p.tableau.instances[u] for u, column in enumerate(p.units) if x[column] > 0.5]
+    notes = [*p.tableau.notes, *(n for m in models for n in m.notes), *p.notes]
+    if gap > WIDE_GAP:
+        notes.insert(
+            0,
+            f"warning: the search ended {gap:.0%} short of the bound: a much better plan may exist; solve a smaller "
+            "problem (placement.tensor_parallel, fewer pools) or give placement.train.devices",
+        )
+    assumed = [d.name for d in p.problem.domains if d.source == "assumed"]
+    notes += [f"the profile of {name} is assumed, not measured" for name in assumed]
+    return Placement(
+        objective=p.problem.objective,
+        rate=rate,
+        bound=bound if gap > 1e-9 else value,
+        gap=gap if gap > 1e-9 else 0.0,
+        usd_per_hour=cost,
+        usd_per_hour_all=cost + _idle_usd(p, x),
+        deployments=tuple(_deployments(p, x)),
+        flows=tuple(_flows(p, x)),
+        rewards=tuple(_rewards(p, x)),
+        prices=_prices(p, best, relaxed),
+        binds=_binding_constraints(p, best, x),
+        notes=tuple(dict.fromkeys(notes)),
+        band=max((m.band for m in models), default=0.0),
+        first=first,
+    )
+
+
+def devices_text(pool: Pool, used: int) -> str:
+    """The text for a pool whose devices bind, of which a plan uses `used`."""
+    where = "" if pool.device.name == pool.name else f" of {pool.name}"
+    return f"{pool.device.name} devices{where}: {used} of {pool.count}"
+
+
+def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple[MilpSolution, Floats]:
+    """The solutions with fixed instances: the maximum flow (for dual prices), and the reported flows, which are the
+    cheapest at the plan's rate and then take the fewest device-seconds."""
+    with p.rate_within(0.0, math.inf):
+        best = solve_relaxation(p, {p.rate: 1.0}, fix=fix)
+    if best is None:
+        raise RuntimeError("HiGHS: the solution found does not hold with its instances fixed")
+    rate = float(best.x[p.rate])
+    if p.problem.objective is not Objective.MAX_THROUGHPUT:
+        rate = min(rate, float(x[p.rate]))
+    dollars = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
+    least = p.vector({j: -v for j, v in p.cost().items()})
+    least[p.first_path :] -= 1e-3 * dollars * p.scale * p.tableau.device_seconds(p.active)
+    with p.rate_within(rate * (1 - 1e-9), rate * (1 - 1e-9)):
+        flows = p.matrix.relaxed(least, fix=fix)
+    return best, best.x if flows is None else flows.x
+
+
+def _prices(p: PlacementProgram, best: MilpSolution, relaxed: MilpSolution | None) -> DualPrices:
+    names = [q.name for q in p.problem.pools]
+    per_token = p.problem.performance.shape.kv_bytes(1.0) / 1e9
+    deployments, kv = {}, {}
+    for u, unit in enumerate(p.tableau.units):
+        if best.x[p.units[u]] > 0.5:
+            key = (names[unit.pool], unit.role, unit.tp)
+            deployments[key] = _clean_price(best.duals["load", u] * p.scale)
+            kv[key] = _clean_price(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
+    # Of trajectories in flight: the gain per additional one, and the cost per second; with a window, over all domains.
+    each = p.scale / p.problem.trajectories_in_flight
+    places = seconds = best.duals.get(("in flight",), 0.0) * each
+    for j, own in enumerate(p.slopes):
+        price = best.duals["window", j] * each
+        places, seconds = places + price / own, seconds + price
+    pools = {} if relaxed is None else {name: relaxed.duals["pool", g] * p.scale for g, name in enumerate(names)}
+    return DualPrices(
+        deployments=deployments,
+        kv=kv,
+        links={c.pools: _clean_price(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels},
+        in_flight=_clean_price(seconds),
+        places=_clean_price(places),
+        pools={name: _clean_price(price) for name, price in pools.items()},
+        train=_clean_price(_train_dual(best)),
+    )
+
+
+def _train_dual(best: MilpSolution) -> float:
+    """The dual prices of the trainer's rate, in sum."""
+    return sum(v for key, v in best.duals.items() if key[0] == "train")
+
+
+def _clean_price(value: float) -> float:
+    """The price without the solver's noise: no negative price, no -0.0."""
+    return float(value) if value > 1e-12 else 0.0
+
+
+def _deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
+    paths, names = p.active, [q.name for q in p.problem.pools]
+    flow, rate = np.maximum(x[p.first_path :], 0.0) * p.scale, p.rate_of(x)
+    for u, unit in enumerate(p.tableau.units):
+        n = round(x[p.units[u]])
+        if n < 1:
+            continue
+        last, first = paths.unit == u, paths.first == u
+        busy = float(flow[last] @ paths.load[last]) + float(flow[first] @ paths.first_load[first])
+        held = float(flow[last] @ paths.kv[last]) + float(flow[first] @ paths.first_kv[first])
+        at_once = float(flow[last] @ (paths.load[last] * paths.batch[last]))
+        batch = at_once / busy if unit.role is not Role.PREFILL and busy > 0 else 1.0
+        yield Deployment(
+            names[unit.pool], unit.role, unit.tp, n, batch, min(1.0, busy / n), min(1.0, held / (n * unit.kv_gb))
+        )
+    for option in p.trainers:
+        m = round(x[option.devices])
+        if m >= 1:
+            yield Deployment(names[option.pool], Role.TRAINER, m, 1, 1.0, min(1.0, rate * option.seconds(m)))
+    counts: dict[tuple[int, int], tuple[int, float]] = {}
+    for key, column in p.reward_units.items():
+        scored = ((x[q.column] * p.scale, p.problem.domains[q.domain].reward) for q in p.rewards if q.unit == key)
+        busy = sum(each * reward.seconds for each, reward in scored if reward is not None)
+        n, before = counts.get(key[:2], (0, 0.0))
+        counts[key[:2]] = (n + round(x[column]), before + float(busy))
+    for (g, devices), (n, busy) in sorted(counts.items()):
+        if n >= 1:
+            yield Deployment(names[g], Role.REWARD, devices, n, 1.0, min(1.0, busy / n))
+    cores = sum(round(x[c]) for c in p.environments.values())
+    for g, column in p.environments.items():
+        if round(x[column]) >= 1:
+            share = min(1.0, p.environment_cores * float(x[p.rate]) * p.scale / cores)
+            yield Deployment(names[g], Role.ENVIRONMENT, 1, round(x[column]), 1.0, share)
+
+
+def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
+    paths, units, names = p.active, p.tableau.units, [q.name for q in p.problem.pools]
+    sums: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+    """Rate, and trajectories in flight."""
+    values = x[p.first_path :]
+    for k in np.nonzero(values > NEGLIGIBLE_FLOW * max(float(x[p.rate]), 1e-300))[0].tolist():
+        key = (int(paths.domain[k]), int(paths.unit[k]), int(paths.first[k]), int(paths.mode[k]))
+        rate, in_flight = sums.get(key, (0.0, 0.0))
+        more = float(values[k]) * p.scale
+        sums[key] = rate + more, in_flight + more * float(paths.seconds[k])
+    for (j, u, f, mode), (rate, in_flight) in sorted(sums.items()):
+        yield Flow(
+            domain=p.problem.domains[j].name,
+            pool=names[units[u].pool],
+            tp=units[u].tp,
+            rate=rate,
+            seconds=in_flight / rate,
+            kv=MODES[mode],
+            prefill_pool=names[units[f].pool] if f >= 0 else None,
+            prefill_tp=units[f].tp if f >= 0 else None,
+        )
+
+
+def _idle_usd(p: PlacementProgram, x: Floats) -> float:
+    """$/h of devices that are paid but unused."""
+    used = zip(p.problem.pools, p.devices_used(x), strict=True)
+    return sum((q.count - n) * q.usd_per_device_hour for q, n in used if not q.rented)
+
+
+def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
+    pools = p.problem.pools
+    for q in p.rewards:
+        rate, reward = float(x[q.column]) * p.scale, p.problem.domains[q.domain].reward
+        if rate <= NEGLIGIBLE_FLOW * p.rate_of(x) or reward is None:
+            continue
+        mine = [r for r in p.rewards if r.domain == q.domain]
+        usd = next((r.usd for r in mine if r.pool < 0), None)
+        hourly = {r.pool: pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None}
+        dedicated = hourly.get(q.pool, min(hourly.values(), default=None))
+        even = None
+        if usd is not None and usd > 0 and dedicated is not None and reward.seconds > 0:
+            even = dedicated / (3600.0 * usd / reward.seconds)
+        per = usd if q.pool < 0 else (dedicated or 0.0) / 3600.0 * reward.seconds
+        yield RewardChoice(
+            domain=p.problem.domains[q.domain].name,
+            where="functions" if q.pool < 0 else pools[q.pool].name,
+            rate=rate,
+            usd_per_thousand=1000.0 * (per or 0.0),
+            break_even_utilisation=even,
+            dedicated_utilisation=rate * reward.seconds if dedicated is not None else None,
+        )
+
+
+def _binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:
+    """The constraints, most important first, by the share of the rate that they hold back: the price of a row × its
+    resources. Training and publishing count with their share of the holding time of a window's slots."""
+    pools, t, used = p.problem.pools, p.tableau, p.devices_used(x)
     weight: dict[str, float] = {}
-    used = dict.fromkeys(range(len(pools)), 0)
-    for g, column, size in p.device_columns():
-        used[g] += round(float(x[column])) * size
 
     def count(what: str, value: float) -> None:
         if value > MIN_BINDING_SHARE * float(x[p.rate]):
@@ -52,8 +245,7 @@ def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> t
         count(f"the window: {limit * t.weights[j]:,.0f} places for {name}", price)
         for what, share in _holding_shares(p, x, j, own):
             count(what, price * share)
-    train = sum(v for key, v in best.duals.items() if key[0] == "train")
-    count("the trainer", train / p.scale if p.scale else 0.0)
+    count("the trainer", _train_dual(best) / p.scale)
     for key, column in p.reward_units.items():
         count(f"rewards on {pools[key[0]].name}", best.duals["scoring", *key] * float(x[column]))
     if p.environments:
@@ -66,277 +258,11 @@ def binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> t
 
 def _holding_shares(p: PlacementProgram, x: Floats, j: int, own: float) -> Iterator[tuple[str, float]]:
     """The shares of a slot's holding time that are training, if more devices would shorten it, and publishing."""
-    option = next(option for option in p.trainers if x[option.devices] > 0.5)
-    names, size = [pool.name for pool in p.problem.pools], round(float(x[option.devices]))
-    train_s = program.training_step_s(p, option, size)
-    serving = {names[unit.pool] for u, unit in enumerate(p.tableau.units) if x[p.units[u]] > 0.5}
-    publish_s = p.problem.publish_s(names[option.pool], serving)
+    option = p.trainer(x)
+    assert option is not None, "a window's slots are held until training"
+    size = round(float(x[option.devices]))
+    train_s, publish_s = p.step_s(option, size), p.publish_s(option, p.serving(x))
     rest = p.held[option.pool][0][j] * own * float(x[option.rate]) / (train_s + publish_s)
-    if size < option.most and program.fixed_trainer_size(p, option) is None:
+    if size < option.most and p.trainer_size(option) is None:
         yield "the trainer", rest * train_s
     yield f"publishing: {publish_s:.3g} s", rest * publish_s
-
-
-def devices_text(pool: Pool, used: int) -> str:
-    """The text for a pool whose devices bind, of which a plan uses `used`."""
-    where = "" if pool.device.name == pool.name else f" of {pool.name}"
-    return f"{pool.device.name} devices{where}: {used} of {pool.count}"
-
-
-NEGLIGIBLE_FLOW = 1e-9
-"""Shares of the rate below this are the solver's tolerance, not flows."""
-
-
-WIDE_GAP = 0.1
-"""Distance of a plan to its bound from which a reader is warned. A guess: a tenth, less than the band of any model."""
-
-
-def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
-    """The plan at the integer instances of `x`, with the flows that keep the devices least busy."""
-    fix = {j: float(round(x[j])) for j in p.integers()}
-    for key in (("cost",), ("reached",)):
-        if p.matrix.has(key):
-            p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
-    relaxed = p.relaxed or _device_relaxation(p)
-    best, x = _final_flows(p, x, fix)
-    prices = _prices(p, best, relaxed)
-    rate = float(x[p.rate]) * p.scale
-    if p.problem.objective is Objective.MIN_COST and p.problem.rate is not None:
-        rate = p.problem.rate  # reached, but for the solver's tolerance
-    cost = float(p.vector(p.cost()) @ x)
-    if first is not None and (first.rate <= rate or math.isclose(first.usd_per_hour, cost, rel_tol=1e-3)):
-        # A window is held at the plan's own seconds by now: a first stage of the same cost was worth no more.
-        first = FirstStage(rate, cost)
-    value = {
-        Objective.MAX_THROUGHPUT: rate if first is None else first.rate,
-        Objective.MIN_COST: cost,
-        Objective.MAX_THROUGHPUT_PER_DOLLAR: rate / cost if cost > 0 else 0.0,
-    }[p.problem.objective]
-    gap = abs(bound - value) / max(abs(bound), 1e-300)
-    warning = (
-        f"warning: the search ended {gap:.0%} short of the bound: a much better plan may exist; solve a smaller "
-        "problem (placement.tensor_parallel, fewer pools) or give placement.train.devices"
-    )
-    used = [u for u, column in enumerate(p.units) if x[column] > 0.5]
-    models = [p.tableau.instances[u] for u in used]
-    return Placement(
-        objective=p.problem.objective,
-        rate=rate,
-        bound=bound if gap > 1e-9 else value,
-        gap=gap if gap > 1e-9 else 0.0,
-        usd_per_hour=cost,
-        usd_per_hour_all=cost + _idle_usd(p, x),
-        deployments=tuple(_deployments(p, x)),
-        flows=tuple(_flows(p, x)),
-        rewards=tuple(_rewards(p, x)),
-        prices=prices,
-        binds=binding_constraints(p, best, x),
-        notes=tuple(
-            dict.fromkeys(
-                [
-                    *([warning] if gap > WIDE_GAP else []),
-                    *p.tableau.notes,
-                    *(n for m in models for n in m.notes),
-                    *p.notes,
-                    *_assumption_notes(p),
-                ]
-            )
-        ),
-        band=max((m.band for m in models), default=0.0),
-        first=first,
-    )
-
-
-def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple[MilpSolution, Floats]:
-    """The solutions with fixed instances: the maximum flow (for dual prices), and the reported flows, which are the
-    cheapest at the plan's rate and then take the fewest device-seconds."""
-    m = p.matrix
-    low, high = m.low[p.rate], m.high[p.rate]
-    m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
-    best = program.solve_relaxation(p, {p.rate: 1.0}, fix=fix)
-    if best is None:
-        raise RuntimeError("HiGHS: the solution found does not hold with its instances fixed")
-    rate = float(best.x[p.rate])
-    if p.problem.objective is not Objective.MAX_THROUGHPUT:
-        rate = min(rate, float(x[p.rate]))
-    m.low[p.rate] = m.high[p.rate] = rate * (1 - 1e-9)
-    paths, units = p.active, p.tableau.units
-    tp = np.array([float(u.tp) for u in units])
-    seconds = paths.load * tp[paths.unit] + np.where(paths.first >= 0, paths.first_load * tp[paths.first], 0.0)
-    dollars = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
-    least = p.vector({j: -v for j, v in p.cost().items()})
-    least[p.first_path :] -= 1e-3 * dollars * p.scale * seconds
-    flows = m.relaxed(least, fix=fix)
-    m.low[p.rate], m.high[p.rate] = low, high
-    x = best.x if flows is None else flows.x
-    return best, x
-
-
-def _device_relaxation(p: PlacementProgram) -> MilpSolution | None:
-    """The relaxed problem, whose dual prices of devices allow fractional instances."""
-    m = p.matrix
-    low, high = m.low[p.rate], m.high[p.rate]
-    m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
-    answer = program.solve_relaxation(p, {p.rate: 1.0})
-    m.low[p.rate], m.high[p.rate] = low, high
-    return answer
-
-
-def _prices(p: PlacementProgram, best: MilpSolution, relaxed: MilpSolution | None) -> DualPrices:
-    names = [q.name for q in p.problem.pools]
-    per_token = p.problem.performance.shape.kv_bytes(1.0) / 1e9
-    deployments, kv = {}, {}
-    for u, unit in enumerate(p.tableau.units):
-        if best.x[p.units[u]] > 0.5:
-            key = (names[unit.pool], unit.role, unit.tp)
-            deployments[key] = _clean_price(best.duals["load", u] * p.scale)
-            kv[key] = _clean_price(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
-    places, seconds = _in_flight_prices(p, best)
-    train = [v for key, v in best.duals.items() if key[0] == "train"]
-    return DualPrices(
-        deployments=deployments,
-        kv=kv,
-        links={c.pools: _clean_price(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels},
-        in_flight=_clean_price(seconds),
-        places=_clean_price(places),
-        pools={}
-        if relaxed is None
-        else {name: _clean_price(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)},
-        train=_clean_price(sum(train)),
-    )
-
-
-def _in_flight_prices(p: PlacementProgram, best: MilpSolution) -> tuple[float, float]:
-    """The gain per additional trajectory in flight, and the cost per second in flight; with a window, the mean over
-    domains."""
-    each = p.scale / p.problem.trajectories_in_flight
-    places = seconds = best.duals.get(("in flight",), 0.0) * each
-    for j, own in enumerate(p.slopes):
-        price = best.duals["window", j] * each
-        places, seconds = places + price / own, seconds + price
-    return places, seconds
-
-
-def _clean_price(value: float) -> float:
-    """The price without the solver's noise: no negative price, no -0.0."""
-    return float(value) if value > 1e-12 else 0.0
-
-
-def _deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
-    paths, names = p.active, [q.name for q in p.problem.pools]
-    flow = np.maximum(x[p.first_path :], 0.0) * p.scale
-    for u, unit in enumerate(p.tableau.units):
-        n = round(x[p.units[u]])
-        if n < 1:
-            continue
-        last, first = paths.unit == u, paths.first == u
-        busy = float(flow[last] @ paths.load[last]) + float(flow[first] @ paths.first_load[first])
-        held = float(flow[last] @ paths.kv[last]) + float(flow[first] @ paths.first_kv[first])
-        at_once = float(flow[last] @ (paths.load[last] * paths.batch[last]))
-        batch = at_once / busy if unit.role is not Role.PREFILL and busy > 0 else 1.0
-        yield Deployment(
-            names[unit.pool], unit.role, unit.tp, n, batch, min(1.0, busy / n), min(1.0, held / (n * unit.kv_gb))
-        )
-    rate = float(x[p.rate]) * p.scale
-    for option in p.trainers:
-        m = round(x[option.devices])
-        if m >= 1:
-            share = rate * (option.work / m + option.fixed)
-            yield Deployment(names[option.pool], Role.TRAINER, m, 1, 1.0, min(1.0, share))
-    yield from _side_deployments(p, x)
-
-
-def _side_deployments(p: PlacementProgram, x: Floats) -> Iterable[Deployment]:
-    names = [q.name for q in p.problem.pools]
-    counts: dict[tuple[int, int], tuple[int, float]] = {}
-    for key, column in p.reward_units.items():
-        busy = sum(x[q.column] * p.scale * _reward_seconds(p, q.domain) for q in p.rewards if q.unit == key)
-        n, before = counts.get(key[:2], (0, 0.0))
-        counts[key[:2]] = (n + round(x[column]), before + float(busy))
-    for (g, devices), (n, busy) in sorted(counts.items()):
-        if n >= 1:
-            yield Deployment(names[g], Role.REWARD, devices, n, 1.0, min(1.0, busy / n))
-    cores = sum(round(x[c]) for c in p.environments.values())
-    weights = zip(p.problem.domains, p.tableau.weights, strict=True)
-    load = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in weights) * float(x[p.rate]) * p.scale
-    for g, column in p.environments.items():
-        if round(x[column]) >= 1:
-            yield Deployment(names[g], Role.ENVIRONMENT, 1, round(x[column]), 1.0, min(1.0, load / cores))
-
-
-def _reward_seconds(p: PlacementProgram, j: int) -> float:
-    reward = p.problem.domains[j].reward
-    return 0.0 if reward is None else reward.seconds
-
-
-@dataclass(slots=True)
-class _FlowSum:
-    rate: float = 0.0
-    in_flight: float = 0.0
-
-
-def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
-    paths, units, names = p.active, p.tableau.units, [q.name for q in p.problem.pools]
-    sums: dict[tuple[int, int, int, int], _FlowSum] = {}
-    values = x[p.first_path :]
-    for k in np.nonzero(values > NEGLIGIBLE_FLOW * max(float(x[p.rate]), 1e-300))[0].tolist():
-        key = (int(paths.domain[k]), int(paths.unit[k]), int(paths.first[k]), int(paths.mode[k]))
-        total = sums.setdefault(key, _FlowSum())
-        total.rate += float(values[k]) * p.scale
-        total.in_flight += float(values[k]) * p.scale * float(paths.seconds[k])
-    for (j, u, f, mode), total in sorted(sums.items()):
-        yield Flow(
-            domain=p.problem.domains[j].name,
-            pool=names[units[u].pool],
-            tp=units[u].tp,
-            rate=total.rate,
-            seconds=total.in_flight / total.rate,
-            kv=MODES[mode],
-            prefill_pool=names[units[f].pool] if f >= 0 else None,
-            prefill_tp=units[f].tp if f >= 0 else None,
-        )
-
-
-def _idle_usd(p: PlacementProgram, x: Floats) -> float:
-    """$/h of devices that are paid but unused."""
-    used = [0.0] * len(p.problem.pools)
-    for g, column, devices in p.device_columns():
-        used[g] += round(x[column]) * devices
-    return sum(
-        (q.count - n) * q.usd_per_device_hour for q, n in zip(p.problem.pools, used, strict=True) if not q.rented
-    )
-
-
-def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
-    for q in p.rewards:
-        rate = float(x[q.column]) * p.scale
-        if rate <= NEGLIGIBLE_FLOW * float(x[p.rate]) * p.scale:
-            continue
-        reward, pools = p.problem.domains[q.domain].reward, p.problem.pools
-        if reward is None:
-            continue
-        mine = [r for r in p.rewards if r.domain == q.domain]
-        usd = next((r.usd for r in mine if r.pool < 0), None)
-        hourly = [
-            pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None and r.pool in (q.pool, -1)
-        ] or [pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None]
-        dedicated = min(hourly, default=None)
-        busy = rate * reward.seconds
-        even = None
-        if usd is not None and usd > 0 and dedicated is not None:
-            even = dedicated / (3600.0 * usd / reward.seconds) if reward.seconds > 0 else None
-        per = usd if q.pool < 0 else (dedicated or 0.0) / 3600.0 * reward.seconds
-        yield RewardChoice(
-            domain=p.problem.domains[q.domain].name,
-            where="functions" if q.pool < 0 else pools[q.pool].name,
-            rate=rate,
-            usd_per_thousand=1000.0 * (per or 0.0),
-            break_even_utilisation=even,
-            dedicated_utilisation=busy if dedicated is not None else None,
-        )
-
-
-def _assumption_notes(p: PlacementProgram) -> Iterable[str]:
-    for d in p.problem.domains:
-        if d.source == "assumed":
-            yield f"the profile of {d.name} is assumed, not measured"

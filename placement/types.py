@@ -117,6 +117,11 @@ class Link:
                 f"link {self.a}–{self.b}: latency_s is {self.latency_s} (rule: a finite number, at least 0)"
             )
 
+    @property
+    def pools(self) -> tuple[str, str]:
+        """The names in sorted order."""
+        return min(self.a, self.b), max(self.a, self.b)
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:

@@ -89,12 +89,10 @@ class PlannedTurnModel:
 
     @staticmethod
     def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurnModel:
-        from placement.paths import kv_channels  # imported late: only runs with a placement need numpy
-
         return PlannedTurnModel(
             problem.performance,
             {pool.name: pool.device for pool in problem.pools},
-            {ends: (c.gb_per_s, c.latency_s) for ends, c in kv_channels(problem).items()},
+            {ends: (c.gb_per_s, c.latency_s) for ends, c in problem.kv_channels().items()},
             {engine_kind(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in SERVING_ROLES},
         )
 
