@@ -91,17 +91,6 @@ class Move:
         return {MoveKind.FLIP: 0, MoveKind.DRAIN: self.devices, MoveKind.START: -self.devices}[self.kind]
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationCost:
-    """The total cost of a list of moves, and the number of instances that each kind of move touches."""
-
-    device_seconds: float
-    usd: float
-    flips: int
-    drains: int
-    starts: int
-
-
 _Key = tuple[str, Role, int]
 """(pool, role, tp): instances with the same key are the same to the router."""
 
@@ -130,35 +119,6 @@ def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCos
     for pool in sorted(drained | {k[0] for k in starts}, key=lambda p: (p not in left, p not in drained, p)):
         moves += _pool_moves(pool, drains, starts, max(room[pool] - use[pool], 0), costs)
     return tuple(moves)
-
-
-def apply_moves(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, Role, int], int]:
-    """Replicas by (pool, role, tp) once the moves are done. ValueError if a move takes more instances than exist."""
-    counts = _count(old)
-    for move in moves:
-        if move.before is not None:
-            key = (move.pool, move.before, move.tp)
-            if counts[key] < move.replicas:
-                raise ValueError(f"move '{move.words}': there are {counts[key]} (rule: at least {move.replicas})")
-            counts[key] -= move.replicas
-        if move.after is not None:
-            counts[(move.pool, move.after, move.tp)] += move.replicas
-    return dict(+counts)
-
-
-def total_cost(moves: Iterable[Move]) -> MigrationCost:
-    """The total cost of the moves."""
-    listed = list(moves)
-    touched: Counter[MoveKind] = Counter()
-    for move in listed:
-        touched[move.kind] += move.replicas
-    return MigrationCost(
-        device_seconds=math.fsum(m.device_seconds for m in listed),
-        usd=math.fsum(m.usd for m in listed),
-        flips=touched[MoveKind.FLIP],
-        drains=touched[MoveKind.DRAIN],
-        starts=touched[MoveKind.START],
-    )
 
 
 def _count(deployments: Iterable[Deployment]) -> Counter[_Key]:

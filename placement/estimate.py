@@ -10,13 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
-
-MIN_SHARE = 0.01
-"""Domains below this share of the mix, before and after, do not count for drift: their means are mostly noise."""
 
 RESERVOIR = 256
 """Trajectories per domain that quantiles are taken from: the median of a smooth distribution is then within ±3 % of
@@ -221,46 +218,6 @@ class ProfileEstimator:
             heapq.heappush(known.sample, entry)
         else:
             heapq.heappushpop(known.sample, entry)
-
-
-def workload_drift(a: Iterable[DomainProfile], b: Iterable[DomainProfile]) -> float:
-    """The distance of two workload mixes: the largest relative change of any figure that a plan was computed from.
-
-    Compared per domain: turns, prompt tokens computed per trajectory, tokens generated per trajectory, seconds waited
-    in the environment, and the share of the mix. The change between x and y is max / min − 1: symmetric, 0.15 for 15 %
-    more, 0 for equal mixes, infinite where something appears or goes. Domains below `MIN_SHARE` of both do not count.
-    """
-    before, after = _comparable_work(a), _comparable_work(b)
-    worst = 0.0
-    for name in sorted({*before, *after}):
-        x, y = before.get(name), after.get(name)
-        shares = [0.0 if w is None else w[-1] for w in (x, y)]
-        if max(shares) < MIN_SHARE:
-            continue
-        if x is None or y is None:
-            return math.inf
-        worst = max(worst, *(_change(p, q) for p, q in zip(x, y, strict=True)))
-    return worst
-
-
-def _comparable_work(mix: Iterable[DomainProfile]) -> dict[str, tuple[float, ...]]:
-    """The compared figures of each domain, its share of the mix last."""
-    profiles = list(mix)
-    total = sum(p.weight for p in profiles)
-    return {p.name: (*_domain_figures(p), p.weight / total) for p in profiles}
-
-
-def _domain_figures(p: DomainProfile) -> tuple[float, ...]:
-    turns = p.turns.mean
-    prompt = p.prompt.mean * (1.0 - p.shared_prefix) + (turns - 1.0) * p.new_tokens.mean
-    return turns, prompt, turns * p.output_tokens.mean, turns * p.environment.wait_s + p.environment.reset_s
-
-
-def _change(x: float, y: float) -> float:
-    low, high = min(x, y), max(x, y)
-    if high == low:
-        return 0.0
-    return high / low - 1.0 if low > 0 else math.inf
 
 
 def _figures(observed: ObservedTrajectory) -> dict[str, float]:
