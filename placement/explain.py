@@ -1,23 +1,20 @@
-"""Explanation of a plan, in short lines for a reader.
+"""Explanation of a plan, in short lines for a reader, and its comparison with simpler plans.
 
 The lines give the distance to the bound, the gain of one more device, the binding constraints, the device preference of
 each domain's phases, and the utilisation at which a dedicated device beats functions. Preferences are computed for this
 model, workload and prices; the name of a device decides nothing.
 
-Baselines for a plan: simple mappings, solved on the same model with the same hardware.
-
-Each baseline is a restriction of the problem: one device type, the same mix everywhere, a pool per domain, no
-prefill/decode split, or nothing but the split. No baseline can therefore beat the full plan by more than the solver's
-gap, and the difference is the value of the plan. The user's constraints (affinity, budget, a running plan) hold for
-baselines too.
+Baselines show the value of a plan: simple mappings, solved on the same model with the same hardware. Each is a
+restriction of the problem: one device type, the same mix everywhere, a pool per domain, no prefill/decode split, or
+nothing but the split. No baseline can therefore beat the full plan by more than the solver's gap. The user's
+constraints (affinity, budget, a running plan) hold for baselines too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -101,6 +98,21 @@ class Explanation:
         return (*self.summary, *binds, *moves, *leans, *self.rewards, *(f"note: {n}" for n in self.notes))
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A restricted problem and its best plan, or the reason that it has none. `name` is its label in tables: "only
+    H20"."""
+
+    name: str
+    answer: Placement | Infeasible
+    device_type: str | None = None
+    """Set for the single-type baselines."""
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.answer if isinstance(self.answer, Placement) else None
+
+
 def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> Explanation:
     """Explain a plan. `resolve`: solve again with more devices of each serving pool, and confirm the binding
     constraints by the result; up to three first-stage solutions per pool."""
@@ -122,7 +134,7 @@ def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -
     instances. With `resolve`, the problem is solved again for serving devices instead, and without affinities where
     some were given."""
     again = resolve and problem.fixed is None
-    serving = _serving_pools(problem)
+    serving = _gpus_first(problem.pools)
     found: list[Marginal] = []
     if placement.objective is Objective.MAX_THROUGHPUT and placement.rate > 0:
         for pool in problem.pools:
@@ -135,8 +147,8 @@ def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -
         return tuple(found)
     solved = [_pool_marginal(problem, placement, pool) for pool in serving]
     if problem.affinity:
-        more = _Increment("affinity", 0, "", "without the affinities given")
-        solved.append(_marginal(placement, more, _resolved_gain(replace(problem, affinity={}), placement), solved=True))
+        worth = _resolved_gain(replace(problem, affinity={}), placement)
+        solved.append(_marginal(placement, "affinity", 0, "", "without the affinities given", worth, solved=True))
     solved += _publish_marginals(problem, placement)
     return (*found, *sorted(solved, key=lambda m: (-m.gain, m.what)))
 
@@ -154,8 +166,7 @@ def _pool_marginal(problem: Problem, placement: Placement, pool: Pool) -> Margin
 
     def bought(devices: int) -> Marginal:
         pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
-        worth = _resolved_gain(replace(problem, pools=pools), placement)
-        return _marginal(placement, _more_devices(pool, devices), worth, solved=True)
+        return _more_devices(placement, pool, devices, _resolved_gain(replace(problem, pools=pools), placement))
 
     last = bought(most) if _device_marginal(placement, pool).gain < NEGLIGIBLE_GAIN else None
     if last is None or last.gain > 0:
@@ -182,7 +193,7 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
     hold."""
     types: dict[str, Device] = {}
     usd: dict[str, float] = {}
-    for pool in _serving_pools(problem):
+    for pool in _gpus_first(problem.pools):
         types.setdefault(pool.device.name, pool.device)
         usd[pool.device.name] = min(usd.get(pool.device.name, math.inf), pool.usd_per_device_hour)
     prices = usd if all(price > 0 for price in usd.values()) else None
@@ -200,6 +211,41 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
             if seconds:
                 found.append(_affinity(domain.name, phase, seconds, prices))
     return tuple(found)
+
+
+def baselines(problem: Problem) -> tuple[Baseline, ...]:
+    """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
+    found = []
+    types = single_device_types(problem)
+    if len(types) > 1:
+        for name in types:
+            only = replace(problem, device_types=frozenset({name}))
+            found.append(Baseline(f"only {name}", solve(only), device_type=name))
+    for restriction in Restriction:
+        if restriction is not Restriction.FULL:
+            found.append(Baseline(str(restriction), solve(replace(problem, restriction=restriction))))
+    return tuple(found)
+
+
+def single_device_types(problem: Problem) -> tuple[str, ...]:
+    """The device types that rollout may use, by name: GPUs where there are any, else CPUs."""
+    allowed = [p for p in problem.pools if problem.device_types is None or p.device.name in problem.device_types]
+    return tuple(sorted({p.device.name for p in _gpus_first(allowed)}))
+
+
+def gain(placement: Placement, baseline: Placement) -> float:
+    """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate (before
+    some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
+    ours, theirs = placement.worth, baseline.worth
+    if theirs <= 0:
+        return 1.0 if ours <= 0 else float("inf")
+    return ours / theirs
+
+
+def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
+    """The best feasible baseline (ties: the first)."""
+    feasible = [b for b in found if b.placement is not None]
+    return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)
 
 
 def _summary(placement: Placement) -> tuple[str, ...]:
@@ -222,29 +268,20 @@ def _summary(placement: Placement) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _serving_pools(problem: Problem) -> list[Pool]:
+def _gpus_first(pools: Sequence[Pool]) -> Sequence[Pool]:
     """The pools that can serve: GPU pools if any exist."""
-    gpus = [pool for pool in problem.pools if not pool.device.is_cpu]
-    return gpus or list(problem.pools)
+    return [pool for pool in pools if not pool.device.is_cpu] or pools
 
 
 def _device_marginal(placement: Placement, pool: Pool) -> Marginal:
     worth = placement.prices.pools.get(pool.name, 0.0) / placement.best_rate
-    return _marginal(placement, _more_devices(pool, 1), worth, solved=False)
+    return _more_devices(placement, pool, 1, worth, solved=False)
 
 
-class _Increment(NamedTuple):
-    """An increment of a resource and its description."""
-
-    what: str
-    amount: float
-    unit: str
-    words: str
-
-
-def _more_devices(pool: Pool, number: int) -> _Increment:
+def _more_devices(placement: Placement, pool: Pool, number: int, worth: float, *, solved: bool = True) -> Marginal:
     where = "" if pool.name.lower() == pool.device.name.lower() else f" in '{pool.name}'"
-    return _Increment(pool.name, number, DEVICES, f"{'one' if number == 1 else number} more {pool.device.name}{where}")
+    words = f"{'one' if number == 1 else number} more {pool.device.name}{where}"
+    return _marginal(placement, pool.name, number, DEVICES, words, worth, solved=solved)
 
 
 def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
@@ -252,14 +289,14 @@ def _capacity_marginals(problem: Problem, placement: Placement) -> Iterator[Marg
     prices, bound = placement.prices, problem.trajectories_in_flight
     if prices.places > 0 and math.isfinite(bound):
         tenth = float(max(1, round(0.1 * bound)))
-        more = _Increment("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
-        yield _marginal(placement, more, prices.places * more.amount / placement.best_rate, solved=False)
+        words, worth = f"{tenth:.0f} more trajectories in flight", prices.places * tenth / placement.best_rate
+        yield _marginal(placement, "in flight", tenth, "trajectories", words, worth, solved=False)
     for channel in problem.kv_channels().values():
         price = prices.links.get(channel.pools, 0.0)
         if price > 0:
             name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s
-            more = _Increment(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
-            yield _marginal(placement, more, price * speed / placement.best_rate, solved=False)
+            words, worth = f"{speed:.3g} GB/s more on {name}", price * speed / placement.best_rate
+            yield _marginal(placement, name, speed, "GB/s", words, worth, solved=False)
 
 
 def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Marginal]:
@@ -271,11 +308,11 @@ def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Margi
     path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if d.role in ROLLOUT_ROLES})
     assert path is not None, "there is a publish"
 
-    def solved(more: _Increment, publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> Marginal:
-        asked = replace(problem, links=links, window=replace(window, publish=publish))
-        return _marginal(placement, more, _resolved_gain(asked, placement), solved=True)
+    def gain_of(publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> float:
+        return _resolved_gain(replace(problem, links=links, window=replace(window, publish=publish)), placement)
 
-    none = solved(_Increment("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
+    words = f"no publish ({path.seconds:.3g} s)"
+    none = _marginal(placement, "publish", path.seconds, "s", words, gain_of(None), solved=True)
     yield none
     if not none.gain:
         return  # nor does a shorter one buy anything
@@ -284,14 +321,17 @@ def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Margi
         leg = path.slower
         name = path.limit if path.limit == LOADING or leg.link is None else "–".join(leg.link)
         gb_per_s = path.load_gb_per_s if path.limit == LOADING else leg.gb_per_s
-        yield solved(_Increment(name, gb_per_s, "GB/s", f"{path.limit} twice as fast"), *faster)
+        words = f"{path.limit} twice as fast"
+        yield _marginal(placement, name, gb_per_s, "GB/s", words, gain_of(*faster), solved=True)
     if path.transport is not Transport.COLLECTIVE:
         broadcast = replace(window.publish, transport=Transport.COLLECTIVE)
-        yield solved(_Increment("broadcast", 0, "", "with weights.collective"), broadcast)
+        yield _marginal(placement, "broadcast", 0, "", "with weights.collective", gain_of(broadcast), solved=True)
 
 
-def _marginal(placement: Placement, more: _Increment, worth: float, *, solved: bool) -> Marginal:
-    unit = {
+def _marginal(
+    placement: Placement, what: str, amount: float, unit: str, words: str, worth: float, *, solved: bool
+) -> Marginal:
+    figure = {
         Objective.MAX_THROUGHPUT: "trajectories/s",
         Objective.MIN_COST: "cost",
         Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories per dollar",
@@ -299,11 +339,11 @@ def _marginal(placement: Placement, more: _Increment, worth: float, *, solved: b
     if abs(worth) < NEGLIGIBLE_GAIN:
         buys = "nothing"
     elif placement.objective is Objective.MIN_COST:
-        buys = f"{_percent(1 / (1 + worth) - 1, sign=True)} {unit}"
+        buys = f"{_percent(1 / (1 + worth) - 1, sign=True)} {figure}"
     else:
-        buys = f"{_percent(worth, sign=True)} {unit}"
+        buys = f"{_percent(worth, sign=True)} {figure}"
     how = "solved again" if solved else "at the margin"
-    return Marginal(more.what, more.amount, more.unit, worth, solved, f"{more.words}: {buys} ({how})")
+    return Marginal(what, amount, unit, worth, solved, f"{words}: {buys} ({how})")
 
 
 def _percent(share: float, *, sign: bool = False) -> str:
@@ -325,11 +365,8 @@ def _instance_options(
     """The TP sizes at which a device type can serve the model and hold the longest turn; the sizes that the plan uses,
     if any."""
     pools = {p.name for p in problem.pools if p.device.name == device.name}
-    used = (
-        ()
-        if placement is None
-        else {d.tp for d in placement.deployments if d.pool in pools and d.role in ROLLOUT_ROLES}
-    )
+    there = () if placement is None else placement.deployments
+    used = {d.tp for d in there if d.pool in pools and d.role in ROLLOUT_ROLES}
     for tp in sorted(used or set(problem.tensor_parallel)):
         if problem.performance.shape.allows_tp(tp) is None:
             model = problem.performance.instance(device, tp)
@@ -339,7 +376,7 @@ def _instance_options(
 
 def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: paths.RepresentativeTurns) -> float:
     """Instance-seconds of decode per trajectory, at the largest possible batch."""
-    instances = sum(p.count // tp for p in _serving_pools(problem)) or 1
+    instances = sum(p.count // tp for p in _gpus_first(problem.pools)) or 1
     batch = min(
         float(problem.max_batch),
         model.kv_capacity_bytes / 1e9 / turns.kv_running,
@@ -376,58 +413,3 @@ def _rewards(placement: Placement) -> tuple[str, ...]:
             text += f"; a dedicated device {wins}{here}"
         lines.append(text + (f"; {choice.note}" if choice.note else ""))
     return tuple(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A restricted problem and its best plan, or the reason that it has none. `name` is its label in tables: "only
-    H20"."""
-
-    name: str
-    answer: Placement | Infeasible
-    device_type: str | None = None
-    """Set for the single-type baselines."""
-
-    @property
-    def placement(self) -> Placement | None:
-        return self.answer if isinstance(self.answer, Placement) else None
-
-
-def baselines(problem: Problem) -> tuple[Baseline, ...]:
-    """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
-    found = []
-    types = single_device_types(problem)
-    if len(types) > 1:
-        for name in types:
-            only = replace(problem, device_types=frozenset({name}))
-            found.append(Baseline(f"only {name}", solve(only), device_type=name))
-    for restriction in Restriction:
-        if restriction is not Restriction.FULL:
-            found.append(Baseline(str(restriction), solve(replace(problem, restriction=restriction))))
-    return tuple(found)
-
-
-def single_device_types(problem: Problem) -> tuple[str, ...]:
-    """The device types that rollout may use, by name: GPUs where there are any, else CPUs."""
-    allowed = [
-        pool.device
-        for pool in problem.pools
-        if problem.device_types is None or pool.device.name in problem.device_types
-    ]
-    gpus = [device for device in allowed if not device.is_cpu]
-    return tuple(sorted({device.name for device in gpus or allowed}))
-
-
-def gain(placement: Placement, baseline: Placement) -> float:
-    """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate (before
-    some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
-    ours, theirs = placement.worth, baseline.worth
-    if theirs <= 0:
-        return 1.0 if ours <= 0 else float("inf")
-    return ours / theirs
-
-
-def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
-    """The best feasible baseline (ties: the first)."""
-    feasible = [b for b in found if b.placement is not None]
-    return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)

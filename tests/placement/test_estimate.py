@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.estimate import ObservedTrajectory, ProfileEstimator
-from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
+from placement.problem import RewardCost
 
 LAKE = ObservedTrajectory(
     "lake", 0.0, turns=5, first_tokens=30, new_tokens=40, output_tokens=5, wait_s=0.5, core_s=0.05
@@ -170,10 +170,3 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         ProfileEstimator(half_life_s=0.0)
     with pytest.raises(ValueError, match="domain lake"):
         ProfileEstimator().profile("lake")
-
-
-def profile(**changed: object) -> DomainProfile:
-    made = DomainProfile(
-        "lake", Quantity(5.0), Quantity(10.0), Quantity(2.0), 1.0, Quantity(30.0), environment=EnvironmentCost(0.1)
-    )
-    return replace(made, **changed)  # type: ignore[arg-type]
