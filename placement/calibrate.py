@@ -14,19 +14,18 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.architecture import DecoderShape
 from placement.roofline import (
     SHARES,
     Calibration,
     Constants,
     Precision,
     Roofline,
-    RooflineShape,
     band_of,
-    finite_number,
     is_moe,
     prior,
 )
-from placement.types import Device
+from placement.types import Device, finite_number, require_at_least, require_positive
 
 Vector = NDArray[np.float64]
 
@@ -83,13 +82,9 @@ class Row:
         if self.kind not in get_args(MeasurementKind):
             raise ValueError(f"row: kind is {self.kind!r} (rule: one of {', '.join(get_args(MeasurementKind))})")
         for name in ("seconds", "weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"row ({self.kind}): {name} is {value} (rule: a finite number above 0)")
+            require_positive(f"row ({self.kind}): {name}", getattr(self, name))
         for name, least in (("tp", 1), ("batch", 1), ("new", 0), ("cached", 0), ("context", 0), ("output", 0)):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise ValueError(f"row ({self.kind}): {name} is {value} (rule: a finite number, at least {least})")
+            require_at_least(f"row ({self.kind}): {name}", getattr(self, name), least)
 
     def to_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -148,7 +143,7 @@ class Fit:
 
 def fit(
     rows: Iterable[Row],
-    shape: RooflineShape,
+    shape: DecoderShape,
     devices: Mapping[str, Device],
     *,
     precision: Precision = "bf16",
@@ -234,7 +229,7 @@ def predict(row: Row, instance: Roofline) -> float:
 def errors(
     rows: Sequence[Row],
     constants: Constants,
-    shape: RooflineShape,
+    shape: DecoderShape,
     devices: Mapping[str, Device],
     precision: Precision,
 ) -> list[float]:
@@ -247,7 +242,7 @@ def errors(
 class _LeastSquares:
     """One least-squares problem: its free constants and the rows that they apply to."""
 
-    shape: RooflineShape
+    shape: DecoderShape
     devices: Mapping[str, Device]
     precision: Precision
     free: tuple[str, ...]

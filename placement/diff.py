@@ -16,14 +16,13 @@ short as possible, and there are never two of it. Ties: the larger tp, then role
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from placement.problem import RunningPlan
-from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role
+from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role, require_at_least
 
 _ORDER = {role: position for position, role in enumerate(Role)}
 
@@ -46,9 +45,7 @@ class MoveCosts:
 
     def __post_init__(self) -> None:
         for name in ("drain_s", "restart_s", "restore_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"move costs: {name} is {value} (rule: a finite number, at least 0)")
+            require_at_least(f"move costs: {name}", getattr(self, name))
 
     @staticmethod
     def of(

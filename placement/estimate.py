@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from placement.problem import DomainProfile, EnvironmentCost, Quantity, RewardCost
+from placement.types import require_at_least, require_positive
 
 RESERVOIR = 256
 """Trajectories per domain that quantiles are taken from: the median of a smooth distribution is then within ±3 % of
@@ -46,8 +47,8 @@ class ObservedTrajectory:
             raise ValueError(f"observed {self.domain}: turns is {self.turns} (rule: at least 1)")
         for name in NUMBERS:
             value = getattr(self, name)
-            if not math.isfinite(value) or (value < 0 and name != "t"):
-                raise ValueError(f"observed {self.domain}: {name} is {value} (rule: a finite number, at least 0)")
+            if name != "t" or not math.isfinite(value):
+                require_at_least(f"observed {self.domain}: {name}", value)
         if self.first_tokens <= 0:
             raise ValueError(f"observed {self.domain}: first_tokens is {self.first_tokens} (rule: above 0)")
         if self.output_tokens < self.turns:
@@ -62,8 +63,7 @@ class ObservedTrajectory:
                 f"observed {self.domain}: cached_tokens is {self.cached_tokens} (rule: below its first_tokens, "
                 f"{self.first_tokens})"
             )
-        if self.reward_s is not None and not (math.isfinite(self.reward_s) and self.reward_s >= 0):
-            raise ValueError(f"observed {self.domain}: reward_s is {self.reward_s} (rule: a finite number, at least 0)")
+        require_at_least(f"observed {self.domain}: reward_s", self.reward_s)
 
 
 NUMBERS = tuple(f.name for f in fields(ObservedTrajectory) if f.name not in ("domain", "turns", "reward_s"))
@@ -115,8 +115,7 @@ class ProfileEstimator:
         if half_life_s is not None and half_life is not None:
             raise ValueError("half_life_s and half_life are both given (rule: one of them, or neither)")
         for name, value in (("half_life_s", half_life_s), ("half_life", half_life)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value} (rule: a finite number above 0)")
+            require_positive(name, value)
         self._by_time = half_life_s is not None
         self._half_life = half_life_s if half_life_s is not None else half_life
         self._rewards = dict(rewards or {})

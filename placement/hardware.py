@@ -88,7 +88,7 @@ def override(name: str, *, base: str | None = None, source: str, **figures: floa
             raise ValueError(f"device {name}: {figure} is no figure{_suggest(figure, FIGURES)} ({rule})")
     rest = any(v is not None and k not in figures for k, v in stated.items())
     text = f"{source}; the rest as {start}: {known.source}" if rest else source
-    return _device(name, stated, generation=generation, source=text)
+    return Device(name, generation=generation, source=text, **stated)  # type: ignore[arg-type]  # checked above
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:
@@ -101,8 +101,10 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 def _figure(name: str, figure: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_FIGURE:
         raise ValueError(f"device {name}: {figure} is {value!r} (rule: a finite number above 0, or left out)")
-    if figure == "devices_per_host" and value != int(value):
-        raise ValueError(f"device {name}: {figure} is {value!r} (rule: a whole number)")
+    if figure == "devices_per_host":
+        if value != int(value):
+            raise ValueError(f"device {name}: {figure} is {value!r} (rule: a whole number)")
+        return int(value)
     return value
 
 
@@ -112,23 +114,6 @@ def _generation(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"device {name}: generation is {value!r} (rule: a word, like hopper)")
     return value
-
-
-def _device(name: str, stated: Mapping[str, float | None], *, generation: str, source: str) -> Device:
-    per_host = stated.get("devices_per_host")
-    return Device(
-        name,
-        tflops_bf16=stated.get("tflops_bf16"),
-        memory_gb=stated.get("memory_gb"),
-        memory_tb_per_s=stated.get("memory_tb_per_s"),
-        source=source,
-        tflops_fp8=stated.get("tflops_fp8"),
-        nvlink_gb_per_s=stated.get("nvlink_gb_per_s"),
-        link_gb_per_s=stated.get("link_gb_per_s"),
-        watts=stated.get("watts"),
-        devices_per_host=None if per_host is None else int(per_host),
-        generation=generation,
-    )
 
 
 @cache
@@ -141,6 +126,6 @@ def _load() -> tuple[Mapping[str, CatalogueEntry], Mapping[str, str]]:
         stated = {k: _figure(name, k, v["v"]) for k, v in figures.items() if k != "generation"}
         sources = {k: known[v["s"]] for k, v in figures.items() if k != "generation"}
         text = "; ".join(dict.fromkeys(s.text for s in sources.values()))
-        made = _device(name, stated, generation=figures["generation"], source=text)
+        made = Device(name, generation=figures["generation"], source=text, **stated)  # type: ignore[arg-type]
         entries[name] = CatalogueEntry(made, MappingProxyType(sources))
     return MappingProxyType(entries), MappingProxyType(dict(data["aliases"]))

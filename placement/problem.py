@@ -10,11 +10,20 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from placement.publish import Publishing, PublishPath
-from placement.roofline import TrainingConstants
-from placement.types import Deployment, Link, Objective, Performance, Pool, Role
+from placement.types import (
+    Deployment,
+    Link,
+    Objective,
+    Performance,
+    Pool,
+    Role,
+    finite_number,
+    require_at_least,
+    require_positive,
+)
 
 Z90 = 1.2816
 """Standard deviations from the median of a normal distribution to its 90th percentile."""
@@ -30,9 +39,7 @@ class Quantity:
 
     def __post_init__(self) -> None:
         for name in ("mean", "p50", "p90"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")
+            require_at_least(name, getattr(self, name))
 
 
 def log_normal(quantity: Quantity) -> tuple[float, float]:
@@ -110,8 +117,7 @@ class DomainProfile:
             raise ValueError(f"domain {self.name}: output_tokens is {self.output_tokens.mean} (rule: at least 1)")
         if self.prompt.mean <= 0:
             raise ValueError(f"domain {self.name}: first_tokens is {self.prompt.mean} (rule: above 0)")
-        if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ValueError(f"domain {self.name}: weight is {self.weight} (rule: a finite number, at least 0)")
+        require_at_least(f"domain {self.name}: weight", self.weight)
         if not 0 <= self.shared_prefix < 1:
             raise ValueError(f"domain {self.name}: shared_prefix is {self.shared_prefix} (rule: in [0, 1))")
 
@@ -133,6 +139,54 @@ class DomainProfile:
         return (
             self.prompt.mean + (self.turns.mean - 1) * self.new_tokens.mean + self.turns.mean * self.output_tokens.mean
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConstants:
+    """Properties of training that no datasheet states. `rollart calibrate --from RUN` fits `mfu`, and `activations`
+    from the peak memory of the trainer's GPUs."""
+
+    mfu: float = 0.40
+    """Share of the dense bf16 peak while a device computes. Source: 38 to 43 % on H100 (Llama 3, arXiv 2407.21783,
+    table 4)."""
+    overlap: float = 0.7
+    """Share of the shorter of arithmetic and communication that runs at the same time as the longer. A guess: FSDP
+    gathers one block ahead, but neither the first gather nor the last reduction is hidden."""
+    activations: float = 1.0
+    """Factor of the activations and logits that the architecture asks for. A guess until it is calibrated."""
+    logit_copies: float = 2.0
+    """Copies in float32 of the logits of a micro-batch: log-probabilities kept for the backward pass, and their
+    gradient. A guess: fused losses hold one or less, others more for a moment."""
+    reserve: float = 0.10
+    """Share of the memory for the CUDA context, NCCL's buffers, gathered blocks and fragmentation. A guess, the same
+    as vLLM's default for engines (`gpu_memory_utilization`, 0.9)."""
+    pcie_gb_per_s: float = 32.0
+    """Of a device without NVLink, in one direction. Source: PCI Express 4.0 x16, as the data sheets of L40S, L4 and A10
+    state it (64 GB/s both ways)."""
+    pcie_share: float = 0.5
+    """Of that rate where all devices of a host communicate at a time. A guess: two devices share a root port."""
+    host_gb_per_s: float = 50.0
+    """Network of a host, one direction, where neither the device nor a link of the pool with itself states it. A guess:
+    400 Gb/s, as in RollArt's cluster."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != 0 or f.name not in ("overlap", "reserve"):
+                require_positive(f"training constants: {f.name}", value)
+            if value > 1 and f.name in ("mfu", "overlap", "pcie_share", "reserve"):
+                raise ValueError(f"training constants: {f.name} is {value} (rule: a share, at most 1)")
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: object) -> TrainingConstants:
+        """ValueError for names that are not constants and for values that are not numbers."""
+        known = [f.name for f in fields(TrainingConstants)]
+        if not isinstance(data, Mapping) or set(data) - set(known):
+            raise ValueError(f"training constants are {data!r} (rule: a table of {', '.join(known)})")
+        return TrainingConstants(**{name: finite_number(f"training constants: {name}", v) for name, v in data.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +348,7 @@ class Problem:
         if self.objective is Objective.MIN_COST and self.rate is None:
             raise ValueError("objective min_cost needs a rate (trajectories/s to reach)")
         for name in ("rate", "budget_usd_per_hour", "in_flight"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value} (rule: a finite number above 0)")
+            require_positive(name, getattr(self, name))
         if not 0 <= self.rate_tolerance < 1:
             raise ValueError(f"rate_tolerance is {self.rate_tolerance} (rule: in [0, 1))")
         if not 0 < self.utilisation <= 1:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from placement.types import Link, Pool
+from placement.types import Link, Pool, require_positive
 
 STORE = "store"
 """The end of a link that is where versions lie: the run's directory, or the store between trainer and engines."""
@@ -60,8 +60,7 @@ class PublishSpeeds:
 
     def __post_init__(self) -> None:
         for name, value in self.stated().items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"publish: {name} is {value} (rule: a finite number above 0)")
+            require_positive(f"publish: {name}", value)
 
     def stated(self) -> dict[str, float]:
         """The measured speeds, by name."""

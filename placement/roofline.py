@@ -3,9 +3,7 @@
 Seconds of a step = fixed cost + max(arithmetic, memory traffic) + tensor-parallel communication + cost per sequence,
 and in prefills of a mixture of experts the time to bring tokens to their experts and back. Fitted on one GPU type and
 moved to another by datasheet, decode steps of a dense model come out within a few percent within a generation;
-`constants.BANDS` has the figures. Units as in `placement.types`.
-
-Constants of the roofline, their priors without a measurement, and their error bands.
+`BANDS` has the figures. The constants are priors until a measurement replaces them. Units as in `placement.types`.
 """
 
 from __future__ import annotations
@@ -13,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Literal, Protocol
+from typing import Literal
 
-from placement.types import Device, ShapeModel
+from placement.architecture import DecoderShape
+from placement.types import Device, ShapeModel, finite_number, require_at_least, require_positive
 
 Precision = Literal["bf16", "fp8"]
 """Number format of the matrix multiplications. That of weights and KV is in the shape's byte figures."""
@@ -62,13 +61,9 @@ class Constants:
             if not 0 < value <= 1:
                 raise ValueError(f"constants: {name} is {value} (rule: in (0, 1])")
         for name in (*SECONDS, "expert_passes"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"constants: {name} is {value} (rule: a finite number, at least 0)")
+            require_at_least(f"constants: {name}", getattr(self, name))
         for name in EFFECTIVE:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"constants: {name} is {value} (rule: a finite number above 0, or left out)")
+            require_positive(f"constants: {name}", getattr(self, name), optional=True)
 
     def to_dict(self) -> dict[str, float | None]:
         return asdict(self)
@@ -84,54 +79,6 @@ class Constants:
         for name, value in data.items():
             values[name] = None if value is None and name in EFFECTIVE else finite_number(f"constants: {name}", value)
         return Constants(**values)  # type: ignore[arg-type]  # None only where the field allows it
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingConstants:
-    """Properties of training that no datasheet states. `rollart calibrate --from RUN` fits `mfu`, and `activations`
-    from the peak memory of the trainer's GPUs."""
-
-    mfu: float = 0.40
-    """Share of the dense bf16 peak while a device computes. Source: 38 to 43 % on H100 (Llama 3, arXiv 2407.21783,
-    table 4)."""
-    overlap: float = 0.7
-    """Share of the shorter of arithmetic and communication that runs at the same time as the longer. A guess: FSDP
-    gathers one block ahead, but neither the first gather nor the last reduction is hidden."""
-    activations: float = 1.0
-    """Factor of the activations and logits that the architecture asks for. A guess until it is calibrated."""
-    logit_copies: float = 2.0
-    """Copies in float32 of the logits of a micro-batch: log-probabilities kept for the backward pass, and their
-    gradient. A guess: fused losses hold one or less, others more for a moment."""
-    reserve: float = 0.10
-    """Share of the memory for the CUDA context, NCCL's buffers, gathered blocks and fragmentation. A guess, the same
-    as vLLM's default for engines (`gpu_memory_utilization`, 0.9)."""
-    pcie_gb_per_s: float = 32.0
-    """Of a device without NVLink, in one direction. Source: PCI Express 4.0 x16, as the data sheets of L40S, L4 and A10
-    state it (64 GB/s both ways)."""
-    pcie_share: float = 0.5
-    """Of that rate where all devices of a host communicate at a time. A guess: two devices share a root port."""
-    host_gb_per_s: float = 50.0
-    """Network of a host, one direction, where neither the device nor a link of the pool with itself states it. A guess:
-    400 Gb/s, as in RollArt's cluster."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not (math.isfinite(value) and value >= 0 and (value > 0 or f.name in ("overlap", "reserve"))):
-                raise ValueError(f"training constants: {f.name} is {value} (rule: a finite number above 0)")
-            if value > 1 and f.name in ("mfu", "overlap", "pcie_share", "reserve"):
-                raise ValueError(f"training constants: {f.name} is {value} (rule: a share, at most 1)")
-
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: object) -> TrainingConstants:
-        """ValueError for names that are not constants and for values that are not numbers."""
-        known = [f.name for f in fields(TrainingConstants)]
-        if not isinstance(data, Mapping) or set(data) - set(known):
-            raise ValueError(f"training constants are {data!r} (rule: a table of {', '.join(known)})")
-        return TrainingConstants(**{name: finite_number(f"training constants: {name}", v) for name, v in data.items()})
 
 
 PRIORS: Mapping[str, Constants] = {
@@ -276,13 +223,6 @@ def band_of(reason: str, *, moe: bool) -> float:
     return BANDS[reason][1 if moe else 0]
 
 
-def finite_number(what: str, value: object) -> float:
-    """`value` as a finite float, or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r} (rule: a finite number)")
-    return float(value)
-
-
 MEMORY_SHARE = 0.9
 """Of the device memory an engine may use: vLLM's `gpu_memory_utilization` default."""
 
@@ -293,69 +233,24 @@ ACTIVATION_BYTES = 2.0
 """Of one activation, on the wire and on its way to the experts: bf16 whatever the weights are in."""
 
 
-class RooflineShape(ShapeModel, Protocol):
-    """The properties of a shape that the roofline uses (`placement.architecture.DecoderShape` has them)."""
-
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def hidden(self) -> int: ...
-
-    @property
-    def expert_layers(self) -> int:
-        """Layers that have experts; 0 of a dense model."""
-
-    def kv_copies(self, tp: int) -> int:
-        """How often a sequence's KV is held over `tp` devices."""
-
-    def flops(self, new: float, cached: float, logits: float | None = None) -> float:
-        """Forward pass of `new` tokens after `cached` ones of one sequence; the output layer at `logits` of them."""
-
-    def decode_flops(self, context: float) -> float:
-        """Forward pass of one generated token after `context` ones."""
-
-    def touched_weight_bytes(self, batch: float) -> float:
-        """Weights that a step with `batch` tokens reads; fewer than all where experts stay unused."""
-
-
 def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> float:
     """Seconds to move `size_bytes` over a link: latency + size / bandwidth."""
-    _check("size_bytes", size_bytes)
-    _check("latency_s", latency_s)
-    if not (math.isfinite(gb_per_s) and gb_per_s > 0):
-        raise ValueError(f"gb_per_s is {gb_per_s} (rule: a finite number above 0)")
+    require_at_least("size_bytes", size_bytes)
+    require_at_least("latency_s", latency_s)
+    require_positive("gb_per_s", gb_per_s)
     return latency_s + size_bytes / (gb_per_s * 1e9)
 
 
 class Roofline:
-    """One engine instance of `shape` on `tp` devices (implements `performance.InstanceModel`).
+    """One engine instance of `shape` on `tp` devices (implements `types.InstanceModel`).
 
     ValueError if the model cannot run there; `unfit` gives the reason beforehand. `kv_capacity_bytes` replaces the
     memory left over, for engines that are configured with a size; `reserve_gb` is per device, for activations.
     """
 
-    __slots__ = (
-        "_bytes_per_s",
-        "_comm_s",
-        "_copies",
-        "_decode_flops_per_s",
-        "_expert_s",
-        "_fixed_s",
-        "_flops_per_s",
-        "_kv_capacity",
-        "band",
-        "constants",
-        "device",
-        "notes",
-        "precision",
-        "shape",
-        "tp",
-    )
-
     def __init__(
         self,
-        shape: RooflineShape,
+        shape: DecoderShape,
         device: Device,
         tp: int,
         constants: Constants,
@@ -369,9 +264,8 @@ class Roofline:
         reason = unfit(shape, device, tp, constants, precision, needs_memory=kv_capacity_bytes is None)
         if reason is not None:
             raise ValueError(reason)
-        _check("reserve_gb", reserve_gb)
-        if kv_capacity_bytes is not None and not (math.isfinite(kv_capacity_bytes) and kv_capacity_bytes > 0):
-            raise ValueError(f"kv_capacity_bytes is {kv_capacity_bytes} (rule: a finite number above 0, or left out)")
+        require_at_least("reserve_gb", reserve_gb)
+        require_positive("kv_capacity_bytes", kv_capacity_bytes, optional=True)
         self.shape, self.device, self.tp, self.constants = shape, device, tp, constants
         self.precision, self.band, self.notes = precision, band, notes
         c = constants
@@ -388,12 +282,8 @@ class Roofline:
             memory = tp * (device.memory_gb or 0.0) * 1e9
             left = memory * MEMORY_SHARE - shape.weight_bytes - tp * reserve_gb * 1e9
             kv_capacity_bytes = left / self._copies
-        self._kv_capacity = kv_capacity_bytes
-
-    @property
-    def kv_capacity_bytes(self) -> float:
+        self.kv_capacity_bytes = kv_capacity_bytes
         """Bytes for KV, each sequence counted once (`shape.kv_bytes`); <= 0 if the weights do not fit."""
-        return self._kv_capacity
 
     def prefill_s(self, new: float, cached: float) -> float:
         """Compute `new` tokens after `cached` ones, alone; the first output token comes with it."""
@@ -406,9 +296,9 @@ class Roofline:
 
     def mixed_step_s(self, batch: float, context: float, new: float, cached: float) -> float:
         """One step of chunked prefill: `new` tokens of one sequence (after `cached`) beside `batch` decoding ones."""
-        _batch(batch)
+        require_at_least("batch", batch, 1)
         for name, value in (("context", context), ("new", new), ("cached", cached)):
-            _check(name, value)
+            require_at_least(name, value)
         shape = self.shape
         prefill = shape.flops(new, cached, min(1.0, new)) / self._flops_per_s
         compute = prefill + batch * shape.decode_flops(context) / self._decode_flops_per_s
@@ -425,7 +315,7 @@ class Roofline:
         by its `batch` rows; arithmetic, KV traffic, communication and `row_s` are each row's own. With batch 1 it is
         prefill_s + (S − 1) × decode_step_s; for long outputs it tends to S × decode_step_s(batch) / batch + prefill.
         """
-        _check("output", output)
+        require_at_least("output", output)
         steps = max(1.0, output)
         prefill = self._prefill_row_s(batch, new, cached)
         decode = (steps - 1) * self._decode_row_s(batch, cached + new + steps / 2) if steps > 1 else 0.0
@@ -449,9 +339,9 @@ class Roofline:
     def _prefill_row_s(self, batch: float, new: float, cached: float) -> float:
         """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, the way to the experts
         and back, and communication."""
-        _batch(batch)
-        _check("new", new)
-        _check("cached", cached)
+        require_at_least("batch", batch, 1)
+        require_at_least("new", new)
+        require_at_least("cached", cached)
         compute = self.shape.flops(new, cached, 1.0) / self._flops_per_s
         weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
         kv = self.shape.kv_bytes(cached) * self._copies
@@ -459,8 +349,8 @@ class Roofline:
 
     def _decode_row_s(self, batch: float, context: float) -> float:
         """A row's own share of a decode step."""
-        _batch(batch)
-        _check("context", context)
+        require_at_least("batch", batch, 1)
+        require_at_least("context", context)
         compute = self.shape.decode_flops(context) / self._decode_flops_per_s
         weights = self.shape.touched_weight_bytes(batch) / batch
         kv = self.shape.kv_bytes(context) * self._copies
@@ -469,7 +359,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class RooflinePerformance:
-    """Makes instances of one model (implements `performance.Performance`).
+    """Makes instances of one model (implements `types.Performance`).
 
     `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration of
     another GPU, the nearest first, and without any uses the priors of its generation; notes and band reflect it.
@@ -478,7 +368,7 @@ class RooflinePerformance:
     `precision` computes in bf16 on weights that are read at their size (W8A16, W4A16).
     """
 
-    shape: RooflineShape
+    shape: DecoderShape
     constants: Mapping[str, Constants | Calibration] = field(default_factory=dict)
     precision: Precision = "bf16"
     weight_only: bool = False
@@ -488,7 +378,7 @@ class RooflinePerformance:
     def __post_init__(self) -> None:
         if self.precision not in ("bf16", "fp8"):
             raise ValueError(f"precision is {self.precision!r} (rule: bf16 or fp8)")
-        _check("reserve_gb", self.reserve_gb)
+        require_at_least("reserve_gb", self.reserve_gb)
 
     def instance(self, device: Device, tp: int) -> Roofline | str:
         """The instance on `tp` devices of a type, or why there can be none."""
@@ -587,7 +477,7 @@ def is_moe(shape: ShapeModel) -> bool:
 
 
 def unfit(
-    shape: RooflineShape, device: Device, tp: int, constants: Constants, precision: Precision, *, needs_memory: bool
+    shape: DecoderShape, device: Device, tp: int, constants: Constants, precision: Precision, *, needs_memory: bool
 ) -> str | None:
     """Why `shape` cannot run, or cannot be predicted, on `tp` devices of a type; None if it can."""
     if tp < 1:
@@ -605,7 +495,7 @@ def unfit(
     return shape.allows_tp(tp)
 
 
-def _communication_s(shape: RooflineShape, device: Device, tp: int) -> float:
+def _communication_s(shape: DecoderShape, device: Device, tp: int) -> float:
     """Two ring all-reduces per layer, for one token: 2 (tp − 1) / tp of the activation passes each device."""
     one_way = (device.nvlink_gb_per_s or math.nan) * 1e9 / 2
     moved = shape.hidden * ACTIVATION_BYTES * 2 * (tp - 1) / tp
@@ -618,13 +508,3 @@ def _tflops(device: Device, precision: Precision) -> float | None:
 
 def _same(a: str, b: str) -> bool:
     return a == b and bool(a)
-
-
-def _batch(value: float) -> None:
-    if not (math.isfinite(value) and value >= 1):
-        raise ValueError(f"batch is {value} (rule: a finite number, at least 1)")
-
-
-def _check(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")

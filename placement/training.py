@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from placement.problem import TrainingWork
-from placement.roofline import ACTIVATION_BYTES, RING_SHARE, TrainingConstants
+from placement.problem import Problem, TrainingConstants, TrainingWork
+from placement.roofline import ACTIVATION_BYTES, RING_SHARE
 from placement.types import Device, Pool
-
-if TYPE_CHECKING:
-    from placement.problem import Problem
-
 
 LARGEST_SHARE = 0.25
 """Of a pool that the smallest trainer may take where a layout that computes less needs more devices. A guess; RollArt

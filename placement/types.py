@@ -56,6 +56,26 @@ def objective_value(objective: Objective, rate: float, usd_per_hour: float) -> f
     return (1.0 if objective is Objective.MIN_COST else rate) / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
+def require_positive(what: str, value: float | None, *, optional: bool = False) -> None:
+    """ValueError unless the value is a finite number above 0; None is no value."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        rule = "a finite number above 0, or left out" if optional else "a finite number above 0"
+        raise ValueError(f"{what} is {value} (rule: {rule})")
+
+
+def require_at_least(what: str, value: float | None, least: int = 0) -> None:
+    """ValueError unless the value is a finite number that is large enough; None is no value."""
+    if value is not None and not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{what} is {value} (rule: a finite number, at least {least})")
+
+
+def finite_number(what: str, value: object) -> float:
+    """`value` as a finite float, or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what} is {value!r} (rule: a finite number)")
+    return float(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A type of compute: a CPU core or a GPU. `name` is only a key and decides nothing.
@@ -93,11 +113,7 @@ class Device:
             "watts",
             "devices_per_host",
         ):
-            value = getattr(self, figure)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(
-                    f"device {self.name}: {figure} is {value} (rule: a finite number above 0, or left out)"
-                )
+            require_positive(f"device {self.name}: {figure}", getattr(self, figure), optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +126,8 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.gb_per_s) and self.gb_per_s > 0):
-            raise ValueError(f"link {self.a}–{self.b}: gb_per_s is {self.gb_per_s} (rule: a finite number above 0)")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(
-                f"link {self.a}–{self.b}: latency_s is {self.latency_s} (rule: a finite number, at least 0)"
-            )
+        require_positive(f"link {self.a}–{self.b}: gb_per_s", self.gb_per_s)
+        require_at_least(f"link {self.a}–{self.b}: latency_s", self.latency_s)
 
     @property
     def pools(self) -> tuple[str, str]:

@@ -27,10 +27,11 @@ from placement.problem import (
     Quantity,
     Restriction,
     RewardCost,
+    TrainingConstants,
     TrainingWork,
 )
 from placement.publish import PRESETS, STORE, Publishing, PublishSpeeds, Transport
-from placement.roofline import Calibration, RooflinePerformance, TrainingConstants
+from placement.roofline import Calibration, RooflinePerformance
 from placement.training import adapter_parameters
 from placement.types import Demand, Deployment, Device, Infeasible, Link, Objective, Placement, Pool, Role
 from rollart.errors import SpecError, did_you_mean, one_line, some_of

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from placement.calibrate import FREE, Fit, Row, fit
-from placement.problem import DomainProfile
+from placement.problem import DomainProfile, TrainingConstants
 from placement.publish import PublishSpeeds
-from placement.roofline import Constants, TrainingConstants
+from placement.roofline import Constants
 from placement.training import fit_training_constants
 from placement.types import Device, Role
 from rollart.adapters.clusters.local import LocalRuntime

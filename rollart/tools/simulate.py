@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.architecture import DecoderShape as ModelShape
-from placement.problem import DomainProfile, Quantity, log_normal
-from placement.roofline import Roofline, TrainingConstants
+from placement.problem import DomainProfile, Quantity, TrainingConstants, log_normal
+from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm

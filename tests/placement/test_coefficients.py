@@ -13,8 +13,17 @@ import pytest
 from placement.architecture import shape_of
 from placement.hardware import device
 from placement.paths import MODES, Tableau, tableau
-from placement.problem import DomainProfile, EnvironmentCost, FunctionPrice, Problem, Quantity, RewardCost, TrainingWork
-from placement.roofline import RooflinePerformance, TrainingConstants
+from placement.problem import (
+    DomainProfile,
+    EnvironmentCost,
+    FunctionPrice,
+    Problem,
+    Quantity,
+    RewardCost,
+    TrainingConstants,
+    TrainingWork,
+)
+from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import Device, InstanceModel, KvMode, Link, Performance, Placement, Pool, Role
 from tests.placement.fakes import FakePerformance, FakeShape

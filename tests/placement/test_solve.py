@@ -21,9 +21,9 @@ from placement.problem import (
     Restriction,
     RewardCost,
     RunningPlan,
+    TrainingConstants,
     TrainingWork,
 )
-from placement.roofline import TrainingConstants
 from placement.solve import solve
 from placement.types import Deployment, Device, Infeasible, KvMode, Link, Objective, Placement, Pool, Role
 from tests.placement.fakes import FakeInstance, FakePerformance, FakeShape

@@ -9,8 +9,8 @@ import pytest
 
 from placement.architecture import DecoderShape, shape_of
 from placement.hardware import device
-from placement.problem import DomainProfile, Problem, Quantity, TrainingWork
-from placement.roofline import RooflinePerformance, TrainingConstants
+from placement.problem import DomainProfile, Problem, Quantity, TrainingConstants, TrainingWork
+from placement.roofline import RooflinePerformance
 from placement.training import TrainingLayout, adapter_parameters, fit_training_constants, mfu, training_layout
 from placement.types import Link, Pool
 
