@@ -1,8 +1,7 @@
 """The input of the solver, as one frozen value: the same problem always has the same solution.
 
-The workload: one trajectory of each task domain, training, and the prices of functions.
-
-Units as in `placement.types`.
+It consists of the hardware, a performance model, the workload (one trajectory of each task domain, and training), the
+prices of functions, and constraints. Units as in `placement.types`.
 """
 
 from __future__ import annotations

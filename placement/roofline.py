@@ -22,6 +22,15 @@ Precision = Literal["bf16", "fp8"]
 CALIBRATION_SCHEMA = 1
 """Version of the dict that `Calibration.to_dict` writes."""
 
+MEMORY_SHARE = 0.9
+"""Of the device memory an engine may use: vLLM's `gpu_memory_utilization` default."""
+
+RING_SHARE = 0.7
+"""Of NVLink's one-directional rate that an all-reduce reaches. Fits the tp 2–8 rows of Llama-3.1-70B on H200."""
+
+ACTIVATION_BYTES = 2.0
+"""Of one activation, on the wire and on its way to the experts: bf16 whatever the weights are in."""
+
 SHARES = ("mfu", "mfu_decode", "mbu")
 SECONDS = ("step_s", "layer_s", "row_s", "alpha_s", "request_s")
 EFFECTIVE = ("effective_tflops", "effective_tb_per_s")
@@ -221,16 +230,6 @@ def prior(generation: str, *, moe: bool) -> tuple[Constants, float, str | None]:
 def band_of(reason: str, *, moe: bool) -> float:
     """Relative error to expect for a reason of `BANDS`."""
     return BANDS[reason][1 if moe else 0]
-
-
-MEMORY_SHARE = 0.9
-"""Of the device memory an engine may use: vLLM's `gpu_memory_utilization` default."""
-
-RING_SHARE = 0.7
-"""Of NVLink's one-directional rate that an all-reduce reaches. Fits the tp 2–8 rows of Llama-3.1-70B on H200."""
-
-ACTIVATION_BYTES = 2.0
-"""Of one activation, on the wire and on its way to the experts: bf16 whatever the weights are in."""
 
 
 def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> float:

@@ -1,11 +1,8 @@
-"""Value types of the placer: hardware, demands, and the resulting plans.
+"""Value types of the placer: hardware, demands, the resulting plans, and the protocols of performance models.
 
 Units, everywhere: seconds, GB = 1e9 bytes, TB/s = 1e12 bytes/s, TFLOP/s = 1e12 FLOP/s (dense), dollars. A rate is in
 trajectories per second unless stated otherwise. None means that no source states the figure: a missing figure is never
 guessed.
-
-The protocols of performance models and model shapes that the solver uses. `roofline` and `architecture` implement
-them.
 """
 
 from __future__ import annotations
@@ -363,7 +360,8 @@ class Shortage:
 
 
 class ShapeModel(Protocol):
-    """The properties of a model's architecture for serving and training. Byte figures are at the serving precision."""
+    """The properties of a model's architecture for serving and training (`architecture.DecoderShape`). Byte figures are
+    at the serving precision."""
 
     @property
     def name(self) -> str: ...
@@ -401,7 +399,7 @@ class ShapeModel(Protocol):
 
 
 class InstanceModel(Protocol):
-    """One engine instance: seconds per phase. All results are finite and above 0."""
+    """One engine instance (`roofline.Roofline`): seconds per phase. All results are finite and above 0."""
 
     @property
     def kv_capacity_bytes(self) -> float:
@@ -427,7 +425,7 @@ class InstanceModel(Protocol):
 
 
 class Performance(Protocol):
-    """Factory of instance models."""
+    """Factory of instance models (`roofline.RooflinePerformance`)."""
 
     @property
     def shape(self) -> ShapeModel: ...
