@@ -95,32 +95,28 @@ class LambdaControl:
 
     def live(self, name: str) -> LambdaVersion | None:
         """The version that the alias names, None if there is no function or no alias."""
-        with translate_errors(f"looking for {name}"):
-            try:
-                return _version(self._lambda.get_function_configuration(FunctionName=name, Qualifier=ALIAS))
-            except self._lambda.exceptions.ResourceNotFoundException:
-                return None
+        chosen = {"FunctionName": name, "Qualifier": ALIAS}
+        found = self._read(f"looking for {name}", lambda: self._lambda.get_function_configuration(**chosen))
+        return _version(found) if found is not None else None
 
     def versions(self, name: str) -> list[LambdaVersion]:
         """Published versions, newest first; none if there is no such function."""
-        found: list[LambdaVersion] = []
-        with translate_errors(f"listing versions of {name}"):
-            try:
-                for page in self._lambda.get_paginator("list_versions_by_function").paginate(FunctionName=name):
-                    found += [_version(one) for one in page["Versions"] if one["Version"] != "$LATEST"]
-            except self._lambda.exceptions.ResourceNotFoundException:
-                return []
+        listed = self._read(
+            f"listing versions of {name}",
+            lambda: self._listed("lambda", "list_versions_by_function", "Versions", FunctionName=name),
+        )
+        found = (_version(one) for one in listed or [] if one["Version"] != "$LATEST")
         return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
 
     def aliases(self, name: str) -> list[LambdaAlias]:
         """The aliases of a function, none if it does not exist."""
-        with translate_errors(f"listing aliases of {name}"):
-            try:
-                pages = self._lambda.get_paginator("list_aliases").paginate(FunctionName=name)
-                found = [one for page in pages for one in page["Aliases"]]
-            except self._lambda.exceptions.ResourceNotFoundException:
-                return []
-        return [LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
+        found = self._read(
+            f"listing aliases of {name}", lambda: self._listed("lambda", "list_aliases", "Aliases", FunctionName=name)
+        )
+        return [
+            LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", "")))
+            for one in found or []
+        ]
 
     def deployed(self, name: str) -> list[str]:
         """Numbers of the versions that have been current, oldest first; of all versions if the alias does not record
@@ -133,17 +129,14 @@ class LambdaControl:
     def names(self) -> list[str]:
         """Lambda functions with the prefix."""
         with translate_errors("listing functions"):
-            pages = self._lambda.get_paginator("list_functions").paginate()
-            found = [one["FunctionName"] for page in pages for one in page["Functions"]]
+            found = [one["FunctionName"] for one in self._listed("lambda", "list_functions", "Functions")]
         return sorted(name for name in found if name.startswith(self._settings.prefix))
 
     def ours(self, name: str) -> bool:
         """True if a function exists. Raises `BackendFailed` if it does and is not rollart's."""
-        with translate_errors(f"looking for {name}"):
-            try:
-                found = self._lambda.get_function(FunctionName=name)
-            except self._lambda.exceptions.ResourceNotFoundException:
-                return False
+        found = self._read(f"looking for {name}", lambda: self._lambda.get_function(FunctionName=name))
+        if found is None:
+            return False
         if DIGEST_TAG not in found.get("Tags", {}):
             raise BackendFailed(
                 f"a Lambda function {name} exists that rollart did not deploy", remedy="choose another name or prefix"
@@ -302,24 +295,20 @@ class LambdaControl:
             logs.put_retention_policy(logGroupName=group, retentionInDays=self._settings.log_retention_days)
 
     def log_events(self, name: str, since_ms: int) -> list[dict[str, Any]]:
-        logs = self._clients.of("logs")
-        with translate_errors(f"reading logs of {name}"):
-            try:
-                pages = logs.get_paginator("filter_log_events").paginate(
-                    logGroupName=log_group(name), startTime=since_ms
-                )
-                return [event for page in pages for event in page["events"]]
-            except logs.exceptions.ResourceNotFoundException:
-                return []
+        chosen = {"logGroupName": log_group(name), "startTime": since_ms}
+        found = self._read(
+            f"reading logs of {name}", lambda: self._listed("logs", "filter_log_events", "events", **chosen)
+        )
+        return found or []
 
     def warm(self, name: str, alias: str = ALIAS) -> int:
         """Provisioned concurrency of an alias."""
-        with translate_errors(f"reading the provisioned concurrency of {name}"):
-            try:
-                found = self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=alias)
-                return int(found["RequestedProvisionedConcurrentExecutions"])
-            except self._lambda.exceptions.ProvisionedConcurrencyConfigNotFoundException:
-                return 0
+        found = self._read(
+            f"reading the provisioned concurrency of {name}",
+            lambda: self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=alias),
+            missing="ProvisionedConcurrencyConfigNotFoundException",
+        )
+        return int(found["RequestedProvisionedConcurrentExecutions"]) if found is not None else 0
 
     def set_warm(self, name: str, count: int, alias: str = ALIAS, *, wait: bool = True) -> None:
         """Set the number of provisioned environments, and `wait` until they are ready; 0 releases them."""
@@ -357,6 +346,21 @@ class LambdaControl:
     @property
     def _lambda(self) -> Any:
         return self._clients.of("lambda")
+
+    def _listed(self, service: str, operation: str, key: str, **chosen: Any) -> list[dict[str, Any]]:
+        """The entries of all pages of a listing."""
+        pages = self._clients.of(service).get_paginator(operation).paginate(**chosen)
+        return [one for page in pages for one in page[key]]
+
+    def _read(self, doing: str, call: Callable[[], T], *, missing: str = "ResourceNotFoundException") -> T | None:
+        """The result of a call; None if AWS has no such thing."""
+        with translate_errors(doing):
+            try:
+                return call()
+            except Exception as error:
+                if error_code(error) != missing:
+                    raise
+                return None
 
     def _place(self, name: str, archive: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
         """The archive's location for Lambda, and a function that removes it from there."""

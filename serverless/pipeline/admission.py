@@ -198,7 +198,6 @@ class CircuitBreaker:
         self._in_a_row = 0
         self._last: deque[bool] = deque(maxlen=settings.window)
         self._trial = False
-        self.opened = 0
         self.failed_trials = 0
         """Failed trials since the breaker was last closed."""
 
@@ -266,4 +265,3 @@ class CircuitBreaker:
     def _open(self, now: float) -> None:
         self._pause_s = min(self._settings.max_open_s, max(self._settings.open_s, 2.0 * self._pause_s))
         self._state, self._until = BreakerState.OPEN, now + self._pause_s
-        self.opened += 1

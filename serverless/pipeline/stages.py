@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from serverless.types import FaultKind, InfraFault, ModelFault, Outcome
-
-_RECENT = 200
-"""Outcomes over which `recent_rate` is taken."""
 
 
 class OffloadStage(enum.StrEnum):
@@ -58,23 +55,15 @@ class FunctionHealth:
     faults: int = 0
     model_faults: int = 0
     by_kind: Counter[FaultKind] = field(default_factory=Counter)
-    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def note(self, outcome: Outcome) -> None:
-        fault = isinstance(outcome, InfraFault)
-        if isinstance(outcome, InfraFault):
-            self.by_kind[outcome.kind] += 1
         self.outcomes += 1
-        self.faults += fault
+        if isinstance(outcome, InfraFault):
+            self.faults += 1
+            self.by_kind[outcome.kind] += 1
         self.model_faults += isinstance(outcome, ModelFault)
-        self._recent.append(fault)
 
     @property
     def rate(self) -> float:
         """Share of faults since the start."""
         return self.faults / self.outcomes if self.outcomes else 0.0
-
-    @property
-    def recent_rate(self) -> float:
-        """The same over the last 200 outcomes."""
-        return sum(self._recent) / len(self._recent) if self._recent else 0.0
