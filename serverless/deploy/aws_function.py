@@ -7,7 +7,6 @@ The archive is the package with its requirements as wheels for Lambda's Linux an
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
 import pathlib
@@ -15,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from serverless.deploy.package import Package
+from serverless.deploy.package import Package, zip_archive
 from serverless.errors import PackageError, SpecInvalid
 from serverless.spec import FunctionSpec
 
@@ -212,7 +210,6 @@ _LOCK = "rollart_installed.lock"
 """The installed versions; the package's own lock has the requested ones."""
 
 _VERSION = "rollart_version"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _INSTALL_S = 600.0
 _LEFT_OUT = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
 """Files of a wheel's metadata that depend on the machine that installed it."""
@@ -239,19 +236,8 @@ def bundle(package: Package, settings: AwsSettings) -> bytes:
             f"{_UNZIPPED_BYTES / 1e6:.0f} MB (largest: {largest}, {len(files[largest]) / 1e6:.0f} MB)",
             remedy="drop requirements or artefacts, load weights from object storage in load(), or deploy it on Modal",
         )
-    stored = _zip(files, zipfile.ZIP_STORED)
-    return stored if len(stored) <= DIRECT_BYTES else _zip(files, zipfile.ZIP_DEFLATED)
-
-
-def _zip(files: Mapping[str, bytes], method: int) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
-        for path in sorted(files):
-            entry = zipfile.ZipInfo(path, _EPOCH)
-            entry.external_attr = (0o755 if path.endswith(".so") or ".so." in path else 0o644) << 16
-            entry.compress_type = method
-            archive.writestr(entry, files[path])
-    return buffer.getvalue()
+    stored = zip_archive(files)
+    return stored if len(stored) <= DIRECT_BYTES else zip_archive(files, deflated=True)
 
 
 def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:

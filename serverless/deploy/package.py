@@ -89,17 +89,6 @@ class Package:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
 
-    def zip(self) -> bytes:
-        """The archive, stored without compression: compressed bytes differ between zlib builds."""
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-            for path in sorted(self.files):
-                entry = zipfile.ZipInfo(path, _EPOCH)
-                entry.create_system = 3  # otherwise the value depends on the platform
-                entry.external_attr = 0o644 << 16
-                archive.writestr(entry, self.files[path])
-        return buffer.getvalue()
-
 
 def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     """Pack a function. Relative paths are resolved against `base`, or the working directory.
@@ -133,6 +122,21 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
                 raise PackageError(f"function {spec.name}: two artefacts are called {relative}", remedy="rename one")
             files[relative] = data
     return Package(merged, keys.content_digest(merged.identity(), files), files, warnings)
+
+
+def zip_archive(files: Mapping[str, bytes], *, deflated: bool = False) -> bytes:
+    """A zip of files, the same bytes for the same content. Without `deflated` also on every machine: compressed bytes
+    differ between zlib builds."""
+    buffer = io.BytesIO()
+    method = zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer, "w", method) as file:
+        for path in sorted(files):
+            entry = zipfile.ZipInfo(path, _EPOCH)
+            entry.create_system = 3  # otherwise the value depends on the platform
+            entry.external_attr = (0o755 if path.endswith(".so") or ".so." in path else 0o644) << 16
+            entry.compress_type = method
+            file.writestr(entry, files[path])
+    return buffer.getvalue()
 
 
 def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> FunctionSpec:
