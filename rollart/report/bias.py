@@ -17,7 +17,7 @@ from rollart.ledger.database import CONSUMED, DROPPED, LIVE
 from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_share, as_text
 from rollart.strategies.tail_batching import RELAUNCH_MARK
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
@@ -136,34 +136,22 @@ def p_value(ks: float, n: int, m: int) -> float:
 
 
 def _compared(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]]) -> Table:
-    columns = (
-        TableColumn("domain"),
-        TableColumn("set"),
-        TableColumn("against"),
-        TableColumn("figure"),
-        TableColumn("mean", "number"),
-        TableColumn("mean_against", "number"),
-        TableColumn("difference", "share"),
-        TableColumn("ks", "number"),
-        TableColumn("p", "number"),
-        TableColumn("finding", wrap=True),
-    )
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     for domain, by_fate in sets.items():
         for fate in by_fate:
             if fate not in (DRAWN, OPEN):
                 against = DRAWN if fate in (TRAINED, DELAYED) else TRAINED
                 rows += [
-                    (domain, fate, against, figure, *row)
+                    {"domain": domain, "set": fate, "against": against, "figure": figure, **test}
                     for figure in FIGURES
-                    if (row := _test(figure, fate, by_fate[fate], by_fate.get(against, ()))) is not None
+                    if (test := _test(figure, fate, by_fate[fate], by_fate.get(against, ()))) is not None
                 ]
-    return Table("bias", "Trained against drawn, and what was lost against trained", columns, tuple(rows))
+    return Table.of("bias", "Trained against drawn, and what was lost against trained", rows)
 
 
 def _test(
     figure: str, fate: str, sample: Sequence[TrajectoryAttempt], reference: Sequence[TrajectoryAttempt]
-) -> tuple[Cell, ...] | None:
+) -> Row | None:
     a, b = _values(sample, figure), _values(reference, figure)
     if not a or not b:
         return None
@@ -185,43 +173,37 @@ def _test(
             if fate in (TRAINED, DELAYED)
             else f"{fate} is no random loss: {figure} is {more}"
         )
-    return (mean, against, difference, ks, p, finding)
+    return {
+        "mean": as_number(mean),
+        "mean_against": as_number(against),
+        "difference": as_share(difference),
+        "ks": as_number(ks),
+        "p": as_number(p),
+        "finding": as_text(finding, wrap=True),
+    }
 
 
 def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], prompts: Prompts) -> Table:
-    columns = (
-        TableColumn("domain"),
-        TableColumn("set"),
-        TableColumn("prompts", "count"),
-        TableColumn("trajectories", "count"),
-        TableColumn("cut_short", "share"),
-        TableColumn("length", "number"),
-        TableColumn("length_p50", "number"),
-        TableColumn("length_p90", "number"),
-        TableColumn("turns", "number"),
-        TableColumn("difficulty", "number"),
-        TableColumn("reward", "number"),
-    )
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     for domain, by_fate in sets.items():
         settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
         for fate, attempts in by_fate.items():
             lengths = sorted(_values(attempts, "length"))
             rows.append(
-                (
-                    domain,
-                    fate,
-                    settled if fate == DRAWN else prompts.get((domain, fate), 0),
-                    len(attempts),
-                    sum(one.cut for one in attempts) / len(attempts) if attempts else None,
-                    _mean(lengths),
-                    _quantile(lengths, 0.5),
-                    _quantile(lengths, 0.9),
-                    *(_mean(_values(attempts, figure)) for figure in FIGURES[1:]),
-                )
+                {
+                    "domain": domain,
+                    "set": fate,
+                    "prompts": as_count(settled if fate == DRAWN else prompts.get((domain, fate), 0)),
+                    "trajectories": as_count(len(attempts)),
+                    "cut_short": as_share(sum(one.cut for one in attempts) / len(attempts) if attempts else None),
+                    "length": as_number(_mean(lengths)),
+                    "length_p50": as_number(_quantile(lengths, 0.5)),
+                    "length_p90": as_number(_quantile(lengths, 0.9)),
+                    **{figure: as_number(_mean(_values(attempts, figure))) for figure in FIGURES[1:]},
+                }
             )
     title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
-    return Table("sets", title, columns, tuple(rows))
+    return Table.of("sets", title, rows)
 
 
 def _sets(attempts: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:

@@ -1,10 +1,8 @@
-"""Bar charts as SVG: pure, from values to elements.
+"""Charts as SVG: pure, from values to elements. Colours are classes of the page's style sheet (`report.render`).
 
-Bars are horizontal, so that names stay readable; whiskers are confidence intervals; tooltips show a bar's figures.
-Colours are classes of the page's style sheet (`report.render`): `s0` to `s7` for compared series, names of states for
-parts of a whole.
-
-A timeline as SVG: one row for each band, its states stacked.
+Bars are horizontal, so that names stay readable; whiskers are confidence intervals; tooltips show a bar's figures. Bars
+are painted `s0` to `s7` for compared series, and by names of states for parts of a whole. A timeline has one row for
+each band, its states stacked.
 """
 
 from __future__ import annotations
@@ -47,6 +45,34 @@ OVERSHOOT = 1.6
 """Largest ratio of an interval's end to the longest bar before the interval is cut: with two seeds it can be ten times
 the mean."""
 
+TIMELINE_WIDTH, LEFT, RIGHT = 1100.0, 222.0, 90.0
+LOW, HIGH, GAP = 15.0, 38.0, 7.0
+"""Heights of a row for one resource and for many, and the gap between rows."""
+
+SLOTS = 60
+"""Number of segments of a row with tooltips."""
+
+PAINT: Mapping[str, tuple[str, str]] = {
+    ResourceState.BUSY: ("busy", "busy"),
+    ResourceState.SYNC: ("sync", "syncing weights"),
+    ResourceState.STARTUP: ("startup", "starting"),
+    ResourceState.DOWN: ("down", "down"),
+    ResourceState.IDLE: ("idle", "waiting"),
+    STEP: ("step", "environment's step"),
+    RESET: ("startup", "environment's reset"),
+    ELSEWHERE: ("elsewhere", "generation, queues, reward"),
+    RUNNING: ("busy", "running"),
+    COLD: ("startup", "cold start"),
+    QUEUED: ("idle", "queued"),
+}
+"""Class and name of each state, in the order in which they are stacked."""
+
+TIME_STEPS = (
+    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200),
+    *(10_800, 21_600, 43_200, 86_400, 172_800, 604_800),
+)
+"""Candidate distances of axis marks, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class BarSegment:
@@ -68,6 +94,11 @@ class Bar:
     interval: float | None = None
     value: float | None = None
 
+    @classmethod
+    def single(cls, name: str, value: float, paint: str, interval: float | None = None) -> Bar:
+        """A bar of one segment."""
+        return cls(name, (BarSegment(name, value, paint),), interval)
+
     @property
     def total(self) -> float:
         return math.fsum(s.value for s in self.segments) if self.value is None else self.value
@@ -83,11 +114,6 @@ class BarGroup:
 
     label: str
     bars: tuple[Bar, ...]
-
-
-def series_paint(n: int) -> str:
-    """The class of the n-th compared series."""
-    return f"s{n % SERIES}"
 
 
 def bar_chart(title: str, groups: Sequence[BarGroup], *, unit: str = PLAIN) -> MarkupElement:
@@ -109,23 +135,40 @@ def bar_chart(title: str, groups: Sequence[BarGroup], *, unit: str = PLAIN) -> M
             parts.append(_bar(group, bar, plot, y, thick, unit))
             y += thick + gap
         y += 0.0 if beside else 5.0
-    height = y + 22.0
-    svg = element(
-        "svg",
-        element("title", title),
-        *_axis(plot, y, unit),
-        *parts,
-        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
-        role="img",
-        class_="chart",
-    )
-    return svg
+    return _svg(title, [*_axis(plot, y, unit), *parts], WIDTH, y + 22.0, "chart")
+
+
+def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElement:
+    """The chart of a timeline. `until` (seconds): end of the axis, to give several timelines the same scale."""
+    end = max(found.seconds, until or 0.0) or 1.0
+    x1 = TIMELINE_WIDTH - RIGHT
+    parts: list[MarkupElement] = []
+    y, kind = 8.0, DEVICES
+    for band in found.bands:
+        y += 10.0 if band.kind != kind else 0.0
+        kind = band.kind
+        height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
+        parts.append(_row(band, found, LEFT, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
+        y += height + (GAP if height == HIGH else 3.0)
+    marks = _time_axis(end, x1, y + 2.0)
+    return _svg(found.label or "timeline", [*marks, *parts], TIMELINE_WIDTH, y + 26.0, "chart wide")
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> MarkupElement:
     """Names and the classes that paint them."""
     items = [element("li", element("span", class_=f"swatch {paint}"), name) for name, paint in entries]
     return element("ul", *items, class_="legend")
+
+
+def timeline_legend(found: Sequence[Timeline]) -> MarkupElement:
+    """The legend of the states that occur in the timelines."""
+    seen = {state for one in found for band in one.bands for state in band.amounts}
+    return legend((name, paint) for state, (paint, name) in PAINT.items() if state in seen)
+
+
+def series_paint(n: int) -> str:
+    """The class of the n-th compared series."""
+    return f"s{n % SERIES}"
 
 
 def nice_ticks(most: float, about: int = 5) -> list[float]:
@@ -138,10 +181,60 @@ def nice_ticks(most: float, about: int = 5) -> list[float]:
     return [n * step for n in range(int(most / step * 1.000001) + 1)]
 
 
-def clipped(text: str, room: float) -> str:
+def duration(seconds: float) -> str:
+    """`2 h 30 min`: the two largest units that are not 0."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    rest, found = round(seconds), []
+    for name, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, size)
+        if count:
+            found.append(f"{count} {name}")
+    return " ".join(found[:2])
+
+
+def _svg(title: str, parts: Sequence[MarkupElement], width: float, height: float, kind: str) -> MarkupElement:
+    box = f"0 0 {width:.0f} {height:.0f}"
+    return element("svg", element("title", title), *parts, viewBox=box, role="img", class_=kind)
+
+
+def _axis_mark(x: float, y: float, text: str, below: float, *, base: bool, anchor: str) -> Iterable[MarkupElement]:
+    """A line from the top down to `y`, and the text under it."""
+    yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="base" if base else "grid")
+    yield element("text", text, x=x, y=y + below, class_="tick", text_anchor=anchor)
+
+
+def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
+    shown = _clipped(text, room)
+    return element(
+        "text",
+        element("title", text) if shown != text else None,
+        shown,
+        x=x,
+        y=y,
+        class_="label",
+        text_anchor="end" if end else None,
+    )
+
+
+def _clipped(text: str, room: float) -> str:
     """A text, cut to the width `room`."""
     most = max(4, int(room / LETTER))
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
+    for tick in nice_ticks(plot.most):
+        anchor = "middle" if tick else "start"
+        yield from _axis_mark(plot.x(tick), y, figure(tick, unit), 15.0, base=not tick, anchor=anchor)
+
+
+def _time_axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:
+    step = next((s for s in TIME_STEPS if end / s <= 9), None) if end >= 1 else None
+    size = float(step) if step is not None else end / 8
+    for n in range(int(end / size * 1.000001) + 1):
+        x = LEFT + (x1 - LEFT) * n * size / end
+        yield from _axis_mark(x, y, duration(n * size) if n else "0", 16.0, base=not n, anchor="middle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,28 +255,6 @@ def _reach(groups: Sequence[BarGroup]) -> float:
     if not longest > 0:
         return 1.0
     return min(longest * OVERSHOOT, max(max(bar.end, bar.total + (bar.interval or 0.0)) for bar in every)) * 1.02
-
-
-def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
-    for tick in nice_ticks(plot.most):
-        x = plot.x(tick)
-        yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="grid" if tick else "base")
-        yield element(
-            "text", figure(tick, unit), x=x, y=y + 15.0, class_="tick", text_anchor="middle" if tick else "start"
-        )
-
-
-def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
-    shown = clipped(text, room)
-    return element(
-        "text",
-        element("title", text) if shown != text else None,
-        shown,
-        x=x,
-        y=y,
-        class_="label",
-        text_anchor="end" if end else None,
-    )
 
 
 def _bar(group: BarGroup, bar: Bar, plot: _Plot, y: float, thick: float, unit: str) -> MarkupElement:
@@ -214,107 +285,6 @@ def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[MarkupEl
         ends += f"M{b:.1f} {y - cap:.1f}V{y + cap:.1f}"
     yield element("path", d=ends, class_="halo")
     yield element("path", d=ends, class_="whisker")
-
-
-TIMELINE_WIDTH, LEFT, RIGHT = 1100.0, 222.0, 90.0
-LOW, HIGH, GAP = 15.0, 38.0, 7.0
-"""Heights of a row for one resource and for many, and the gap between rows."""
-
-SLOTS = 60
-"""Number of segments of a row with tooltips."""
-
-PAINT: Mapping[str, tuple[str, str]] = {
-    ResourceState.BUSY: ("busy", "busy"),
-    ResourceState.SYNC: ("sync", "syncing weights"),
-    ResourceState.STARTUP: ("startup", "starting"),
-    ResourceState.DOWN: ("down", "down"),
-    ResourceState.IDLE: ("idle", "waiting"),
-    STEP: ("step", "environment's step"),
-    RESET: ("startup", "environment's reset"),
-    ELSEWHERE: ("elsewhere", "generation, queues, reward"),
-    RUNNING: ("busy", "running"),
-    COLD: ("startup", "cold start"),
-    QUEUED: ("idle", "queued"),
-}
-"""Class and name of each state, in the order in which they are stacked."""
-
-
-def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElement:
-    """The chart of a timeline. `until` (seconds): end of the axis, to give several timelines the same scale."""
-    end = max(found.seconds, until or 0.0) or 1.0
-    x1 = TIMELINE_WIDTH - RIGHT
-    parts: list[MarkupElement] = []
-    y, kind = 8.0, DEVICES
-    for band in found.bands:
-        y += 10.0 if band.kind != kind else 0.0
-        kind = band.kind
-        height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
-        parts.append(_row(band, found, LEFT, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
-        y += height + (GAP if height == HIGH else 3.0)
-    grid = list(_time_axis(end, x1, y + 2.0))
-    return element(
-        "svg",
-        element("title", found.label or "timeline"),
-        *grid,
-        *parts,
-        viewBox=f"0 0 {TIMELINE_WIDTH:.0f} {y + 26.0:.0f}",
-        role="img",
-        class_="chart wide",
-    )
-
-
-def timeline_legend(found: Sequence[Timeline]) -> MarkupElement:
-    """The legend of the states that occur in the timelines."""
-    seen = {state for one in found for band in one.bands for state in band.amounts}
-    return legend((name, paint) for state, (paint, name) in PAINT.items() if state in seen)
-
-
-def duration(seconds: float) -> str:
-    """`2 h 30 min`: the two largest units that are not 0."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    rest, found = round(seconds), []
-    for name, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
-        if count:
-            found.append(f"{count} {name}")
-    return " ".join(found[:2])
-
-
-STEPS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10_800,
-    21_600,
-    43_200,
-    86_400,
-    172_800,
-    604_800,
-)
-"""Candidate distances of axis marks, in seconds."""
-
-
-def _time_axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:
-    step = next((s for s in STEPS if end / s <= 9), None)
-    if end < 1:
-        step = None
-    size = float(step) if step is not None else end / 8
-    for n in range(int(end / size * 1.000001) + 1):
-        x = LEFT + (x1 - LEFT) * n * size / end
-        yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="grid" if n else "base")
-        yield element("text", duration(n * size) if n else "0", x=x, y=y + 16.0, class_="tick", text_anchor="middle")
 
 
 def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> MarkupElement:
@@ -353,18 +323,8 @@ def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, heigh
 
 def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
     middle = y + height / 2 + 4.0
-    room = LEFT - 14.0
-    name = clipped(band.name, room)
     many = height == HIGH
-    yield element(
-        "text",
-        element("title", band.name) if name != band.name else None,
-        name,
-        x=LEFT - 10.0,
-        y=middle - (7.0 if many else 0.0),
-        class_="label",
-        text_anchor="end",
-    )
+    yield _label(band.name, LEFT - 10.0, middle - (7.0 if many else 0.0), LEFT - 14.0, end=True)
     right = {
         DEVICES: f"{band.share(ResourceState.BUSY):.0%} busy",
         FAULTS: f"{band.members:,} events",

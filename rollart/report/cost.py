@@ -1,96 +1,33 @@
-"""The cost report. Pure: a run's sums in, tables out.
+"""The cost report, with the prices behind its dollars. Pure: a run's sums in, tables out.
 
 Every dollar is one `CostLine`; all tables are sums of the same lines, so they agree with the total (property test).
 Totals are billed dollars. The price elsewhere of function workers on the run's own cores is shown beside them.
-
-The prices behind a report's dollars: each with its amount, source and date. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollart.ledger.intervals import ResourceState
 from rollart.report import functions
-from rollart.report.functions import BILLED, ELSEWHERE
 from rollart.report.rows import ENGINE_ROLES, CostLine, PoolPrice, RunRows
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import (
+    Report,
+    Row,
+    Table,
+    TableColumn,
+    as_count,
+    as_number,
+    as_seconds,
+    as_share,
+    as_text,
+    as_usd,
+)
 from rollart.settings.prices import PriceEntry
 from serverless.meter import WorkerState
-
-
-def prices_table(rows: RunRows) -> Table:
-    """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
-    columns = (
-        TableColumn("price"),
-        TableColumn("unit"),
-        TableColumn("usd_per_unit", "number"),
-        TableColumn("amount", "number"),
-        TableColumn("usd", "usd"),
-        TableColumn("cost"),
-        TableColumn("date"),
-        TableColumn("source", wrap=True),
-    )
-    found: list[tuple[Cell, ...]] = []
-    for usd, hours in rows.device_hours:
-        same = [pool for pool in rows.pools if pool.usd == usd]
-        found.append(
-            (
-                _names(same),
-                "device-hour",
-                usd,
-                hours,
-                usd * hours,
-                BILLED,
-                ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
-                "; ".join(dict.fromkeys(pool.source for pool in same))
-                or "recorded by the run from an earlier price list",
-            )
-        )
-    amounts: dict[tuple[str, str], float] = defaultdict(float)
-    prices: dict[tuple[str, str], PriceEntry] = {}
-    for price, amount in _function_items(rows):
-        amounts[price.name, price.unit] += amount
-        prices[price.name, price.unit] = price
-    for key, amount in sorted(amounts.items()):
-        price = prices[key]
-        found.append(
-            (
-                price.name,
-                price.unit,
-                price.usd,
-                amount,
-                price.usd * amount,
-                BILLED if rows.prices.billed(price.name) else ELSEWHERE,
-                str(price.date),
-                price.source,
-            )
-        )
-    return Table("prices", "Prices, with their sources", columns, tuple(found))
-
-
-def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
-    book = rows.prices
-    for call in rows.invocations:
-        yield from book.function_items(
-            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
-        )
-    for worker in rows.workers:
-        if worker.state == WorkerState.IDLE:
-            yield from book.idle_items(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
-
-
-def _names(pools: Sequence[PoolPrice]) -> str:
-    """Devices with their pools, e.g. `H20 (a, b)`."""
-    by_device: dict[str, list[str]] = defaultdict(list)
-    for pool in pools:
-        by_device[pool.device].append(pool.pool)
-    named: Iterable[str] = (f"{device} ({', '.join(names)})" for device, names in by_device.items())
-    return ", ".join(named) or "device"
-
 
 WARM_START = "warm_start"
 """Cause of busy time in the warm start, so that imitation and RL are reported separately. It is not waste."""
@@ -117,10 +54,10 @@ def cost(rows: RunRows) -> Report:
         rows.run,
         (
             _total(rows, lines),
-            _by_role(lines),
-            _by_resource(lines),
+            _grouped("by_role", "By role", "role", lines, lambda line: line.role),
+            _grouped("by_resource", "By resource", "resource", lines, lambda line: line.resource),
             _elsewhere(rows),
-            prices_table(rows),
+            _prices(rows),
             _fates(rows),
             _waste(rows, lines),
             functions.calls(rows),
@@ -181,7 +118,7 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     facts, usd = rows.facts, _usd(lines)
     generated = sum(c.trajectories for c in rows.charges if c.purpose != "eval")
     wasted = math.fsum(waste(rows, lines).values())
-    values: list[tuple[Cell, ...]] = [
+    values = (
         ("total", "USD", usd),
         ("would cost elsewhere", "USD", _usd(line for line in functions.lines(rows) if not line.billed)),
         ("per hour", "USD", _ratio(usd * 3600, facts.seconds)),
@@ -195,13 +132,27 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
         ("warm start", "USD", math.fsum(line.usd for line in lines if line.cause == WARM_START)),
         ("idle and waste", "USD", wasted),
         ("idle and waste", "share", _ratio(wasted, usd)),
-    ]
-    return Table(
-        "total",
-        "Total of what is billed",
-        (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
-        tuple(values),
     )
+    columns = (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number"))
+    return Table("total", "Total of what is billed", columns, values)
+
+
+def _grouped(name: str, title: str, key: str, lines: Sequence[CostLine], group_of: Callable[[CostLine], str]) -> Table:
+    groups: dict[str, list[CostLine]] = defaultdict(list)
+    for line in lines:
+        groups[group_of(line)].append(line)
+    total = _usd(lines)
+    rows: list[Row] = [
+        {
+            key: group,
+            "usd": as_usd(_usd(own)),
+            "share": as_share(_ratio(_usd(own), total)),
+            "busy_usd": as_usd(_usd(x for x in own if x.state == ResourceState.BUSY)),
+            "not_busy_usd": as_usd(_usd(x for x in own if x.state != ResourceState.BUSY)),
+        }
+        for group, own in sorted(groups.items(), key=lambda item: -_usd(item[1]))
+    ]
+    return Table.of(name, title, rows)
 
 
 def _elsewhere(rows: RunRows) -> Table:
@@ -212,67 +163,97 @@ def _elsewhere(rows: RunRows) -> Table:
         if not line.billed:
             usd[line.resource] += line.usd
             seconds[line.resource] += line.seconds
-    columns = (TableColumn("resource"), TableColumn("billed_s", "seconds"), TableColumn("usd", "usd"))
-    found = tuple((name, seconds[name], usd[name]) for name in sorted(usd, key=lambda name: -usd[name]))
-    return Table(
-        "elsewhere",
-        "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
-        columns,
-        found,
-        people=bool(found),
-    )
-
-
-def _by_role(lines: Sequence[CostLine]) -> Table:
-    return _grouped("by_role", "By role", "role", [(line.role, line) for line in lines])
-
-
-def _by_resource(lines: Sequence[CostLine]) -> Table:
-    return _grouped("by_resource", "By resource", "resource", [(line.resource, line) for line in lines])
-
-
-def _grouped(name: str, title: str, key: str, keyed: Sequence[tuple[str, CostLine]]) -> Table:
-    groups: dict[str, list[CostLine]] = defaultdict(list)
-    for group, line in keyed:
-        groups[group].append(line)
-    total = _usd(line for _, line in keyed)
-    rows: list[tuple[str, float, float | None, float, float]] = [
-        (
-            group,
-            _usd(own),
-            _ratio(_usd(own), total),
-            _usd(x for x in own if x.state == ResourceState.BUSY),
-            _usd(x for x in own if x.state != ResourceState.BUSY),
-        )
-        for group, own in groups.items()
+    found: list[Row] = [
+        {"resource": name, "billed_s": as_seconds(seconds[name]), "usd": as_usd(usd[name])}
+        for name in sorted(usd, key=lambda name: -usd[name])
     ]
-    rows.sort(key=lambda row: -row[1])
-    columns = (
-        TableColumn(key),
-        TableColumn("usd", "usd"),
-        TableColumn("share", "share"),
-        TableColumn("busy_usd", "usd"),
-        TableColumn("not_busy_usd", "usd"),
-    )
-    return Table(name, title, columns, tuple(rows))
+    title = "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)"
+    return Table.of("elsewhere", title, found, optional=True)
+
+
+def _prices(rows: RunRows) -> Table:
+    """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
+    found: list[Row] = []
+    for usd, hours in rows.device_hours:
+        same = [pool for pool in rows.pools if pool.usd == usd]
+        found.append(
+            {
+                "price": _names(same),
+                "unit": "device-hour",
+                "usd_per_unit": as_number(usd),
+                "amount": as_number(hours),
+                "usd": as_usd(usd * hours),
+                "cost": functions.BILLED,
+                "date": ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
+                "source": as_text(
+                    "; ".join(dict.fromkeys(pool.source for pool in same))
+                    or "recorded by the run from an earlier price list",
+                    wrap=True,
+                ),
+            }
+        )
+    amounts: dict[tuple[str, str], float] = defaultdict(float)
+    prices: dict[tuple[str, str], PriceEntry] = {}
+    for price, amount in _function_items(rows):
+        amounts[price.name, price.unit] += amount
+        prices[price.name, price.unit] = price
+    for key, amount in sorted(amounts.items()):
+        price = prices[key]
+        found.append(
+            {
+                "price": price.name,
+                "unit": price.unit,
+                "usd_per_unit": as_number(price.usd),
+                "amount": as_number(amount),
+                "usd": as_usd(price.usd * amount),
+                "cost": functions.BILLED if rows.prices.billed(price.name) else functions.ELSEWHERE,
+                "date": str(price.date),
+                "source": as_text(price.source, wrap=True),
+            }
+        )
+    return Table.of("prices", "Prices, with their sources", found)
+
+
+def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
+    book = rows.prices
+    for call in rows.invocations:
+        yield from book.function_items(
+            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
+        )
+    for worker in rows.workers:
+        if worker.state == WorkerState.IDLE:
+            yield from book.idle_items(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
+
+
+def _names(pools: Sequence[PoolPrice]) -> str:
+    """Devices with their pools, e.g. `H20 (a, b)`."""
+    by_device: dict[str, list[str]] = defaultdict(list)
+    for pool in pools:
+        by_device[pool.device].append(pool.pool)
+    named: Iterable[str] = (f"{device} ({', '.join(names)})" for device, names in by_device.items())
+    return ", ".join(named) or "device"
 
 
 def _fates(rows: RunRows) -> Table:
-    columns = (
-        TableColumn("fate"),
-        TableColumn("trajectories", "count"),
-        TableColumn("engine_seconds", "seconds"),
-        TableColumn("usd", "usd"),
-    )
-    found = [(f.fate, f.trajectories, f.engine_seconds, f.usd) for f in fates(rows)]
-    return Table("trajectories", "Engine time by what became of the trajectory", columns, tuple(found))
+    found: list[Row] = [
+        {
+            "fate": f.fate,
+            "trajectories": as_count(f.trajectories),
+            "engine_seconds": as_seconds(f.engine_seconds),
+            "usd": as_usd(f.usd),
+        }
+        for f in fates(rows)
+    ]
+    return Table.of("trajectories", "Engine time by what became of the trajectory", found)
 
 
 def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     total = _usd(lines)
-    columns = (TableColumn("role"), TableColumn("cause"), TableColumn("usd", "usd"), TableColumn("share", "share"))
-    found = [(role, cause, usd, _ratio(usd, total)) for (role, cause), usd in waste(rows, lines).items()]
-    return Table("waste", "Idle and waste by cause", columns, tuple(found))
+    found: list[Row] = [
+        {"role": role, "cause": cause, "usd": as_usd(usd), "share": as_share(_ratio(usd, total))}
+        for (role, cause), usd in waste(rows, lines).items()
+    ]
+    return Table.of("waste", "Idle and waste by cause", found)
 
 
 def _usd(lines: Iterable[CostLine]) -> float:

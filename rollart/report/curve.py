@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollart.errors import UsageError
 from rollart.report.rows import RunRows
-from rollart.report.tables import Report, Table, TableColumn
+from rollart.report.tables import Report, Table, as_count, as_share
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -59,41 +59,32 @@ def curves(rows: RunRows) -> list[Curve]:
 def curve(rows: RunRows) -> Report:
     """The curve report."""
     found = curves(rows)
-    summary = Table(
+    summary = Table.of(
         "summary",
         "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)",
         (
-            TableColumn("domain"),
-            TableColumn("curve"),
-            TableColumn("first", "share"),
-            TableColumn("last", "share"),
-            TableColumn("evaluated_first", "share"),
-            TableColumn("evaluated_last", "share"),
-        ),
-        tuple(
-            (
-                c.domain,
-                sparkline([p.success for p in c.training]),
-                _at(c.training, 0),
-                _at(c.training, -1),
-                _at(c.evaluation, 0),
-                _at(c.evaluation, -1),
-            )
+            {
+                "domain": c.domain,
+                "curve": sparkline([p.success for p in c.training]),
+                "first": as_share(_at(c.training, 0)),
+                "last": as_share(_at(c.training, -1)),
+                "evaluated_first": as_share(_at(c.evaluation, 0)),
+                "evaluated_last": as_share(_at(c.evaluation, -1)),
+            }
             for c in found
         ),
     )
-    points = Table(
+    points = Table.of(
         "points",
         "Points",
         (
-            TableColumn("domain"),
-            TableColumn("kind"),
-            TableColumn("version", "count"),
-            TableColumn("success", "share"),
-            TableColumn("episodes", "count"),
-        ),
-        tuple(
-            (c.domain, kind, p.version, p.success, p.episodes)
+            {
+                "domain": c.domain,
+                "kind": kind,
+                "version": as_count(p.version),
+                "success": as_share(p.success),
+                "episodes": as_count(p.episodes),
+            }
             for c in found
             for kind, points in (("training", c.training), ("evaluation", c.evaluation))
             for p in points

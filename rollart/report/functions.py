@@ -11,7 +11,7 @@ from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
 from rollart.report.rows import CostLine, RunRows
-from rollart.report.tables import Cell, Table, TableColumn
+from rollart.report.tables import Row, Table, as_count, as_number, as_seconds, as_share, as_text, as_usd
 from serverless.meter import WorkerState
 from serverless.pipeline.stages import OffloadStage, StageCounts
 from serverless.types import Cause
@@ -74,128 +74,84 @@ def _why(call: InvocationSum) -> str:
 
 
 def calls(rows: RunRows) -> Table:
-    columns = (
-        TableColumn("function"),
-        TableColumn("provider"),
-        TableColumn("status"),
-        TableColumn("cause"),
-        TableColumn("calls", "count"),
-        TableColumn("items", "count"),
-        TableColumn("cold_starts", "count"),
-        TableColumn("cold_s", "seconds", people=False),
-        TableColumn("cold_billed_s", "seconds", people=False),
-        TableColumn("billed_s", "seconds"),
-        TableColumn("estimated", "count", people=False),
-        TableColumn("estimated_s", "seconds", people=False),
-        TableColumn("gb_s", "number", people=False),
-        TableColumn("usd", "usd"),
-        TableColumn("cost", people=False),
-        TableColumn("usd_per_1000_items", "usd", people=False),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for call in rows.invocations:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
         found.append(
-            (
-                call.function,
-                call.provider,
-                call.status,
-                call.cause,
-                call.calls,
-                call.items,
-                call.cold_starts,
-                call.cold_start_s,
-                call.cold_billed_s,
-                call.billed_s,
-                call.estimated,
-                call.estimated_s,
-                gb_s,
-                usd,
-                _kind(rows, call.provider),
-                _ratio(usd * 1000, call.items),
-            )
+            {
+                "function": call.function,
+                "provider": call.provider,
+                "status": call.status,
+                "cause": call.cause,
+                "calls": as_count(call.calls),
+                "items": as_count(call.items),
+                "cold_starts": as_count(call.cold_starts),
+                "cold_s": as_seconds(call.cold_start_s, people=False),
+                "cold_billed_s": as_seconds(call.cold_billed_s, people=False),
+                "billed_s": as_seconds(call.billed_s),
+                "estimated": as_count(call.estimated, people=False),
+                "estimated_s": as_seconds(call.estimated_s, people=False),
+                "gb_s": as_number(gb_s, people=False),
+                "usd": as_usd(usd),
+                "cost": as_text(_kind(rows, call.provider), people=False),
+                "usd_per_1000_items": as_usd(_ratio(usd * 1000, call.items), people=False),
+            }
         )
-    return Table("functions", "Function calls, at list prices", columns, tuple(found))
+    return Table.of("functions", "Function calls, at list prices", found)
 
 
 def workers(rows: RunRows) -> Table:
     """Seconds of function workers by state; the states of a row are its whole life."""
-    columns = (
-        TableColumn("function"),
-        TableColumn("provider"),
-        TableColumn("memory_mb", "count", people=False),
-        TableColumn("how"),
-        TableColumn("cold_s", "seconds"),
-        TableColumn("busy_s", "seconds"),
-        TableColumn("idle_s", "seconds"),
-        TableColumn("idle_share", "share"),
-        TableColumn("idle_usd", "usd"),
-        TableColumn("cost", people=False),
-    )
     groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for w in rows.workers:
         groups[w.function, w.provider, w.memory_mb, w.estimated][w.state] += w.seconds
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for (function, provider, memory_mb, estimated), states in sorted(groups.items()):
         idle_s = states[WorkerState.IDLE]
         usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
         found.append(
-            (
-                function,
-                provider,
-                memory_mb,
-                "estimated" if estimated else "metered",
-                states[WorkerState.COLD],
-                states[WorkerState.BUSY],
-                idle_s,
-                _ratio(idle_s, math.fsum(states.values())),
-                usd,
-                _kind(rows, provider),
-            )
+            {
+                "function": function,
+                "provider": provider,
+                "memory_mb": as_count(memory_mb, people=False),
+                "how": "estimated" if estimated else "metered",
+                "cold_s": as_seconds(states[WorkerState.COLD]),
+                "busy_s": as_seconds(states[WorkerState.BUSY]),
+                "idle_s": as_seconds(idle_s),
+                "idle_share": as_share(_ratio(idle_s, math.fsum(states.values()))),
+                "idle_usd": as_usd(usd),
+                "cost": as_text(_kind(rows, provider), people=False),
+            }
         )
-    return Table("function_workers", "Function workers: seconds by state", columns, tuple(found))
+    return Table.of("function_workers", "Function workers: seconds by state", found)
 
 
 def savings(rows: RunRows) -> Table:
     """Calls saved by the cache and by deduplication with live calls, at the price of the function's own calls."""
-    columns = (
-        TableColumn("function"),
-        TableColumn("stage"),
-        TableColumn("items", "count"),
-        TableColumn("billed_s", "seconds"),
-        TableColumn("usd", "usd"),
-        TableColumn("cost", people=False),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for s in rows.savings:
         provider = _provider(rows).get(s.function, ("", 0))[0]
         usd = rows.prices.function_usd(provider, billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0)
-        found.append((s.function, s.stage, s.items, s.billed_s, usd, _kind(rows, provider)))
-    return Table("savings", "Saved by the cache and by calls under way, at list prices", columns, tuple(found))
+        found.append(
+            {
+                "function": s.function,
+                "stage": s.stage,
+                "items": as_count(s.items),
+                "billed_s": as_seconds(s.billed_s),
+                "usd": as_usd(usd),
+                "cost": as_text(_kind(rows, provider), people=False),
+            }
+        )
+    return Table.of("savings", "Saved by the cache and by calls under way, at list prices", found)
 
 
 def stages(rows: RunRows) -> Table:
     """The effect of each stage of the pipeline, summed over all lives of the run. Dollars at the price of the
     function's calls. A stage that only passed items on has no row; its event is in the ledger."""
-    columns = (
-        TableColumn("function"),
-        TableColumn("stage"),
-        TableColumn("entered", "count"),
-        TableColumn("acted", "count"),
-        TableColumn("helped", "count"),
-        TableColumn("waited_s", "seconds"),
-        TableColumn("extra_calls", "count", people=False),
-        TableColumn("extra_billed_s", "seconds", people=False),
-        TableColumn("extra_usd", "usd"),
-        TableColumn("saved_calls", "count", people=False),
-        TableColumn("saved_billed_s", "seconds", people=False),
-        TableColumn("saved_usd", "usd"),
-        TableColumn("cost", people=False),
-    )
     sums = _summed(rows.stages, key="stage")
     order = {str(stage): n for n, stage in enumerate(OffloadStage)}
     priced = _provider(rows)
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for (function, stage), s in sorted(sums.items(), key=lambda kv: (kv[0][0], order.get(kv[0][1], len(order)))):
         if not s.keys() - {"entered"}:
             continue
@@ -208,54 +164,43 @@ def stages(rows: RunRows) -> Table:
             for k in ("extra", "saved")
         )
         found.append(
-            (
-                function,
-                stage,
-                int(n["entered"]),
-                int(n["acted"]),
-                int(n["helped"]),
-                n["waited_s"],
-                int(n["extra_calls"]),
-                n["extra_billed_s"],
-                extra,
-                int(n["saved_calls"]),
-                n["saved_billed_s"],
-                saved,
-                _kind(rows, provider),
-            )
+            {
+                "function": function,
+                "stage": stage,
+                "entered": as_count(int(n["entered"])),
+                "acted": as_count(int(n["acted"])),
+                "helped": as_count(int(n["helped"])),
+                "waited_s": as_seconds(n["waited_s"]),
+                "extra_calls": as_count(int(n["extra_calls"]), people=False),
+                "extra_billed_s": as_seconds(n["extra_billed_s"], people=False),
+                "extra_usd": as_usd(extra),
+                "saved_calls": as_count(int(n["saved_calls"]), people=False),
+                "saved_billed_s": as_seconds(n["saved_billed_s"], people=False),
+                "saved_usd": as_usd(saved),
+                "cost": as_text(_kind(rows, provider), people=False),
+            }
         )
-    return Table(
-        "stages", "What each stage of the function pipeline did, cost and saved, at list prices", columns, tuple(found)
-    )
+    return Table.of("stages", "What each stage of the function pipeline did, cost and saved, at list prices", found)
 
 
 def health(rows: RunRows) -> Table:
     """Outcomes of functions as their callers received them, and the infrastructure faults among them by kind."""
-    columns = (
-        TableColumn("function"),
-        TableColumn("outcomes", "count"),
-        TableColumn("model_faults", "count"),
-        TableColumn("infra_faults", "count"),
-        TableColumn("rate", "share"),
-        TableColumn("threshold", "share"),
-        TableColumn("kinds"),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for (function, _), s in sorted(_summed(rows.health).items()):
         outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
         kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
         found.append(
-            (
-                function,
-                outcomes,
-                int(s["model_faults"]) if "model_faults" in s else None,
-                faults,
-                _ratio(faults, outcomes),
-                rows.fault_threshold,
-                ", ".join(f"{k} {n}" for k, n in kinds.items()),
-            )
+            {
+                "function": function,
+                "outcomes": as_count(outcomes),
+                "model_faults": as_count(int(s["model_faults"]) if "model_faults" in s else None),
+                "infra_faults": as_count(faults),
+                "rate": as_share(_ratio(faults, outcomes)),
+                "threshold": as_share(rows.fault_threshold),
+                "kinds": ", ".join(f"{k} {n}" for k, n in kinds.items()),
+            }
         )
-    return Table("health", "Health of functions", columns, tuple(found))
+    return Table.of("health", "Health of functions", found)
 
 
 def notes(rows: RunRows) -> Iterable[str]:

@@ -1,9 +1,8 @@
 """Functions against dedicated workers: the billed calls of a run, and replays of the same calls on other deployments.
 
-Pure except for `read_trace`: the replays are those of `serverless.scaling.replay`. A call is replayed with its
-seconds of work.
-Only calls that any deployment would have to serve are replayed, without hedges, calls to a second provider, starts
-without a call, and trials of a deployment.
+Pure except for `read_trace`: the replays are those of `serverless.scaling.replay`. A call is replayed with its seconds
+of work. Only calls that any deployment would have to serve are replayed, without hedges, calls to a second provider,
+starts without a call, and trials of a deployment.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.report import functions
 from rollart.report.rows import RunRows
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, as_count, as_ms, as_seconds, as_share, as_usd
 from serverless.meter import WorkerState
 from serverless.scaling.replay import (
     CallReplay,
@@ -237,38 +236,16 @@ TICK_S = 1.0
 
 
 def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
-    columns = (
-        TableColumn("function"),
-        TableColumn("served_by"),
-        TableColumn("workers", "count"),
-        TableColumn("worker_s", "seconds"),
-        TableColumn("used", "share"),
-        TableColumn("wait_p50_ms", "ms"),
-        TableColumn("wait_p99_ms", "ms"),
-        TableColumn("cold_starts", "count", people=False),
-        TableColumn("usd", "usd"),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for case in cases:
         life, used = case.metered()
         starts = sum(row.cold_start_s > 0 for row in case.recorded)
-        found.append(
-            (
-                case.name,
-                "as billed",
-                None,
-                life,
-                used,
-                1e3 * case.waited(0.5),
-                1e3 * case.waited(0.99),
-                starts,
-                case.functions_usd,
-            )
-        )
+        waits = 1e3 * case.waited(0.5), 1e3 * case.waited(0.99)
+        found.append(_served(case, "as billed", None, life, used, waits, starts, case.functions_usd))
         for workers, why in _choices(case):
             one, worker_s, usd = case.dedicated(workers)
             share = one.busy_s / worker_s if worker_s else None
-            found.append((case.name, why, workers, worker_s, share, *_waits(one), 0, usd))
+            found.append(_served(case, why, workers, worker_s, share, _waits(one), 0, usd))
         if case.name == ALL:
             continue
         scalings: tuple[tuple[str, ScalingRule | None], ...] = (
@@ -278,10 +255,32 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
         )
         for label, scaling in scalings:
             one, usd = case.elastic(scaling)
-            found.append(
-                (case.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one), one.cold_starts, usd)
-            )
-    return Table("ways", "The same calls served in other ways", columns, tuple(found))
+            starts, waits = one.cold_starts, _waits(one)
+            found.append(_served(case, label, one.peak, one.worker_s, one.utilisation, waits, starts, usd))
+    return Table.of("ways", "The same calls served in other ways", found)
+
+
+def _served(
+    case: _OffloadCase,
+    by: str,
+    workers: int | None,
+    worker_s: float | None,
+    used: float | None,
+    waits_ms: tuple[float, float],
+    cold_starts: int,
+    usd: float,
+) -> Row:
+    return {
+        "function": case.name,
+        "served_by": by,
+        "workers": as_count(workers),
+        "worker_s": as_seconds(worker_s),
+        "used": as_share(used),
+        "wait_p50_ms": as_ms(waits_ms[0]),
+        "wait_p99_ms": as_ms(waits_ms[1]),
+        "cold_starts": as_count(cold_starts, people=False),
+        "usd": as_usd(usd),
+    }
 
 
 def _choices(case: _OffloadCase) -> list[tuple[int, str]]:
@@ -298,38 +297,24 @@ def _waits(one: CallReplay) -> tuple[float, float]:
 
 
 def _summary(cases: Iterable[_OffloadCase]) -> Table:
-    columns = (
-        TableColumn("function"),
-        TableColumn("calls", "count"),
-        TableColumn("work_s", "seconds"),
-        TableColumn("functions_usd", "usd"),
-        TableColumn("dedicated", "count"),
-        TableColumn("dedicated_usd", "usd"),
-        TableColumn("dedicated_used", "share"),
-        TableColumn("dedicated_wins_above", "share"),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for case in cases:
         one, worker_s, usd = case.dedicated(case.fewest)
         per_s = case.functions_usd / case.work_s if case.work_s else 0.0
         found.append(
-            (
-                case.name,
-                len(case.calls),
-                case.work_s,
-                case.functions_usd,
-                case.fewest,
-                usd,
-                one.busy_s / worker_s if worker_s else None,
-                case.worker_usd_s / per_s if per_s else None,
-            )
+            {
+                "function": case.name,
+                "calls": as_count(len(case.calls)),
+                "work_s": as_seconds(case.work_s),
+                "functions_usd": as_usd(case.functions_usd),
+                "dedicated": as_count(case.fewest),
+                "dedicated_usd": as_usd(usd),
+                "dedicated_used": as_share(one.busy_s / worker_s if worker_s else None),
+                "dedicated_wins_above": as_share(case.worker_usd_s / per_s if per_s else None),
+            }
         )
-    return Table(
-        "summary",
-        "Functions as billed against the fewest dedicated workers that are quick enough",
-        columns,
-        tuple(found),
-    )
+    title = "Functions as billed against the fewest dedicated workers that are quick enough"
+    return Table.of("summary", title, found)
 
 
 def _notes(

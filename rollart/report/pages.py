@@ -1,7 +1,5 @@
-"""Pages of a run: pictures over the tables of a report, drawn from those tables.
-
-The page of a simulation: a chart per comparison and a timeline per schedule, from the report's own tables.
-"""
+"""Pages of reports: charts over the tables of a run's report, and a simulation's comparisons and timelines, all drawn
+from the report's own tables."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def _single(table: Table, *, names: int, value: int) -> list[BarGroup]:
     """One bar a row, the largest first: named by its first columns."""
     rows = sorted(table.rows, key=lambda row: -_number(row[value]))
     named = [(": ".join(str(cell).replace("_", " ") for cell in row[:names]), _number(row[value])) for row in rows]
-    return [BarGroup(name, (Bar(name, (BarSegment(name, usd, "s0"),)),)) for name, usd in named]
+    return [BarGroup(name, (Bar.single(name, usd, "s0"),)) for name, usd in named]
 
 
 def _without_sketches(table: Table) -> Table:
@@ -145,7 +143,7 @@ def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str
     groups = []
     for n, schedule in enumerate(figures.schedules):
         value, half = figures.of(key, n)
-        groups.append(BarGroup(schedule, (Bar(schedule, (BarSegment(schedule, value, paints[schedule]),), half),)))
+        groups.append(BarGroup(schedule, (Bar.single(schedule, value, paints[schedule], half),)))
     return card(title, bar_chart(title, groups), under=unit)
 
 
@@ -163,7 +161,7 @@ def _grouped(
         own = []
         for n, (schedule, paint) in enumerate(paints.items()):
             value, half = _pair(row[1:], n)
-            own.append(Bar(schedule, (BarSegment(schedule, value, paint),), half))
+            own.append(Bar.single(schedule, value, paint, half))
         groups.append(BarGroup(name(row[0]), tuple(own)))
     if not groups:
         return card(title, element("p", "nothing", class_="muted"), under=unit)

@@ -1,7 +1,5 @@
-"""Workload profiles of a run, finished or live, from its ledger: input for planning the next run.
-
-Domain profiles measured in a finished run, which `placement.profile` names.
-"""
+"""Workload profiles of a run, finished or live, from its ledger: input for planning the next run, whose
+`placement.profile` names the directory."""
 
 from __future__ import annotations
 
@@ -16,6 +14,13 @@ from rollart.errors import SpecError, UsageError
 from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
 
 MIB_GB = 2**20 / 1e9
+
+
+def measured_profiles(directory: Path) -> Sequence[DomainProfile]:
+    """Profiles of the run in a directory. SpecError if there is none."""
+    if not directory.is_dir():
+        raise SpecError(f"placement.profile: {directory} is no run's directory", remedy="give the directory of a run")
+    return profiles_of(directory)
 
 
 def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple[DomainProfile, ...]:
@@ -77,10 +82,3 @@ def _rewards(config: Mapping[str, Any], calls: Sequence[InvocationSum]) -> dict[
                 sum(seconds[name] for name in used), memory_gb=max(memory[name] for name in used) * MIB_GB
             )
     return out
-
-
-def measured_profiles(directory: Path) -> Sequence[DomainProfile]:
-    """Profiles of the run in a directory. SpecError if there is none."""
-    if not directory.is_dir():
-        raise SpecError(f"placement.profile: {directory} is no run's directory", remedy="give the directory of a run")
-    return profiles_of(directory)

@@ -1,14 +1,12 @@
 """Reports as text: tables and pages for people, JSON and CSV for machines.
 
-Reports as pages: one self-contained HTML file, without network or scripts.
+A page is one self-contained HTML file, without network or scripts. It forbids itself to load or run anything (its
+content security policy), follows the reader's light or dark theme, and prints. Colours are those of Okabe and Ito,
+which are distinguishable with any kind of colour vision.
 
-The page forbids itself to load or run anything (its content security policy), follows the reader's light or dark theme,
-and prints. Colours are those of Okabe and Ito, which are distinguishable with any kind of colour vision.
-
-HTML and SVG as values: a tree of elements whose texts and attributes are escaped by construction.
-
-Names from specs and ledgers can contain any characters; no function here takes a string as markup. The output is
-well-formed both as XML and as HTML.
+HTML and SVG are values: a tree of elements whose texts and attributes are escaped by construction. Names from specs and
+ledgers can contain any characters; no function here takes a string as markup. The output is well-formed both as XML and
+as HTML.
 """
 
 from __future__ import annotations
@@ -23,63 +21,13 @@ from typing import Any, TypeAlias
 
 from rollart.report.tables import Report, Table, TableColumn, for_people, rows_for_people
 
-VOID = frozenset({"br", "meta"})
-"""HTML elements that have no end tag."""
+FORMATS = ("table", "json", "csv", "html")
 
-FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-"""Characters that XML 1.0 forbids."""
+SCHEMA_VERSION = 2
+"""Version of the JSON: grows when a key is removed or changes its meaning, not when a key is added."""
 
-
-@dataclass(frozen=True, slots=True)
-class MarkupElement:
-    """An element. `str()` of it is its markup."""
-
-    name: str
-    attributes: tuple[tuple[str, str], ...]
-    children: tuple[MarkupElement | str, ...]
-
-    def __str__(self) -> str:
-        return "".join(self._pieces())
-
-    def _pieces(self) -> Iterator[str]:
-        yield f"<{self.name}"
-        for key, value in self.attributes:
-            yield f' {key}="{_escaped(value)}"'
-        if self.name in VOID:
-            yield "/>"
-            return
-        yield ">"
-        for child in self.children:
-            if isinstance(child, str):
-                yield _escaped(child)
-            else:
-                yield from child._pieces()
-        yield f"</{self.name}>"
-
-
-Child: TypeAlias = MarkupElement | str | None
-
-
-def element(tag: str, /, *children: Child, **attributes: str | float | None) -> MarkupElement:
-    """`element("text", "a < b", x=1, class_="label")`. In attribute names a trailing `_` is removed, other `_` become
-    `-`. None is left out, among attributes and children."""
-    given = tuple(
-        (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else number(value))
-        for key, value in attributes.items()
-        if value is not None
-    )
-    return MarkupElement(tag, given, tuple(child for child in children if child is not None))
-
-
-def number(value: float) -> str:
-    """A coordinate with at most two decimals, without trailing zeros."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
-
-
-def _escaped(text: str) -> str:
-    text = FORBIDDEN.sub("\ufffd", text)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
-
+GAP = 3
+"""Columns between two cells."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -147,70 +95,11 @@ ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 """
 """The style sheet has no `<`, `>`, `&` or `"`, which HTML and XML parse differently here."""
 
+VOID = frozenset({"br", "meta"})
+"""HTML elements that have no end tag."""
 
-def page(report: Report, charts: Sequence[MarkupElement] = ()) -> str:
-    """Any report: charts, if there are any, then its tables and notes."""
-    tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
-    return document(
-        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*charts, *tables, *notes(report.notes)]
-    )
-
-
-def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
-    """A whole page, ending in a newline."""
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        MarkupElement("meta", (("http-equiv", "Content-Security-Policy"), ("content", POLICY)), ()),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", STYLE),
-    )
-    top = element("header", element("h1", title), element("p", about, class_="muted") if about else None)
-    body = element("body", element("main", top, *parts))
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
-
-
-def card(title: str, *parts: Child, under: str = "") -> MarkupElement:
-    """A titled box; `under` is its subtitle: the unit, or a note on how to read it."""
-    sub = element("p", under, class_="sub")
-    return element("section", element("h3", title), sub, *parts, class_="card")
-
-
-def folded(table: Table) -> MarkupElement:
-    """A table that opens on demand."""
-    return element("details", element("summary", element("h3", table.title)), table_of(table), class_="card")
-
-
-def table_of(table: Table) -> MarkupElement:
-    """The table for people, as HTML."""
-    table = for_people(table)
-    if not table.rows:
-        return element("p", "nothing yet", class_="muted")
-    classes = ["n" if column.kind != "text" else None for column in table.columns]
-    heads = [
-        element("th", column.name.replace("_", " "), scope="col", class_=kind)
-        for column, kind in zip(table.columns, classes, strict=True)
-    ]
-    rows = [
-        element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(row, classes, strict=True)))
-        for row in rows_for_people(table)
-    ]
-    shown = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
-    return element("div", shown, class_="scroll")
-
-
-def notes(lines: Iterable[str]) -> Iterable[MarkupElement]:
-    """Notes for the foot; empty without notes."""
-    items = [element("li", line) for line in lines]
-    if items:
-        yield element("ul", *items, class_="notes")
-
-
-FORMATS = ("table", "json", "csv", "html")
-
-SCHEMA_VERSION = 2
-"""Version of the JSON: grows when a key is removed or changes its meaning, not when a key is added."""
+FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that XML 1.0 forbids."""
 
 
 def render(report: Report, form: str, *, width: int = 110, colour: bool = False) -> str:
@@ -292,12 +181,118 @@ def _text(report: Report, width: int, colour: bool) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-GAP = 3
-"""Columns between two cells."""
-
-
 def _needed(column: TableColumn, cells: Sequence[str]) -> int:
     """Least width of a column: headings may break between words, numbers never, texts only if the whole table is too
     wide."""
     heading = max(map(len, column.name.split("_")))
     return heading if column.wrap else max(heading, *map(len, cells))
+
+
+@dataclass(frozen=True, slots=True)
+class MarkupElement:
+    """An element. `str()` of it is its markup."""
+
+    name: str
+    attributes: tuple[tuple[str, str], ...]
+    children: tuple[MarkupElement | str, ...]
+
+    def __str__(self) -> str:
+        return "".join(self._pieces())
+
+    def _pieces(self) -> Iterator[str]:
+        yield f"<{self.name}"
+        for key, value in self.attributes:
+            yield f' {key}="{_escaped(value)}"'
+        if self.name in VOID:
+            yield "/>"
+            return
+        yield ">"
+        for child in self.children:
+            if isinstance(child, str):
+                yield _escaped(child)
+            else:
+                yield from child._pieces()
+        yield f"</{self.name}>"
+
+
+Child: TypeAlias = MarkupElement | str | None
+
+
+def element(tag: str, /, *children: Child, **attributes: str | float | None) -> MarkupElement:
+    """`element("text", "a < b", x=1, class_="label")`. In attribute names a trailing `_` is removed, other `_` become
+    `-`. None is left out, among attributes and children."""
+    given = tuple(
+        (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else number(value))
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return MarkupElement(tag, given, tuple(child for child in children if child is not None))
+
+
+def number(value: float) -> str:
+    """A coordinate with at most two decimals, without trailing zeros."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
+
+
+def _escaped(text: str) -> str:
+    text = FORBIDDEN.sub("\ufffd", text)
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def page(report: Report, charts: Sequence[MarkupElement] = ()) -> str:
+    """Any report: charts, if there are any, then its tables and notes."""
+    tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
+    return document(
+        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*charts, *tables, *notes(report.notes)]
+    )
+
+
+def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
+    """A whole page, ending in a newline."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        MarkupElement("meta", (("http-equiv", "Content-Security-Policy"), ("content", POLICY)), ()),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", STYLE),
+    )
+    top = element("header", element("h1", title), element("p", about, class_="muted") if about else None)
+    body = element("body", element("main", top, *parts))
+    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
+
+
+def card(title: str, *parts: Child, under: str = "") -> MarkupElement:
+    """A titled box; `under` is its subtitle: the unit, or a note on how to read it."""
+    sub = element("p", under, class_="sub")
+    return element("section", element("h3", title), sub, *parts, class_="card")
+
+
+def folded(table: Table) -> MarkupElement:
+    """A table that opens on demand."""
+    return element("details", element("summary", element("h3", table.title)), table_of(table), class_="card")
+
+
+def table_of(table: Table) -> MarkupElement:
+    """The table for people, as HTML."""
+    table = for_people(table)
+    if not table.rows:
+        return element("p", "nothing yet", class_="muted")
+    classes = ["n" if column.kind != "text" else None for column in table.columns]
+    heads = [
+        element("th", column.name.replace("_", " "), scope="col", class_=kind)
+        for column, kind in zip(table.columns, classes, strict=True)
+    ]
+    rows = [
+        element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(row, classes, strict=True)))
+        for row in rows_for_people(table)
+    ]
+    shown = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+    return element("div", shown, class_="scroll")
+
+
+def notes(lines: Iterable[str]) -> Iterable[MarkupElement]:
+    """Notes for the foot; empty without notes."""
+    items = [element("li", line) for line in lines]
+    if items:
+        yield element("ul", *items, class_="notes")

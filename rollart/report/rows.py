@@ -1,7 +1,5 @@
-"""Input of reports: a run's sums, read once from its ledger.
-
-Estimates of unmetered worker time, from the calls. Pure.
-"""
+"""Input of reports: a run's sums, read once from its ledger, with estimates of the worker time that providers do not
+meter."""
 
 from __future__ import annotations
 
@@ -38,51 +36,19 @@ from rollart.strategies.rolling_update import ENGINE_UPDATED
 from serverless.meter import WorkerState
 from serverless.spec import FunctionSpec
 
+ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
+"""Roles whose busy time is charged to trajectories."""
+
+NODES = ("node_joined", "node_leaving", "node_lost")
+
+FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
+
 ESTIMATED = frozenset({"modal"})
 """Providers that bill a container while it waits, but do not report that time to the client."""
 
 KEEP_ALIVE_S = float(FunctionSpec.model_fields["keep_alive_s"].default)
 
 Key = tuple[str, str, int]
-
-
-def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> list[WorkerSum]:
-    """Worker-seconds by (function, provider, memory, state).
-
-    A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
-    (`keep_s`; the default of functions where it is unknown): then it scales down, so longer waits are not counted even
-    if a minimum of containers kept it. Start-up and work are as billed. Calls of an unknown container (`worker` is
-    empty) have no idle time. At most calls x keep-alive seconds are idle.
-    """
-    seconds: dict[Key, dict[WorkerState, float]] = defaultdict(lambda: dict.fromkeys(WorkerState, 0.0))
-    until: dict[tuple[Key, str], float] = {}
-    for call in sorted(calls, key=lambda c: c.t0):
-        key = (call.function, call.provider, call.memory_mb)
-        states = seconds[key]
-        states[WorkerState.COLD] += call.cold_billed_s
-        states[WorkerState.BUSY] += call.billed_s - call.cold_billed_s
-        if not call.worker:
-            continue
-        before = until.get((key, call.worker))
-        if before is not None:
-            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), _keep(keep_s, key))
-        until[key, call.worker] = max(call.t1, before or 0.0)
-    for key, _ in until:
-        seconds[key][WorkerState.IDLE] += _keep(keep_s, key)
-    return [
-        WorkerSum(*key, str(state), total, True)
-        for key, states in sorted(seconds.items())
-        for state, total in states.items()
-        if total > 0
-    ]
-
-
-def _keep(keep_s: Mapping[str, float], key: Key) -> float:
-    return keep_s.get(key[0], KEEP_ALIVE_S)
-
-
-ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
-"""Roles whose busy time is charged to trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +172,6 @@ def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
     return found
 
 
-NODES = ("node_joined", "node_leaving", "node_lost")
-
-FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
-
-
 def _nodes(reader: LedgerReader) -> list[RunEvent]:
     """Events from the first node change after the engines started; empty without such a change."""
     serving = min((event.t for event in reader.events("engine_started")), default=math.inf)
@@ -226,3 +187,38 @@ def _unmetered(reader: LedgerReader, config: Mapping[str, Any]) -> list[WorkerSu
     settings = config.get("functions", {})
     keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
     return estimated_workers(calls, keep_s)
+
+
+def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> list[WorkerSum]:
+    """Worker-seconds by (function, provider, memory, state).
+
+    A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
+    (`keep_s`; the default of functions where it is unknown): then it scales down, so longer waits are not counted even
+    if a minimum of containers kept it. Start-up and work are as billed. Calls of an unknown container (`worker` is
+    empty) have no idle time. At most calls x keep-alive seconds are idle.
+    """
+    seconds: dict[Key, dict[WorkerState, float]] = defaultdict(lambda: dict.fromkeys(WorkerState, 0.0))
+    until: dict[tuple[Key, str], float] = {}
+    for call in sorted(calls, key=lambda c: c.t0):
+        key = (call.function, call.provider, call.memory_mb)
+        states = seconds[key]
+        states[WorkerState.COLD] += call.cold_billed_s
+        states[WorkerState.BUSY] += call.billed_s - call.cold_billed_s
+        if not call.worker:
+            continue
+        before = until.get((key, call.worker))
+        if before is not None:
+            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), _keep(keep_s, key))
+        until[key, call.worker] = max(call.t1, before or 0.0)
+    for key, _ in until:
+        seconds[key][WorkerState.IDLE] += _keep(keep_s, key)
+    return [
+        WorkerSum(*key, str(state), total, True)
+        for key, states in sorted(seconds.items())
+        for state, total in states.items()
+        if total > 0
+    ]
+
+
+def _keep(keep_s: Mapping[str, float], key: Key) -> float:
+    return keep_s.get(key[0], KEEP_ALIVE_S)

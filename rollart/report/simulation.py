@@ -1,9 +1,5 @@
-"""Results of simulations: schedules beside each other, with confidence intervals over seeds. Pure.
-
-The cost of a simulation's faults. Pure.
-
-A recorded run beside its simulation. Pure.
-"""
+"""Results of simulations: schedules beside each other, with confidence intervals over seeds, and the cost of their
+faults; and a recorded run beside its simulation. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +7,20 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from rollart.ledger.intervals import ResourceState
 from rollart.ports import RunEvent
 from rollart.report.cost import cost_lines, waste
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import FormattedCell, Report, Row, Table, as_count, as_number, as_seconds, as_share, as_text
 from rollart.report.timeline import Timeline
-from rollart.report.utilization import DomainShareSummary, compared_shares, domain_shares
+from rollart.report.utilization import DomainShareSummary, domain_shares
 
 INFRA_FAULT = "infra_fault"
 """Outcome of trajectories that an infrastructure fault ended, and the event that records the fault."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,69 +46,6 @@ class FaultCost:
     aborted_engine_s: float = 0.0
     aborted_tokens: int = 0
     failed_calls: Mapping[str, int] = field(default_factory=dict)
-
-
-def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:
-    """From a simulation's ledger; `events` are the events of infrastructure faults."""
-    down = [i for i in rows.intervals if i.state == ResourceState.DOWN]
-    lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
-    calls: Counter[str] = Counter()
-    for call in rows.invocations:
-        if call.status not in ("ok", "cancelled"):
-            calls[call.status] += call.calls
-    return FaultCost(
-        observed,
-        math.fsum(i.unit_seconds for i in down),
-        math.fsum(i.usd for i in down),
-        dict(Counter(_cause(str(e.fields.get("detail", ""))) for e in events).most_common()),
-        math.fsum(c.engine_seconds for c in lost),
-        sum(c.action_tokens for c in lost),
-        dict(calls.most_common()),
-    )
-
-
-def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
-    """One column per schedule, means over seeds."""
-    rows: list[tuple[Cell, ...]] = []
-
-    def add(label: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
-        rows.append((label, unit, *(math.fsum(own) / len(own) for own in values.values())))
-
-    def each(of: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
-        for key in _keys(part for own in parts.values() for part in own):
-            add(of.format(key), unit, {n: [p.get(key, 0.0) * scale for p in own] for n, own in parts.items()})
-
-    each("{} outages", "count", {n: [c.observed.outages for c in own] for n, own in by.items()})
-    each("{} down", "part-hours", {n: [c.observed.down_s for c in own] for n, own in by.items()}, 1 / 3600)
-    add("devices known to be down", "device-hours", {n: [c.down_device_s / 3600 for c in own] for n, own in by.items()})
-    add("and paid", "USD", {n: [c.down_usd for c in own] for n, own in by.items()})
-    add("answers lost with engines", "tokens", {n: [c.observed.lost_tokens for c in own] for n, own in by.items()})
-    add("KV lost with engines", "tokens", {n: [c.observed.lost_kv_tokens for c in own] for n, own in by.items()})
-    each("aborted: {}", "trajectories", {n: [c.aborted for c in own] for n, own in by.items()})
-    add("sampled for the aborted", "tokens", {n: [c.aborted_tokens for c in own] for n, own in by.items()})
-    add(
-        "engines for the aborted",
-        "engine-hours",
-        {n: [c.aborted_engine_s / 3600 for c in own] for n, own in by.items()},
-    )
-    each("calls failed: {}", "count", {n: [c.failed_calls for c in own] for n, own in by.items()})
-    columns = (TableColumn("what"), TableColumn("unit"), *(TableColumn(name, "number") for name in by))
-    return Table("faults", "What faults cost", columns, tuple(rows))
-
-
-def _keys(parts: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(key for part in parts for key in part))
-
-
-def _cause(detail: str) -> str:
-    """The cause without the names and numbers of a single case: `environment step`, `reward throttled`, else the first
-    words."""
-    words = detail.replace(":", "").split()
-    if not words:
-        return "unknown"
-    if words[0] in ("environment", "reward"):
-        return " ".join(words[:2])
-    return " ".join(w for w in words[:6] if not any(c.isdigit() for c in w))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +158,10 @@ FIGURES = (
 )
 
 
+Figures: TypeAlias = Mapping[str, Sequence[SimulationFigures]]
+"""Simulations by schedule, one of each seed."""
+
+
 def simulation(run: str, found: Sequence[SimulationFigures], notes: Sequence[str] = ()) -> Report:
     """The report: one column per schedule; ± is a 95 % confidence interval over seeds (Student's t)."""
     by: dict[str, list[SimulationFigures]] = {}
@@ -245,78 +185,88 @@ def simulation(run: str, found: Sequence[SimulationFigures], notes: Sequence[str
     if all(costs.values()):
         tables = (*tables, faults_table(costs))
     if any(f.shares for f in found):
-        tables = (*tables, compared_shares({name: [f.shares for f in own] for name, own in by.items()}))
+        tables = (*tables, _compared_shares(by))
     return Report("simulate", run, tables, foot)
 
 
-def _figures(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
-    columns = [TableColumn("figure", people=False), TableColumn("what"), TableColumn("unit")]
-    for name in by:
-        columns += [TableColumn(name, "number"), TableColumn(f"{name} ±", "number")]
-    rows: list[tuple[Cell, ...]] = []
-    for figure in FIGURES:
-        row: list[Cell] = [figure.key, figure.label, figure.unit]
-        for own in by.values():
-            row += interval([figure.of(f) for f in own])
-        rows.append(tuple(row))
-    return Table("figures", "Figures", tuple(columns), tuple(rows))
+def _figures(by: Figures) -> Table:
+    rows: list[Row] = [
+        {
+            "figure": as_text(figure.key, people=False),
+            "what": figure.label,
+            "unit": figure.unit,
+            **_intervals({name: [figure.of(f) for f in own] for name, own in by.items()}, as_number, people=True),
+        }
+        for figure in FIGURES
+    ]
+    return Table.of("figures", "Figures", rows)
 
 
-def _shares_of_lags(by: Mapping[str, Sequence[SimulationFigures]]) -> Table:
+def _shares_of_lags(by: Figures) -> Table:
     """Share of trained samples by lag. All seeds have the same weight, whatever their number of samples."""
+
+    def shares(lag: int) -> dict[str, list[float]]:
+        return {name: [f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own] for name, own in by.items()}
+
     lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
-    rows: list[tuple[Cell, ...]] = []
-    for lag in lags:
-        row: list[Cell] = [lag]
-        for own in by.values():
-            row += interval([f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own])
-        rows.append(tuple(row))
-    columns = (TableColumn("lag in versions", "count"), *_beside(by, "share"))
-    return Table("lags", "Staleness of what was trained", columns, tuple(rows))
+    rows = [{"lag in versions": as_count(lag), **_intervals(shares(lag), as_share)} for lag in lags]
+    return Table.of("lags", "Staleness of what was trained", rows)
 
 
-def _sums(
-    name: str,
-    title: str,
-    by: Mapping[str, Sequence[SimulationFigures]],
-    of: Callable[[SimulationFigures], Mapping[str, float]],
-) -> Table:
+def _sums(name: str, title: str, by: Figures, of: Callable[[SimulationFigures], Mapping[str, float]]) -> Table:
     """Sums by cause, the largest first; a seed without a cause counts as 0."""
     amounts = {schedule: [of(f) for f in own] for schedule, own in by.items()}
-    causes = dict.fromkeys(cause for own in amounts.values() for one in own for cause in one)
-    rows: list[tuple[Cell, ...]] = []
-    for cause in causes:
-        row: list[Cell] = [cause]
-        for own in amounts.values():
-            row += interval([one.get(cause, 0.0) for one in own])
-        rows.append(tuple(row))
-    rows.sort(key=lambda row: -max(float(mean or 0.0) for mean in row[1::2]))
-    return Table(name, title, (TableColumn("cause"), *_beside(by, "number")), tuple(rows))
+    causes = {
+        cause: {schedule: [one.get(cause, 0.0) for one in own] for schedule, own in amounts.items()}
+        for cause in _keys(one for own in amounts.values() for one in own)
+    }
+    ordered = sorted(causes.items(), key=lambda item: -max(_mean(values) for values in item[1].values()))
+    return Table.of(name, title, ({"cause": cause, **_intervals(values, as_number)} for cause, values in ordered))
 
 
-def _beside(by: Iterable[str], kind: str) -> Iterable[TableColumn]:
-    """A column per schedule, and a column for machines with its interval."""
-    for name in by:
-        yield TableColumn(name, kind)
-        yield TableColumn(f"{name} ±", kind, people=False)
+def _intervals(
+    by: Mapping[str, Sequence[float]], formatted: Callable[..., FormattedCell], *, people: bool = False
+) -> Row:
+    """A column per schedule with the mean over seeds, and a column with its interval, for machines or also `people`."""
+    row: dict[str, FormattedCell] = {}
+    for name, values in by.items():
+        mean, half = interval(values)
+        row |= {name: formatted(mean), f"{name} ±": formatted(half, people=people)}
+    return row
 
 
 def _each(found: Sequence[SimulationFigures]) -> Table:
     """Every single simulation, for statistical tests of differences."""
-    head = (
-        TableColumn("schedule"),
-        TableColumn("seed", "count"),
-        TableColumn("trace"),
-        TableColumn("seconds", "seconds"),
-        TableColumn("steps", "count"),
-        TableColumn("skipped", "count"),
-    )
-    rows: list[tuple[Cell, ...]] = [
-        (f.schedule, f.seed, f.trace, f.seconds, f.steps, f.skipped, *(figure.of(f) for figure in FIGURES))
+    rows: list[Row] = [
+        {
+            "schedule": f.schedule,
+            "seed": as_count(f.seed),
+            "trace": f.trace,
+            "seconds": as_seconds(f.seconds),
+            "steps": as_count(f.steps),
+            "skipped": as_count(f.skipped),
+            **{figure.key: as_number(figure.of(f)) for figure in FIGURES},
+        }
         for f in found
     ]
-    columns = (*head, *(TableColumn(figure.key, "number") for figure in FIGURES))
-    return Table("simulations", "Simulations", columns, tuple(rows), people=False)
+    return Table.of("simulations", "Simulations", rows, people=False)
+
+
+def _compared_shares(by: Figures) -> Table:
+    """Shares of domains by schedule: means over seeds, and the worst drift of any seed."""
+    rows: list[Row] = []
+    for domain in _keys(f.shares for own in by.values() for f in own):
+        row: dict[str, str | FormattedCell] = {"domain": domain}
+        for name, own in by.items():
+            seen = [f.shares[domain] for f in own if domain in f.shares]
+            count = len(seen) or 1
+            row |= {
+                f"{name} wanted": as_share(sum(s.wanted for s in seen) / count),
+                f"{name} trained": as_share(sum(s.trained for s in seen) / count),
+                f"{name} worst drift": as_number(max((s.worst for s in seen), default=None)),
+            }
+        rows.append(row)
+    return Table.of("shares", "Shares of domains in what was trained; drift in groups", rows)
 
 
 def _per_1k(found: SimulationFigures) -> Mapping[str, float]:
@@ -344,6 +294,67 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def _mean(values: Iterable[float]) -> float:
     given = list(values)
     return math.fsum(given) / len(given)
+
+
+def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:
+    """From a simulation's ledger; `events` are the events of infrastructure faults."""
+    down = [i for i in rows.intervals if i.state == ResourceState.DOWN]
+    lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
+    calls: Counter[str] = Counter()
+    for call in rows.invocations:
+        if call.status not in ("ok", "cancelled"):
+            calls[call.status] += call.calls
+    return FaultCost(
+        observed,
+        math.fsum(i.unit_seconds for i in down),
+        math.fsum(i.usd for i in down),
+        dict(Counter(_cause(str(e.fields.get("detail", ""))) for e in events).most_common()),
+        math.fsum(c.engine_seconds for c in lost),
+        sum(c.action_tokens for c in lost),
+        dict(calls.most_common()),
+    )
+
+
+def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
+    """One column per schedule, means over seeds."""
+    rows: list[Row] = []
+
+    def add(label: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
+        rows.append({"what": label, "unit": unit, **{name: as_number(_mean(own)) for name, own in values.items()}})
+
+    def each(label: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
+        for key in _keys(part for own in parts.values() for part in own):
+            add(label.format(key), unit, {n: [p.get(key, 0.0) * scale for p in own] for n, own in parts.items()})
+
+    def of(figure: Callable[[FaultCost], T]) -> dict[str, list[T]]:
+        return {name: [figure(c) for c in own] for name, own in by.items()}
+
+    each("{} outages", "count", of(lambda c: c.observed.outages))
+    each("{} down", "part-hours", of(lambda c: c.observed.down_s), 1 / 3600)
+    add("devices known to be down", "device-hours", of(lambda c: c.down_device_s / 3600))
+    add("and paid", "USD", of(lambda c: c.down_usd))
+    add("answers lost with engines", "tokens", of(lambda c: c.observed.lost_tokens))
+    add("KV lost with engines", "tokens", of(lambda c: c.observed.lost_kv_tokens))
+    each("aborted: {}", "trajectories", of(lambda c: c.aborted))
+    add("sampled for the aborted", "tokens", of(lambda c: c.aborted_tokens))
+    add("engines for the aborted", "engine-hours", of(lambda c: c.aborted_engine_s / 3600))
+    each("calls failed: {}", "count", of(lambda c: c.failed_calls))
+    return Table.of("faults", "What faults cost", rows)
+
+
+def _keys(parts: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(key for part in parts for key in part))
+
+
+def _cause(detail: str) -> str:
+    """The cause without the names and numbers of a single case: `environment step`, `reward throttled`, else the first
+    words."""
+    words = detail.replace(":", "").split()
+    if not words:
+        return "unknown"
+    if words[0] in ("environment", "reward"):
+        return " ".join(words[:2])
+    return " ".join(w for w in words[:6] if not any(c.isdigit() for c in w))
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,25 +422,26 @@ def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) ->
         ("engines busy, a step", lambda o: o.engine_busy_s / o.steps),
     )
     outside_s, outside_usd = a.wall_s - a.loop_s, a.usd - a.loop_usd
-    rows: list[tuple[Cell, ...]] = [_row(what, "s", of(a), of(b)) for what, of in per]
+    rows: list[Row] = [_compared(what, "s", of(a), of(b)) for what, of in per]
     rows += [
-        _row("training loop", "s", a.loop_s, b.loop_s),
-        _row("training loop", "USD", a.loop_usd, b.loop_usd),
-        ("before and after it", "s", outside_s, outside_s, None),
-        ("before and after it", "USD", outside_usd, outside_usd, None),
-        _row("wall time", "s", a.wall_s, check.wall_s),
-        _row("dollars", "USD", a.usd, check.usd),
+        _compared("training loop", "s", a.loop_s, b.loop_s),
+        _compared("training loop", "USD", a.loop_usd, b.loop_usd),
+        _compared("before and after it", "s", outside_s, None),
+        _compared("before and after it", "USD", outside_usd, None),
+        _compared("wall time", "s", a.wall_s, check.wall_s),
+        _compared("dollars", "USD", a.usd, check.usd),
     ]
-    columns = (
-        TableColumn("what"),
-        TableColumn("unit"),
-        TableColumn("recorded", "number"),
-        TableColumn("predicted", "number"),
-        TableColumn("deviation", "share"),
-    )
-    table = Table("check", f"Recorded against simulated, {a.steps} steps", columns, tuple(rows))
+    table = Table.of("check", f"Recorded against simulated, {a.steps} steps", rows)
     return Report("check", run, (table,), ("before and after the loop: as recorded", *notes))
 
 
-def _row(label: str, unit: str, recorded: float, predicted: float) -> tuple[Cell, ...]:
-    return label, unit, recorded, predicted, predicted / recorded - 1.0 if recorded else None
+def _compared(label: str, unit: str, recorded: float, predicted: float | None) -> Row:
+    """Without a prediction the recorded amount is taken as it is."""
+    deviation = predicted / recorded - 1.0 if recorded and predicted is not None else None
+    return {
+        "what": label,
+        "unit": unit,
+        "recorded": as_number(recorded),
+        "predicted": as_number(recorded if predicted is None else predicted),
+        "deviation": as_share(deviation),
+    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 PLAIN, PERCENT, DOLLARS = "", "%", "$"
@@ -16,6 +18,28 @@ NO_TIME_MS = 1e-3
 """Milliseconds below this are the rounding of a difference of clock readings."""
 
 Cell: TypeAlias = str | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FormattedCell:
+    """A cell with the format of its column."""
+
+    value: Cell
+    kind: str = "text"
+    people: bool = True
+    wrap: bool = False
+
+
+as_text = FormattedCell
+as_count = partial(FormattedCell, kind="count")
+as_seconds = partial(FormattedCell, kind="seconds")
+as_ms = partial(FormattedCell, kind="ms")
+as_usd = partial(FormattedCell, kind="usd")
+as_share = partial(FormattedCell, kind="share")
+as_number = partial(FormattedCell, kind="number")
+
+Row: TypeAlias = Mapping[str, Cell | FormattedCell]
+"""A table's row: cells by the names of their columns; a cell without a format is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +62,21 @@ class Table:
     columns: tuple[TableColumn, ...]
     rows: tuple[tuple[Cell, ...], ...]
     people: bool = True
+
+    @classmethod
+    def of(cls, name: str, title: str, rows: Iterable[Row], *, people: bool = True, optional: bool = False) -> Table:
+        """A table of rows that give each cell under its column's name, all in the same order. An `optional` table is
+        for people only if it has rows."""
+        rows = list(rows)
+        cells = [[_formatted(cell) for cell in row.values()] for row in rows]
+        columns = [
+            TableColumn(key, cell.kind, cell.people, cell.wrap)
+            for key, cell in zip(rows[0] if rows else (), cells[0] if rows else (), strict=True)
+        ]
+        if any(list(row) != [column.name for column in columns] for row in rows):
+            raise ValueError(f"table '{name}': rows differ in their columns")
+        values = tuple(tuple(cell.value for cell in row) for row in cells)
+        return cls(name, title, tuple(columns), values, people and bool(rows or not optional))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +144,10 @@ def estimate(value: float, half: float | None, unit: str = PLAIN) -> str:
     decimals = max(_decimals(half * scale, 2), _decimals(value * scale, 3))
     before, after = ("$" if unit == DOLLARS else ""), ("%" if unit == PERCENT else "")
     return " ± ".join(f"{before}{given * scale:,.{decimals}f}{after}" for given in (value, half))
+
+
+def _formatted(cell: Cell | FormattedCell) -> FormattedCell:
+    return cell if isinstance(cell, FormattedCell) else FormattedCell(cell)
 
 
 def _digits(value: float) -> str:

@@ -1,111 +1,62 @@
 """Utilization of the hardware, and throughput of the domains. Pure.
 
-Work of engines by their own counters: a table, and rows from which constants of the performance model are fitted.
-Pure.
-
-Shares of domains in the trained trajectories: due and actual. Pure.
+Also reads, for others, the shares of domains in the trained trajectories, and the engines' own counters as rows from
+which constants of the performance model are fitted.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from placement.calibrate import Row
+from placement.calibrate import Row as CalibrationRow
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import (
+    Cell,
+    Report,
+    Row,
+    Table,
+    as_count,
+    as_number,
+    as_seconds,
+    as_share,
+    as_text,
+)
 
 LEAST_STEPS = 20
 """Fewest steps of an interval that gives a row: a mean of fewer is too noisy."""
 
-Sums = Mapping[str, float]
+RUNNING = ("train", "evaluate", "spare")
+"""Claims of trajectories; waits of prefetched environments delay no trajectory."""
 
 
-def engines(rows: RunRows) -> Table:
-    """A row per engine. `hits`: share of the prompts' tokens whose KV was cached; `pulled`: share whose KV came from
-    another engine. `batch` and `step_ms`: of a mean step."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    fullest: dict[str, float] = defaultdict(float)
-    for event in rows.engines:
-        for name, value in _numbers(event).items():
-            sums[event.subject][name] += value
-        fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
-    columns = (
-        TableColumn("engine"),
-        TableColumn("prompt_tokens", "count"),
-        TableColumn("hits", "share"),
-        TableColumn("pulled", "share"),
-        TableColumn("sampled_tokens", "count"),
-        TableColumn("prefill_tokens_per_s", "number"),
-        TableColumn("steps", "count"),
-        TableColumn("batch", "number"),
-        TableColumn("step_ms", "number"),
-        TableColumn("kv_used", "share"),
-        TableColumn("preemptions", "count"),
+def utilization(rows: RunRows) -> Report:
+    """The utilization report."""
+    tables = (
+        _resources(rows),
+        _down(rows),
+        _nodes(rows),
+        _rates(rows),
+        _domains(rows),
+        functions.health(rows),
+        _cancelled(rows),
+        _filtered(rows),
+        engines(rows),
+        _handoffs(rows),
+        _shares(rows),
+        _concurrency(rows),
+        _updates(rows),
+        _broadcasts(rows),
+        _making(rows),
+        _slot_waits(rows),
     )
-    found: list[tuple[Cell, ...]] = []
-    for engine, s in sorted(sums.items()):
-        prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
-        step = _step_s(s)
-        found.append(
-            (
-                engine,
-                int(prompt),
-                (cached - external) / prompt if prompt else None,
-                external / prompt if prompt else None,
-                int(s["generated_tokens"]),
-                (prompt - cached) / s["prefill_seconds"] if s["prefill_seconds"] else None,
-                int(steps),
-                s["generated_tokens"] / steps if steps else None,
-                None if step is None else 1000 * step,
-                fullest[engine],
-                int(s["preemptions"]),
-            )
-        )
-    return Table("engines", "Engines by their own counters", columns, tuple(found), people=bool(found))
-
-
-def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int]]) -> list[Row]:
-    """Rows for `placement.calibrate.fit`, one per interval in which an engine took enough steps; `devices`: type and
-    number of each engine's. A mean step is one of mean batch, context and prompt tokens; an engine that only prefills
-    gives the time to a first token, where it computes one prompt at a time."""
-    found = []
-    for event in events:
-        s = _numbers(event)
-        seconds, steps, ended = _step_s(s), s.get("steps", 0.0), s.get("ended", 0.0)
-        if event.subject not in devices or steps < LEAST_STEPS or not ended or not seconds:
-            continue
-        device, tp = devices[event.subject]
-        computed = max(0.0, s["prompt_tokens"] - s["cached_tokens"])
-        if s["generated_tokens"] <= 1.01 * ended and s.get("latencies", 0.0) == 0:
-            if steps >= 0.8 * ended and s["prefill_seconds"]:
-                seconds, new, cached = s["prefill_seconds"] / ended, computed / ended, s["cached_tokens"] / ended
-                found.append(Row("prefill", seconds, device, tp, new=new, cached=cached, weight=ended))
-            continue
-        context = (s["prompt_tokens"] + s["generated_tokens"] / 2) / ended
-        batch = max(1.0, s["generated_tokens"] / steps)
-        found.append(Row("step", seconds, device, tp, new=computed / steps, batch=batch, context=context))
-    return found
-
-
-def _step_s(s: Sums) -> float | None:
-    """Mean seconds of a step. vLLM counts the time between tokens of a request, which is a step; the embedded engine
-    counts its compute time."""
-    if s.get("latencies"):
-        return s["latency_seconds"] / s["latencies"]
-    if not s.get("steps"):
-        return None
-    return (s["prefill_seconds"] + s["decode_seconds"]) / s["steps"]
-
-
-def _numbers(event: RunEvent) -> dict[str, float]:
-    return {name: float(value) for name, value in event.fields.items() if isinstance(value, int | float)}
+    return Report("utilization", rows.run, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,69 +92,27 @@ def domain_shares(events: Sequence[RunEvent]) -> dict[str, DomainShareSummary]:
     }
 
 
-def shares(rows: RunRows) -> Table:
-    """The shares of one run."""
-    columns = (
-        TableColumn("domain"),
-        TableColumn("floor", "share"),
-        TableColumn("cap", "share"),
-        TableColumn("wanted", "share"),
-        TableColumn("trained", "share"),
-        TableColumn("drift_groups", "number"),
-        TableColumn("worst_drift_groups", "number"),
-    )
-    found = tuple(
-        (name, s.floor, s.cap, s.wanted, s.trained, s.drift, s.worst) for name, s in domain_shares(rows.shares).items()
-    )
-    return Table("shares", "Shares of domains in what was trained", columns, found, people=bool(found))
-
-
-def compared_shares(by: Mapping[str, Sequence[Mapping[str, DomainShareSummary]]]) -> Table:
-    """The shares of simulations, by schedule: means over seeds, and the worst drift of any seed."""
-    columns = [TableColumn("domain")]
-    for name in by:
-        columns += [
-            TableColumn(f"{name} wanted", "share"),
-            TableColumn(f"{name} trained", "share"),
-            TableColumn(f"{name} worst drift", "number"),
-        ]
-    names = dict.fromkeys(n for own in by.values() for one in own for n in one)
-    rows = []
-    for name in names:
-        row: list[str | float | None] = [name]
-        for own in by.values():
-            seen = [one[name] for one in own if name in one]
-            count = len(seen) or 1
-            row += [
-                sum(s.wanted for s in seen) / count,
-                sum(s.trained for s in seen) / count,
-                max((s.worst for s in seen), default=None),
-            ]
-        rows.append(tuple(row))
-    return Table("shares", "Shares of domains in what was trained; drift in groups", tuple(columns), tuple(rows))
-
-
-def utilization(rows: RunRows) -> Report:
-    """The utilization report."""
-    tables = (
-        _resources(rows),
-        _down(rows),
-        _nodes(rows),
-        _rates(rows),
-        _domains(rows),
-        functions.health(rows),
-        _cancelled(rows),
-        _filtered(rows),
-        engines(rows),
-        _handoffs(rows),
-        shares(rows),
-        _concurrency(rows),
-        _updates(rows),
-        _broadcasts(rows),
-        _making(rows),
-        _slot_waits(rows),
-    )
-    return Report("utilization", rows.run, tables)
+def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int]]) -> list[CalibrationRow]:
+    """Rows for `placement.calibrate.fit`, one per interval in which an engine took enough steps; `devices`: type and
+    number of each engine's. A mean step is one of mean batch, context and prompt tokens; an engine that only prefills
+    gives the time to a first token, where it computes one prompt at a time."""
+    found = []
+    for event in events:
+        s = _numbers(event)
+        seconds, steps, ended = _step_s(s), s.get("steps", 0.0), s.get("ended", 0.0)
+        if event.subject not in devices or steps < LEAST_STEPS or not ended or not seconds:
+            continue
+        device, tp = devices[event.subject]
+        computed = max(0.0, s["prompt_tokens"] - s["cached_tokens"])
+        if s["generated_tokens"] <= 1.01 * ended and s.get("latencies", 0.0) == 0:
+            if steps >= 0.8 * ended and s["prefill_seconds"]:
+                seconds, new, cached = s["prefill_seconds"] / ended, computed / ended, s["cached_tokens"] / ended
+                found.append(CalibrationRow("prefill", seconds, device, tp, new=new, cached=cached, weight=ended))
+            continue
+        context = (s["prompt_tokens"] + s["generated_tokens"] / 2) / ended
+        batch = max(1.0, s["generated_tokens"] / steps)
+        found.append(CalibrationRow("step", seconds, device, tp, new=computed / steps, batch=batch, context=context))
+    return found
 
 
 def _resources(rows: RunRows) -> Table:
@@ -211,20 +120,14 @@ def _resources(rows: RunRows) -> Table:
     seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in rows.intervals:
         seconds[i.role, i.resource][i.state] += i.seconds
-    states = [str(s) for s in ResourceState]
-    extra = sorted({i.state for i in rows.intervals} - set(states))
-    columns = (
-        TableColumn("resource"),
-        TableColumn("role"),
-        TableColumn("seconds", "seconds"),
-        *(TableColumn(state, "share") for state in [*states, *extra]),
-    )
-    found: list[tuple[Cell, ...]] = []
+    known = [str(s) for s in ResourceState]
+    states = [*known, *sorted({i.state for i in rows.intervals} - set(known))]
+    found: list[Row] = []
     for (role, resource), by_state in sorted(seconds.items()):
         life = math.fsum(by_state.values())
-        shares = [by_state.get(state, 0.0) / life if life else None for state in [*states, *extra]]
-        found.append((resource, role, life, *shares))
-    return Table("resources", "Resources", columns, tuple(found))
+        shares = {state: as_share(_ratio(by_state.get(state, 0.0), life)) for state in states}
+        found.append({"resource": resource, "role": role, "seconds": as_seconds(life), **shares})
+    return Table.of("resources", "Resources", found)
 
 
 def _down(rows: RunRows) -> Table:
@@ -237,24 +140,26 @@ def _down(rows: RunRows) -> Table:
     for i in rows.intervals:
         if i.state == ResourceState.DOWN or (i.state == ResourceState.STARTUP and i.cause):
             lost[i.cause, i.resource] += i.seconds
-    columns = (TableColumn("cause"), TableColumn("resource"), TableColumn("seconds", "seconds"))
-    return Table("down", "Lost seconds by cause", columns, tuple((*key, s) for key, s in sorted(lost.items())))
+    found: list[Row] = [
+        {"cause": cause, "resource": resource, "seconds": as_seconds(s)}
+        for (cause, resource), s in sorted(lost.items())
+    ]
+    return Table.of("down", "Lost seconds by cause", found)
 
 
 def _nodes(rows: RunRows) -> Table:
     """Nodes that joined and left, and the reactions of the plan."""
-    columns = (
-        TableColumn("t", "seconds"),
-        TableColumn("what"),
-        TableColumn("subject"),
-        TableColumn("moves"),
-        TableColumn("why"),
-    )
-    found = tuple(
-        (e.t, e.kind, e.subject, e.fields.get("moves"), e.fields.get("why") or e.fields.get("cause"))
+    found: list[Row] = [
+        {
+            "t": as_seconds(e.t),
+            "what": e.kind,
+            "subject": e.subject,
+            "moves": e.fields.get("moves"),
+            "why": e.fields.get("why") or e.fields.get("cause"),
+        }
         for e in rows.nodes
-    )
-    return Table("nodes", "Nodes that came and went", columns, found, people=bool(found))
+    ]
+    return Table.of("nodes", "Nodes that came and went", found, optional=True)
 
 
 def _rates(rows: RunRows) -> Table:
@@ -267,58 +172,131 @@ def _rates(rows: RunRows) -> Table:
         "sampled tokens": sum(c.action_tokens for c in rows.charges),
         "trained tokens": rows.facts.trained_tokens,
     }
-    columns = (
-        TableColumn("what"),
-        TableColumn("count", "count"),
-        TableColumn("per_second", "number"),
-        TableColumn("per_busy_engine_second", "number"),
-    )
-    found = [
-        (name, n, n / seconds if seconds else None, n / busy if busy and name != "trained tokens" else None)
+    found: list[Row] = [
+        {
+            "what": name,
+            "count": as_count(n),
+            "per_second": as_number(_ratio(n, seconds)),
+            "per_busy_engine_second": as_number(_ratio(n, busy) if name != "trained tokens" else None),
+        }
         for name, n in amounts.items()
     ]
-    return Table("rates", "Amounts and rates", columns, tuple(found))
+    return Table.of("rates", "Amounts and rates", found)
 
 
 def _domains(rows: RunRows) -> Table:
     groups: dict[tuple[str, str], list[ChargeSum]] = defaultdict(list)
     for charge in rows.charges:
         groups[charge.domain, charge.purpose].append(charge)
-    columns = (
-        TableColumn("domain"),
-        TableColumn("purpose"),
-        TableColumn("episodes", "count"),
-        TableColumn("used", "count"),
-        TableColumn("waiting", "count"),
-        TableColumn("lost", "count"),
-        TableColumn("success", "share"),
-        TableColumn("turns", "number"),
-        TableColumn("tokens", "number"),
-        TableColumn("wall_s", "seconds"),
-        TableColumn("engine_ms", "number"),
-    )
-    found: list[tuple[Cell, ...]] = []
+    found: list[Row] = []
     for (domain, purpose), own in sorted(groups.items()):
         n = sum(c.trajectories for c in own)
         used = sum(c.trajectories for c in own if c.outcome in ("trained", "evaluated"))
         waiting = sum(c.trajectories for c in own if c.outcome == "waiting")
         judged = sum(c.judged for c in own)
         found.append(
-            (
-                domain,
-                purpose,
-                n,
-                used,
-                waiting,
-                n - used - waiting,
-                sum(c.successes for c in own) / judged if judged else None,
-                sum(c.turns for c in own) / n,
-                sum(c.action_tokens for c in own) / n,
-                sum(c.seconds for c in own) / n,
-                1000 * math.fsum(c.engine_seconds for c in own) / n,
-            )
+            {
+                "domain": domain,
+                "purpose": purpose,
+                "episodes": as_count(n),
+                "used": as_count(used),
+                "waiting": as_count(waiting),
+                "lost": as_count(n - used - waiting),
+                "success": as_share(_ratio(sum(c.successes for c in own), judged)),
+                "turns": as_number(sum(c.turns for c in own) / n),
+                "tokens": as_number(sum(c.action_tokens for c in own) / n),
+                "wall_s": as_seconds(sum(c.seconds for c in own) / n),
+                "engine_ms": as_number(1000 * math.fsum(c.engine_seconds for c in own) / n),
+            }
         )
-    return Table("domains", "Domains (means per trajectory)", columns, tuple(found))
+    return Table.of("domains", "Domains (means per trajectory)", found)
+
+
+def _cancelled(rows: RunRows) -> Table:
+    """Trajectories cancelled as redundant against kept ones, as of the last publish. Cancelled trajectories are cut
+    off: their figures are lower bounds, and their rewards are unknown."""
+    return _against_kept(rows.cancelled, "cancelled", "Cancelled as redundant against kept")
+
+
+def _filtered(rows: RunRows) -> Table:
+    """Trajectories of filtered groups (all rewards equal) against those of kept groups. Too easy and too hard prompts
+    are not trained; the table shows how much that shifts the distribution."""
+    return _against_kept(rows.filtered, "filtered", "Filtered (rewards alike) against kept")
+
+
+FIGURES = {
+    "tokens": "sampled tokens",
+    "age_s": "age in seconds",
+    "turns": "turns",
+    "difficulty": "reward of their group",
+    "reward": "reward",
+}
+"""Names of the figures of `strategies.redundancy.bias_report` in the report."""
+
+
+def _against_kept(events: Sequence[RunEvent], treatment: str, title: str) -> Table:
+    found: list[Row] = []
+    for name, f in {event.subject: event.fields for event in events}.items():
+        figure = FIGURES.get(name, name)
+        more = "more" if float(f["delta"] or 0) > 0 else "less"
+        warning = f"{treatment} ones have {more} {figure}" if f["notable"] else ""
+        found.append(
+            {
+                "figure": figure,
+                treatment: as_number(f["cancelled"]),
+                "kept": as_number(f["kept"]),
+                f"{treatment}_count": as_count(f["cancelled_count"]),
+                "kept_count": as_count(f["kept_count"]),
+                "cliffs_delta": as_number(f["delta"]),
+                "warning": as_text(warning, wrap=True),
+            }
+        )
+    return Table.of(treatment, title, found, optional=True)
+
+
+def engines(rows: RunRows) -> Table:
+    """A row per engine. `hits`: share of the prompts' tokens whose KV was cached; `pulled`: share whose KV came from
+    another engine. `batch` and `step_ms`: of a mean step."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    fullest: dict[str, float] = defaultdict(float)
+    for event in rows.engines:
+        for name, value in _numbers(event).items():
+            sums[event.subject][name] += value
+        fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
+    found: list[Row] = []
+    for engine, s in sorted(sums.items()):
+        prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
+        step = _step_s(s)
+        found.append(
+            {
+                "engine": engine,
+                "prompt_tokens": as_count(int(prompt)),
+                "hits": as_share(_ratio(cached - external, prompt)),
+                "pulled": as_share(_ratio(external, prompt)),
+                "sampled_tokens": as_count(int(s["generated_tokens"])),
+                "prefill_tokens_per_s": as_number(_ratio(prompt - cached, s["prefill_seconds"])),
+                "steps": as_count(int(steps)),
+                "batch": as_number(_ratio(s["generated_tokens"], steps)),
+                "step_ms": as_number(None if step is None else 1000 * step),
+                "kv_used": as_share(fullest[engine]),
+                "preemptions": as_count(int(s["preemptions"])),
+            }
+        )
+    return Table.of("engines", "Engines by their own counters", found, optional=True)
+
+
+def _step_s(s: Mapping[str, float]) -> float | None:
+    """Mean seconds of a step. vLLM counts the time between tokens of a request, which is a step; the embedded engine
+    counts its compute time."""
+    if s.get("latencies"):
+        return s["latency_seconds"] / s["latencies"]
+    if not s.get("steps"):
+        return None
+    return (s["prefill_seconds"] + s["decode_seconds"]) / s["steps"]
+
+
+def _numbers(event: RunEvent) -> dict[str, float]:
+    return {name: float(value) for name, value in event.fields.items() if isinstance(value, int | float)}
 
 
 def _handoffs(rows: RunRows) -> Table:
@@ -327,124 +305,111 @@ def _handoffs(rows: RunRows) -> Table:
     decoded, failed, empty = (
         int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
     )
-    columns = (
-        TableColumn("hand_offs", "count"),
-        TableColumn("failed", "count"),
-        TableColumn("failed_share", "share"),
-        TableColumn("pulled_nothing", "count"),
-        TableColumn("alarm"),
-    )
     whole = decoded + failed
     alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
-    found = ((whole, failed, failed / whole, empty, alarm),) if whole else ()
-    return Table("handoffs", "Hand-offs from prefill to decode engines", columns, found, people=bool(found))
+    row: Row = {
+        "hand_offs": as_count(whole),
+        "failed": as_count(failed),
+        "failed_share": as_share(_ratio(failed, whole)),
+        "pulled_nothing": as_count(empty),
+        "alarm": alarm,
+    }
+    title = "Hand-offs from prefill to decode engines"
+    return Table.of("handoffs", title, [row] if whole else [], optional=True)
 
 
-def _cancelled(rows: RunRows) -> Table:
-    """Trajectories cancelled as redundant against kept ones, as of the last publish. Cancelled trajectories are cut
-    off: their figures are lower bounds, and their rewards are unknown."""
-    found = _against(rows.cancelled, "cancelled")
-    title = "Cancelled as redundant against kept"
-    return Table("cancelled", title, _columns("cancelled"), found, people=bool(found))
-
-
-def _filtered(rows: RunRows) -> Table:
-    """Trajectories of filtered groups (all rewards equal) against those of kept groups. Too easy and too hard prompts
-    are not trained; the table shows how much that shifts the distribution."""
-    found = _against(rows.filtered, "filtered")
-    title = "Filtered (rewards alike) against kept"
-    return Table("filtered", title, _columns("filtered"), found, people=bool(found))
+def _shares(rows: RunRows) -> Table:
+    """The shares of one run."""
+    found: list[Row] = [
+        {
+            "domain": name,
+            "floor": as_share(s.floor),
+            "cap": as_share(s.cap),
+            "wanted": as_share(s.wanted),
+            "trained": as_share(s.trained),
+            "drift_groups": as_number(s.drift),
+            "worst_drift_groups": as_number(s.worst),
+        }
+        for name, s in domain_shares(rows.shares).items()
+    ]
+    return Table.of("shares", "Shares of domains in what was trained", found, optional=True)
 
 
 def _concurrency(rows: RunRows) -> Table:
     """Concurrent trajectories per engine, by version, and the effects of scarce KV memory: prefixes of `evicted`
     trajectories were recomputed at their next turn, `preempted` counts running requests."""
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
-    columns = (TableColumn("version"), *(TableColumn(name, "count") for name in names))
-    found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
-    title = "Trajectories per engine (limits by KV memory)"
-    return Table("concurrency", title, columns, found, people=bool(found))
+    found = [{"version": event.subject, **_sums(event.fields, names)} for event in rows.concurrency]
+    return Table.of("concurrency", "Trajectories per engine (limits by KV memory)", found, optional=True)
 
 
 def _updates(rows: RunRows) -> Table:
     """Versions that engines loaded one by one (`weights.update`), and versions that they skipped before: bytes that
     were never sent, at the size of the loaded version. Versions skipped after an engine's last load are not counted."""
-    columns = (
-        TableColumn("engine"),
-        TableColumn("loads", "count"),
-        TableColumn("seconds", "seconds"),
-        TableColumn("loaded_gb", "number"),
-        TableColumn("skipped", "count"),
-        TableColumn("saved_gb", "number"),
-    )
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for event in rows.updates:
         gb, skipped = float(event.fields.get("bytes") or 0) / 1e9, float(event.fields.get("skipped") or 0)
         row = (1.0, float(event.fields.get("seconds") or 0), gb, skipped, skipped * gb)
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
-    lines = tuple((name, int(a), b, c, int(d), e) for name, (a, b, c, d, e) in sorted(found.items()))
-    return Table("updates", "Weights that engines loaded one by one", columns, lines, people=bool(lines))
+    lines: list[Row] = [
+        {
+            "engine": name,
+            "loads": as_count(int(a)),
+            "seconds": as_seconds(b),
+            "loaded_gb": as_number(c),
+            "skipped": as_count(int(d)),
+            "saved_gb": as_number(e),
+        }
+        for name, (a, b, c, d, e) in sorted(found.items())
+    ]
+    return Table.of("updates", "Weights that engines loaded one by one", lines, optional=True)
 
 
 def _broadcasts(rows: RunRows) -> Table:
     """Versions that engines received by broadcast (`weights.collective`) while generating: bytes of all their workers,
     and seconds from the request to take part to the last byte. Missed versions were read from files."""
-    columns = (
-        TableColumn("engine"),
-        TableColumn("received", "count"),
-        TableColumn("gb", "number"),
-        TableColumn("seconds", "seconds"),
-        TableColumn("gb_per_s", "number"),
-        TableColumn("missed", "count"),
-        TableColumn("why", wrap=True),
-    )
     found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
     for event in rows.broadcasts:
         found[event.subject][event.kind == "weights_not_received"].append(event)
-    lines = []
+    lines: list[Row] = []
     for name, (got, missed) in sorted(found.items()):
         gb = sum(float(e.fields["bytes"] or 0) for e in got) / 1e9
         seconds = math.fsum(float(e.fields["seconds"] or 0) for e in got)
         why = str(missed[-1].fields["why"]) if missed else ""
-        lines.append((name, len(got), gb, seconds, gb / seconds if seconds else None, len(missed), why))
-    title = "Weights by broadcast"
-    return Table("broadcasts", title, columns, tuple(lines), people=bool(lines))
+        lines.append(
+            {
+                "engine": name,
+                "received": as_count(len(got)),
+                "gb": as_number(gb),
+                "seconds": as_seconds(seconds),
+                "gb_per_s": as_number(_ratio(gb, seconds)),
+                "missed": as_count(len(missed)),
+                "why": as_text(why, wrap=True),
+            }
+        )
+    return Table.of("broadcasts", "Weights by broadcast", lines, optional=True)
 
 
 def _making(rows: RunRows) -> Table:
     """Origin of the episodes' environments on each host: made during the reset, which waited for it (`cold`), made
     ahead, or reused after another episode."""
-    columns = (
-        TableColumn("host"),
-        TableColumn("domain"),
-        TableColumn("cold", "count"),
-        TableColumn("cold_s", "seconds"),
-        TableColumn("ahead", "count"),
-        TableColumn("ahead_s", "seconds"),
-        TableColumn("reused", "count"),
-        TableColumn("pulled", "count"),
-        TableColumn("pull_s", "seconds"),
-    )
     last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
-    lines = tuple((*key, *(f.get(name) for name in names)) for key, f in sorted(last.items()))
-    return Table("environments", "Environments made, seconds waited for and ahead", columns, lines, people=bool(lines))
+    lines = [{"host": host, "domain": domain, **_sums(f, names)} for (host, domain), f in sorted(last.items())]
+    return Table.of("environments", "Environments made, seconds waited for and ahead", lines, optional=True)
 
 
 def _slot_waits(rows: RunRows) -> Table:
     """Waits for a slot while all environment hosts were full: of trajectories, held-out episodes, redundant group
     members, and prefetched environments, which gave up their slots to the others."""
-    columns = (
-        TableColumn("episodes"),
-        TableColumn("places", "count"),
-        TableColumn("waited", "count"),
-        TableColumn("wait_s", "seconds"),
-        TableColumn("longest_s", "seconds"),
-        TableColumn("given_up", "count"),
-    )
     names = ("places", "waited", "wait_s", "longest_s", "given_up")
-    lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits_by_claim(rows).items())
-    return Table("places", "Waits for a place on an environment host", columns, lines, people=bool(lines))
+    lines = [{"episodes": claim, **_sums(f, names)} for claim, f in _waits_by_claim(rows).items()]
+    return Table.of("places", "Waits for a place on an environment host", lines, optional=True)
+
+
+def _sums(fields: Mapping[str, Cell], names: Iterable[str]) -> Row:
+    """Fields of an event: seconds where their name says so, else counts."""
+    return {name: (as_seconds if name.endswith("_s") else as_count)(fields.get(name)) for name in names}
 
 
 def _waits_by_claim(rows: RunRows) -> dict[str, dict[str, float]]:
@@ -466,47 +431,5 @@ def _waits_by_claim(rows: RunRows) -> dict[str, dict[str, float]]:
     return found
 
 
-RUNNING = ("train", "evaluate", "spare")
-"""Claims of trajectories; waits of prefetched environments delay no trajectory."""
-
-
-def _columns(treatment: str) -> tuple[TableColumn, ...]:
-    return (
-        TableColumn("figure"),
-        TableColumn(treatment, "number"),
-        TableColumn("kept", "number"),
-        TableColumn(f"{treatment}_count", "count"),
-        TableColumn("kept_count", "count"),
-        TableColumn("cliffs_delta", "number"),
-        TableColumn("warning", wrap=True),
-    )
-
-
-def _against(events: Sequence[RunEvent], treatment: str) -> tuple[tuple[Cell, ...], ...]:
-    last = {event.subject: event.fields for event in events}
-    found: list[tuple[Cell, ...]] = []
-    for name, f in last.items():
-        more = "more" if float(f["delta"] or 0) > 0 else "less"
-        warning = f"{treatment} ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
-        found.append(
-            (
-                FIGURES.get(name, name),
-                f["cancelled"],
-                f["kept"],
-                f["cancelled_count"],
-                f["kept_count"],
-                f["delta"],
-                warning,
-            )
-        )
-    return tuple(found)
-
-
-FIGURES = {
-    "tokens": "sampled tokens",
-    "age_s": "age in seconds",
-    "turns": "turns",
-    "difficulty": "reward of their group",
-    "reward": "reward",
-}
-"""Names of the figures of `strategies.redundancy.bias_report` in the report."""
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None
